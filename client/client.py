@@ -30,7 +30,7 @@ from ..proto.vocabulary import SaveReason, Tier
 from .context import CallContext
 from .counters import Counters, Snapshot
 from .hits import Reader
-from .local.transport import LocalTransport
+from .local.local_transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
 from .policy import LoadSpeeds, MinBenefit, SavePolicy
 from .restores import VERIFY_CHOICES, Verify

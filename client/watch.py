@@ -39,9 +39,9 @@ from ..proto.limits import MAX_MESSAGE_BYTES, WATCH_BEAT_MS
 from ..proto.namespaces import Namespace
 from ..proto.prefixd_pb2_grpc import AdminStub
 from ..proto.vocabulary import SaveReason, Tier
-from .wire.backoff import Backoff
-from .wire.channel import open_channel, operators_of
 from .wire.messages import understanding
+from .wire.security import open_channel, operators_of
+from .wire.session import Backoff
 
 #: Trying again does not help against these.
 _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, UnknownTier)

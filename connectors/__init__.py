@@ -1,6 +1,6 @@
-"""Engines on one side, prefixd on the other: a module an engine, imported when it is used.
+"""Connect engines to prefixd: one module for each engine, imported when it is used.
 
-Each is a core that knows nothing of its engine's modules, and a thin adapter to them. The adapter
-refuses an engine of another interface as soon as it is attached, with an error that says what
+Each has a core that knows nothing of the engine's modules, and a thin adapter to them. The adapter
+refuses an engine with another interface as soon as it is attached, with an error that says what
 differs.
 """

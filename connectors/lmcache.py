@@ -3,9 +3,9 @@
     {"type": "plugin", "module_path": "prefixd.connectors.lmcache",
      "class_name": "PrefixdL2Adapter", "adapter_params": {"tier": "shm"}}
 
-Everything is done by the threads of the client, whose futures ring the event descriptors that
-LMCache polls. A lookup that hits holds its entries, each until its key was unlocked as often as it
-was locked; a load of what was not looked up is a claim of its own.
+The client's threads do all the work, and its futures signal the event descriptors that LMCache
+polls. A lookup locks the entries that it finds; each stays claimed until its key was unlocked as
+often as it was locked. A load of keys that were not looked up makes a claim of its own.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain, count
@@ -27,22 +27,22 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import MissReason, Tier
-from .compat import Engine
-from .options import attach
+from .engine import Engine, attach
 
 ENGINE: Final = Engine("LMCache", "lmcache", "0.5.6")
 T = TypeVar("T")
 
-#: Namespaces that are remembered: a process serves few models.
+#: Most namespaces in memory. A process serves few models.
 _MAX_NAMESPACES: Final = 1024
 _KIND: Final = attrgetter("model_name", "cache_salt")
 
 
 class Keys:
-    """Makes prefixd's keys of LMCache's: rank, group and hash, in a namespace of model and salt."""
+    """Makes prefixd's keys from LMCache's: of rank, group and hash, in a namespace of model and
+    salt."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
-        """`fields`: of all keys of this process."""
+        """`fields`: further fields of the namespace, the same for all keys of this process."""
         self._fields = fields
         self._namespaces: dict[tuple[str, str], ForeignNamespace] = {}
 
@@ -50,7 +50,7 @@ class Keys:
         kinds = list(map(_KIND, objects))
         hashes = [b"%d/%d/%b" % (o.kv_rank, o.object_group_id, o.chunk_hash) for o in objects]
         if len(set(kinds)) == 1:
-            # Nearly every call.
+            # The case of nearly every call.
             return self._namespace(*kinds[0]).keys(hashes)
         return [self._namespace(*kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
 
@@ -65,14 +65,14 @@ class Keys:
 
 
 class Lock:
-    """What one lookup locked."""
+    """The keys that one lookup locked."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        #: What was not unlocked yet, and how often.
+        #: How often each key still has to be unlocked.
         self.open = dict.fromkeys(keys, 1)
         if len(self.open) < len(keys):
             self.open = dict(Counter(keys))
-        #: The claim that holds it, and where in it each key is; None until it was made.
+        #: The claim that holds the keys, None until it is made, and the place of each key in it.
         self.hit: Hit | None = None
         self.places: dict[Key, int] = {}
 
@@ -86,12 +86,12 @@ class Locks:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[Key, Lock] = {}
-        #: Of keys that are locked more than once: the later locks.
+        #: The later locks of keys that are locked more than once.
         self._more: dict[Key, deque[Lock]] = {}
         self._closed = False
 
     def add(self, keys: Sequence[Key]) -> Lock:
-        """These are locked from now on; the claim may land later."""
+        """Lock these keys; their claim may come later."""
         lock = Lock(keys)
         with self._lock:
             if len(lock.open) == len(keys) and self._held.keys().isdisjoint(lock.open):
@@ -105,7 +105,7 @@ class Locks:
         return lock
 
     def landed(self, lock: Lock, hit: Hit) -> bool:
-        """The claim is there. False: it is not needed any more."""
+        """Attach the claim. False: it is not needed any more."""
         with self._lock:
             if self._closed or not lock.open:
                 return False
@@ -113,7 +113,7 @@ class Locks:
             return True
 
     def holding(self, key: Key) -> tuple[Hit, int] | None:
-        """A hit that holds it, and its place there."""
+        """A hit that holds the key, and the place of the key in it."""
         with self._lock:
             for lock in (self._held.get(key), *self._more.get(key, ())):
                 if lock is not None and lock.hit is not None and key in lock.places:
@@ -121,7 +121,7 @@ class Locks:
             return None
 
     def drop(self, keys: Iterable[Key]) -> list[Hit]:
-        """Unlock each key once. Returns the hits of which no key is locked any more."""
+        """Unlock each key once. Returns the hits that have no locked key left."""
         done: list[Hit] = []
         with self._lock:
             for key in keys:
@@ -140,7 +140,7 @@ class Locks:
         return done
 
     def close(self) -> list[Hit]:
-        """Returns every hit that is held; what lands later is not wanted."""
+        """Returns every hit that is held. Later claims are refused."""
         with self._lock:
             self._closed = True
             locks = {id(lock): lock for lock in chain(self._held.values(), *self._more.values())}
@@ -150,7 +150,7 @@ class Locks:
 
 
 class Event:
-    """A descriptor that is readable when something is done. Thread-safe."""
+    """A descriptor that becomes readable when a task has ended. Thread-safe."""
 
     def __init__(self) -> None:
         self.fd: Final = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -158,7 +158,7 @@ class Event:
         self._closed = False
 
     def ring(self) -> None:
-        # A descriptor that was closed may belong to something else by now.
+        # After `close` the number of the descriptor may belong to another file.
         with self._lock:
             if not self._closed:
                 os.eventfd_write(self.fd, 1)
@@ -170,10 +170,10 @@ class Event:
 
 
 class L2Core:
-    """The work, in terms of keys and buffers. Every method returns at once. Thread-safe."""
+    """The adapter's work, on keys and buffers. Every method returns at once. Thread-safe."""
 
     def __init__(self, client: Client, tier: Tier) -> None:
-        """Owns the client from now on."""
+        """Takes over the client."""
         self._client = client
         self._tier = tier
         self._lock = threading.Lock()
@@ -195,7 +195,7 @@ class L2Core:
             size_bytes = sum(len(flat_bytes(data)) for data in payloads)
             saving = self._client.save_many_async(items, tier=self._tier)
         except CallerError:
-            # What can't be saved, or a closed client: the task ends, as every task does.
+            # Unsuitable payloads, or a closed client. The task ends, as every task has to.
             self._end(self._stored, number, -1, self.store_event)
             return number
         saving.add_done_callback(lambda done: self._store_ended(number, size_bytes, done))
@@ -206,7 +206,7 @@ class L2Core:
         self._end(self._stored, number, size_bytes if ok else -1, self.store_event)
 
     def stored(self) -> dict[int, int]:
-        """What ended since this was asked last: its bytes, -1 if not all of it is there."""
+        """The tasks that ended since the last call: their bytes, -1 if anything was not saved."""
         with self._lock:
             done = dict(self._stored)
             self._stored.clear()
@@ -215,10 +215,10 @@ class L2Core:
     # ---- lookups
 
     def look_up(self, keys: Sequence[Key]) -> int:
-        """Those that are there are locked.
+        """Look keys up and lock those that are there.
 
-        On the daemon's host the answer is that of the shared index, at once; the claim follows.
-        What is evicted between the two is a miss of the load.
+        On the daemon's host the shared index answers at once, and the claim follows. An entry that
+        is evicted in between is a miss when it is loaded.
         """
         number = next(self._numbers)
         lock: Lock | None = None
@@ -239,11 +239,11 @@ class L2Core:
     def _claimed(
         self, number: int, keys: Sequence[Key], lock: Lock | None, claiming: Future[Hit]
     ) -> None:
-        """`lock`: what was answered already."""
+        """`lock`: of the keys that LMCache was told already; None: it was told nothing yet."""
         hit = None if claiming.exception() else claiming.result()
         if lock is not None:
             if hit and self._locks.landed(lock, hit):
-                with suppress(CallerError):  # it is unlocked, and released, already
+                with suppress(CallerError):  # it was unlocked, and so released, meanwhile
                     hit.prefault()
             elif hit:
                 hit.release()
@@ -268,7 +268,7 @@ class L2Core:
     # ---- loads
 
     def load(self, keys: Sequence[Key], buffers: Sequence[Any]) -> int:
-        """Any subset of what is there, locked or not."""
+        """Load the entries that are there, locked or not."""
         number = next(self._numbers)
         held: dict[int, _Held] = {}
         rest: list[int] = []
@@ -281,8 +281,11 @@ class L2Core:
             part = held.setdefault(id(hit), _Held(hit, [], []))
             part.positions.append(position)
             part.places.append(place)
-        loading = _Loading(len(keys), len(held) + bool(rest))
-        loading.then = lambda: self._end(self._loaded, number, loading.good, self.load_event)
+        loading = _Loading(
+            len(keys),
+            len(held) + bool(rest),
+            lambda good: self._end(self._loaded, number, good, self.load_event),
+        )
         for part in held.values():
             try:
                 restoring = self._client.restore_async(
@@ -297,20 +300,20 @@ class L2Core:
         if rest:
             try:
                 claiming = self._client.claim_async([keys[position] for position in rest])
-            except CallerError:  # the same
+            except CallerError:  # a closed client
                 loading.ended(rest, None)
                 return number
             claiming.add_done_callback(
                 lambda done: self._load_unlocked(loading, rest, buffers, done)
             )
         elif not held:
-            loading.then()
+            loading.then(loading.good)
         return number
 
     def _load_unlocked(
         self, loading: _Loading, rest: list[int], buffers: Sequence[Any], claiming: Future[Hit]
     ) -> None:
-        """In a thread of the client's."""
+        """Runs in a thread of the client."""
         if claiming.exception():
             loading.ended(rest, None)
             return
@@ -335,7 +338,7 @@ class L2Core:
         self._client.delete(keys)
 
     def close(self) -> None:
-        """What is under way ends first, within the client's deadline."""
+        """Waits for tasks in progress, within the client's deadline."""
         hits = self._locks.close()
         if hits:
             self._client.release_many(hits)
@@ -350,7 +353,7 @@ class L2Core:
 
 
 class _Held(NamedTuple):
-    """A part of a load that one hit holds: positions in the load, and places in the hit."""
+    """The keys of a load that one hit holds: positions in the load, and places in the hit."""
 
     hit: Hit
     positions: list[int]
@@ -358,13 +361,13 @@ class _Held(NamedTuple):
 
 
 class _Loading:
-    """One load, of several parts that end in any order and thread."""
+    """One load. Its parts end in any order, in any thread."""
 
-    def __init__(self, size: int, parts: int) -> None:
+    def __init__(self, size: int, parts: int, then: Callable[[list[bool]], None]) -> None:
         self.good = [False] * size
+        self.then: Final = then
         self._parts = parts
         self._lock = threading.Lock()
-        self.then: Any = None
 
     def ended(self, positions: Sequence[int], restoring: Future[Any] | None) -> None:
         if restoring is not None and not restoring.exception():
@@ -375,24 +378,21 @@ class _Loading:
             self._parts -= 1
             last = not self._parts
         if last:
-            self.then()
+            self.then(self.good)
 
 
 # ---- the adapter
 
 
 def _adapter() -> type:
-    """The class that LMCache constructs, made when its module is there."""
-    base = ENGINE.require(
-        "lmcache.v1.distributed.l2_adapters.base",
-        ["L2AdapterInterface"],
-    )
+    """Make the class that LMCache constructs. Raises UnsupportedEngine."""
+    base = ENGINE.require("lmcache.v1.distributed.l2_adapters.base", ["L2AdapterInterface"])
     internal = ENGINE.require("lmcache.v1.distributed.internal_api", ["L2StoreResult"])
     native = ENGINE.require("lmcache.lmcache_native", ["Bitmap", "Bitmap.set"])
 
     class PrefixdL2Adapter(base.L2AdapterInterface):  # type: ignore[misc, name-defined]
         """`{"address": ..., "tier": "ram" | "shm" | "disk", "deadline_ms": ..., "fields": {...}}`;
-        `fields` are more that keys are told apart by, such as the version of a chunk's layout."""
+        `fields` distinguish keys further, for example by the version of a chunk's layout."""
 
         def __init__(self, config: dict[str, Any], l1_memory_desc: object = None) -> None:
             super().__init__()

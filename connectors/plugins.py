@@ -1,4 +1,4 @@
-"""What engines call at their start, in every process of theirs, where prefixd is installed.
+"""Entry points that engines call in each of their processes at start, where prefixd is installed.
 
 They change nothing in an engine that does not use prefixd: they open no connection, start no thread
 and raise nothing.
@@ -14,20 +14,20 @@ logger = logging.getLogger("prefixd.connectors")
 
 
 def register_vllm() -> None:
-    """`{"type": "prefixd", ...}` names the tier, without a `module_path`."""
+    """Register the tier, so that `{"type": "prefixd", ...}` needs no `module_path`."""
     try:
         factory: Any = import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
         known: dict[str, object] = getattr(factory, "_registry", {})
         if "prefixd" not in known:
             factory.register_tier("prefixd", "prefixd.connectors.vllm", "PrefixdTier")
     except Exception as problem:
-        # Not there, or another vLLM: the connector says so when it is asked for.
+        # No vLLM, or another version. The connector reports that when it is used.
         logger.debug("no tier of the name prefixd: %s", problem)
 
 
 def register_sglang() -> None:
-    """SGLang names its backends by module and class: there is nothing to register. Says at start
-    what would come as a surprise with the first request."""
+    """Log a version of SGLang that the connector was not made for, before the first request. There
+    is nothing to register: SGLang names its backends by module and class."""
     from .sglang import ENGINE
 
     if ENGINE.version not in ("unknown", ENGINE.tested):

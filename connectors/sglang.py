@@ -4,8 +4,8 @@
     '{"backend_name": "prefixd", "module_path": "prefixd.connectors.sglang",
       "class_name": "PrefixdStorage", "interface_v1": 1, "tier": "shm"}'
 
-A page is one entry, whatever pieces it lies in: saved and restored where they lie. Whatever goes
-wrong is a page that is not there (False), never an exception.
+A page is one entry; its pieces are saved and restored where they lie. Whatever goes wrong counts
+as an absent page (False), and is never an exception.
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ from ..client.saves import SaveItem
 from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
 from ..proto.vocabulary import ClaimMode, Tier
-from .compat import Engine
-from .options import attach, plain_fields
+from .engine import Engine, attach, plain_fields
 
 ENGINE: Final = Engine("SGLang", "sglang", "0.5.23")
 
-#: The name of the pool that version 1 means.
+#: The pool that version 1 of the interface uses.
 _ANCHOR: Final = "kv"
-#: State of a rank also where the keys and values of all ranks are the same.
+#: A pool whose state differs between ranks even when their keys and values are the same.
 _MAMBA: Final = "mamba"
 
 T = TypeVar("T")
@@ -35,7 +34,7 @@ logger = logging.getLogger("prefixd.connectors")
 
 
 class Pages:
-    """Pages by the engine's hashes, as lists of pieces. No method raises."""
+    """Pages by the engine's hashes, each a list of pieces. No method raises."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Pages:
         self._tier = tier
 
     def leading_run(self, hashes: Sequence[str]) -> int:
-        """Pages that are there, up to the first that is not."""
+        """How many pages are there, before the first that is not."""
         return _or(0, lambda: self._client.leading_run(self._namespace.keys(hashes)))
 
     def exist(self, hashes: Sequence[str]) -> list[bool]:
@@ -58,7 +57,7 @@ class Pages:
         return _or([False] * len(hashes), lambda: self._client.exists(self._namespace.keys(hashes)))
 
     def get(self, hashes: Sequence[str], targets: Sequence[Any]) -> list[bool]:
-        """Restore pages into their pieces; each for itself."""
+        """Restore pages into their pieces, each independently of the others."""
 
         def work() -> list[bool]:
             keys = self._namespace.keys(hashes)
@@ -67,7 +66,7 @@ class Pages:
         return _or([False] * len(hashes), work)
 
     def set(self, hashes: Sequence[str], pages: Sequence[Any]) -> list[bool]:
-        """Save pages; what is there already, or on its way, counts as saved."""
+        """Save pages. A page that is there already, or is being saved, counts as saved."""
 
         def work() -> list[bool]:
             keys = self._namespace.keys(hashes)
@@ -79,19 +78,14 @@ class Pages:
 
         return _or([False] * len(hashes), work)
 
-    @property
-    def counters(self) -> Mapping[str, Any]:
-        return self._client.counters
-
-    def close(self) -> None:
-        self._client.close()
-
 
 def pieces(pointers: Sequence[int], sizes: Sequence[int], pages: int) -> list[list[memoryview]]:
-    """The memory of each page, from `get_page_buffer_meta`: as many pieces for each.
+    """The memory of each page, from the results of `get_page_buffer_meta`; every page has the same
+    number of pieces.
 
-    Raises ValueError unless they can be shared out evenly. The memory is the pool's: it has to
-    outlive the views."""
+    Raises ValueError if the pieces can't be divided evenly. The memory is the pool's, and has to
+    outlive the views.
+    """
     if not pages or len(pointers) != len(sizes) or len(pointers) % pages:
         raise ValueError(f"{len(pointers)} pieces, {len(sizes)} sizes for {pages} pages")
     views = [
@@ -103,8 +97,8 @@ def pieces(pointers: Sequence[int], sizes: Sequence[int], pages: int) -> list[li
 
 
 def restorable_lengths(there: Sequence[bool], trailing: int | None) -> list[int]:
-    """How long a prefix may be for the pages of one pool: all of it is there, or (`trailing`) the
-    last so many pages of it."""
+    """The lengths of prefixes that one pool can restore: all pages of the prefix are there, or its
+    last `trailing` pages."""
     if trailing is None:
         run = next((page for page, each in enumerate(there) if not each), len(there))
         return list(range(1, run + 1))
@@ -118,7 +112,8 @@ def restorable_lengths(there: Sequence[bool], trailing: int | None) -> list[int]
 def namespace_of(
     config: Any, extra: Mapping[str, Any], pool: Any, name: str = _ANCHOR
 ) -> ForeignNamespace:
-    """Of everything that the bytes of a page depend on beside its hash, in the pool `name`."""
+    """A namespace of everything beside the hash that determines the bytes of a page in the pool
+    `name`."""
     fields: dict[str, Any] = {
         field: getattr(config, field, None)
         for field in (
@@ -128,7 +123,7 @@ def namespace_of(
         )
     }
     if fields["is_mla_model"] and name != _MAMBA:
-        # All ranks have the same, and SGLang lets one of them write it.
+        # The pages of all ranks are the same, and SGLang lets one rank write them.
         fields["tp_rank"] = fields["tp_size"] = None
     for field in (
         *("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
@@ -140,26 +135,26 @@ def namespace_of(
 
 
 def _name(name: Any) -> str:
-    """Of a pool: SGLang has an enumeration of those that it knows."""
+    """The name of a pool or a policy, which may be a member of an enumeration of SGLang's."""
     return str(getattr(name, "value", name))
 
 
-def _or(otherwise: T, work: Callable[[], T]) -> T:
+def _or(default: T, work: Callable[[], T]) -> T:
+    """The result of `work`; `default` if it raises."""
     try:
         return work()
     except Exception:
         logger.exception("the cache failed, which is a miss")
-        return otherwise
+        return default
 
 
 # ---- the adapter
 
 
 def _backend() -> type:
-    base = ENGINE.require(
-        "sglang.srt.mem_cache.hicache_storage",
-        ["HiCacheStorage", "PoolTransferResult"],
-    )
+    """Make the class that SGLang constructs. Raises UnsupportedEngine."""
+    names = ["HiCacheStorage", "PoolTransferResult"]
+    base = ENGINE.require("sglang.srt.mem_cache.hicache_storage", names)
 
     class PrefixdStorage(base.HiCacheStorage):  # type: ignore[misc, name-defined]
         """Extra configuration: `interface_v1` (1, required), `address`, `tier`, `deadline_ms`,
@@ -172,7 +167,7 @@ def _backend() -> type:
                 raise ConfigError('the extra configuration of prefixd has "interface_v1": 1')
             self._config = storage_config
             self._extra = extra
-            # Beside SGLang's own, of which there are more with every version.
+            # No list of options: SGLang puts its own among them, and adds some in every version.
             self._client, self._tier = attach("sglang", extra)
             self._pools: dict[str, tuple[Any, Pages]] = {}
 
@@ -185,10 +180,13 @@ def _backend() -> type:
         def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
             name = _name(host_pool_name)
             namespace = namespace_of(self._config, self._extra, host_pool, name)
-            # Of one pool only: the others hold the same tokens.
+            # Only in one pool, because the others hold the same tokens.
             tokens = getattr(host_pool, "page_size", None) if name == _ANCHOR else None
             pages = Pages(self._client, namespace, self._tier, tokens)
             self._pools[name] = host_pool, pages
+
+        def _pages(self, name: str = _ANCHOR) -> Pages | None:
+            return self._pools[name][1] if name in self._pools else None
 
         def on_host_pools_registered(self) -> None:
             pass
@@ -206,10 +204,8 @@ def _backend() -> type:
 
         def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
             del extra_info
-            return self._run(_ANCHOR, keys)
-
-        def _run(self, name: str, keys: Sequence[str]) -> int:
-            return self._pools[name][1].leading_run(keys) if name in self._pools else 0
+            pages = self._pages()
+            return pages.leading_run(keys) if pages else 0
 
         def batch_get_v1(
             self, keys: Sequence[str], host_indices: Any, extra_info: object = None
@@ -231,14 +227,14 @@ def _backend() -> type:
             pool_transfers: Sequence[Any] | None = None,
             extra_info: object = None,
         ) -> Any:
-            """A pool with another policy than SGLang's first two (`block_groups`) never shortens
-            the run, and counts as absent."""
+            """A pool with another policy than `all_pages` or `trailing_pages` counts as absent. It
+            does not shorten the run."""
             del extra_info
             nothing = base.PoolTransferResult(0, {}, [])
             return _or(nothing, lambda: self._exist_in_pools(keys, pool_transfers or ()))
 
         def _exist_in_pools(self, keys: Sequence[str], pool_transfers: Sequence[Any]) -> Any:
-            run = self._run(_ANCHOR, keys)
+            run = self.batch_exists(keys)
             lengths = set(range(1, run + 1))
             pages: dict[str, int] = {}
             for each in pool_transfers:
@@ -246,7 +242,8 @@ def _backend() -> type:
                 if policy not in ("all_pages", "trailing_pages"):
                     pages[name] = 0
                     continue
-                known = self._pools[name][1].exist(keys[:run]) if name in self._pools else []
+                pool = self._pages(name)
+                known = pool.exist(keys[:run]) if pool else []
                 trailing = max(1, len(each.keys or ())) if policy == "trailing_pages" else None
                 allowed = restorable_lengths(known, trailing)
                 pages[name] = max(allowed, default=0)
@@ -273,14 +270,14 @@ def _backend() -> type:
                 for each in transfers
             }
 
-        # ---- one by one: what is abstract in the base, and slow
+        # ---- single pages: slow, but abstract in the base class
 
         def exists(self, key: str) -> bool:
             return self.batch_exists([key]) == 1
 
         def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> Any:
             del target_sizes
-            pages = self._pools[_ANCHOR][1] if _ANCHOR in self._pools else None
+            pages = self._pages()
             if pages is None or target_location is None:
                 return None
             return target_location if pages.get([key], [target_location])[0] else None
@@ -301,7 +298,7 @@ def _backend() -> type:
         ) -> bool:
             del target_sizes
             page = value if value is not None else target_location
-            pages = self._pools[_ANCHOR][1] if _ANCHOR in self._pools else None
+            pages = self._pages()
             return pages is not None and page is not None and pages.set([key], [page])[0]
 
         def batch_set(
@@ -318,7 +315,7 @@ def _backend() -> type:
             return all(self.set(key, page) for key, page in zip(keys, pages, strict=True))
 
         def clear(self) -> None:
-            """Nothing: the daemon is shared, and keys do not say whose they are."""
+            """Does nothing: the daemon is shared, and keys do not show whose they are."""
             logger.warning("prefixd keeps what it has: evict it with prefixctl")
 
         def get_stats(self) -> None:

@@ -1,4 +1,4 @@
-"""Hugging Face transformers: what a `DynamicCache` holds, kept in blocks.
+"""Hugging Face transformers: saves and loads the contents of a `DynamicCache` in blocks.
 
     from prefixd.client import Client
     from prefixd.connectors.transformers import load_cache, namespace_of, save_cache
@@ -8,9 +8,9 @@
     out = model(torch.tensor([ids[found.token_count:]]), past_key_values=found.cache)
     save_cache(client, namespace, ids, found.cache)
 
-The keys and values of a block of tokens are saved from, and restored into, the tensors of the
-layers themselves, each head's part where it lies. Layers that do not hold one key and one value for
-each token (sliding windows, recurrent states, quantised ones) are refused by their names.
+The keys and values of a block of tokens are saved directly from the tensors of the layers, and
+restored directly into them, head by head. Layers that do not hold one key and one value for each
+token (sliding windows, recurrent states, quantised ones) are refused by their names.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import Namespace, context_hash
 from ..proto.vocabulary import SaveReason, Tier
-from .compat import Engine, UnsupportedEngine
+from .engine import Engine, UnsupportedEngine
 
 __all__ = ["Loaded", "load_cache", "namespace_of", "save_cache"]
 
 ENGINE: Final = Engine("transformers", "transformers", "5.23.0")
 DEFAULT_BLOCK_TOKENS: Final = 256
-#: What a configuration says that changes no state.
+#: Fields of a configuration that do not change the state.
 _WITHOUT_EFFECT: Final = ("_name_or_path", "use_cache", "pad_token_id", "id2label", "label2id")
 
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A cache that holds the state of the first `token_count` tokens; of none, if nothing was
-    found."""
+    """A cache with the state of the first `token_count` tokens; 0 if nothing was found."""
 
     cache: Any
     token_count: int
@@ -51,10 +50,10 @@ class Loaded:
 def namespace_of(
     model: Any, *, fingerprint: bytes | None = None, salt: bytes | str = b""
 ) -> Namespace:
-    """The namespace of this model: its weights, its configuration, its numbers, its kernels.
+    """The namespace of a model: its weights, configuration, number type and attention kernels.
 
     `fingerprint`: 32 bytes that identify the weights; None: SHA-256 of all of them, which takes
-    about a second for each GiB. `salt` keeps tenants apart.
+    about a second per GiB. `salt` keeps tenants apart.
     """
     if fingerprint is None:
         digest = hashlib.sha256()
@@ -85,10 +84,10 @@ def load_cache(
     device: Any = "cpu",
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
 ) -> Loaded:
-    """A `DynamicCache` with what there is of `tokens`, but for the last one, which has to be
-    evaluated. `dtype`: of the model; None: the one of its configuration.
+    """A `DynamicCache` with what is cached of `tokens`, except the last one, which the model has to
+    evaluate. `dtype`: that of the model; None: as in its configuration.
 
-    Raises UnsupportedEngine for a model, or a version, whose layers this does not know.
+    Raises UnsupportedEngine for layers that this connector does not know.
     """
     torch, utils = _modules()
     cache = utils.DynamicCache(config=config)
@@ -127,11 +126,10 @@ def save_cache(
     tier: Tier = Tier.RAM,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
 ) -> Future[list[SaveOutcome]]:
-    """Save the whole blocks of `tokens` that `cache` holds and the daemon does not, by another
-    thread. The tensors are referenced: a cache that grows makes new ones, but don't change them in
-    place until it is done.
+    """Save the complete blocks of `tokens` that `cache` holds and the daemon does not, in another
+    thread. Do not change the tensors in place until it is done; a cache that grows makes new ones.
 
-    Raises UnsupportedEngine for layers that this does not know, CallerError for a batch.
+    Raises UnsupportedEngine for layers that this connector does not know, CallerError for a batch.
     """
     _, utils = _modules()
     _check_layers(utils, cache.layers)
@@ -152,7 +150,7 @@ def save_cache(
 
 
 def _block(pairs: Sequence[tuple[Any, Any]], index: int, block_tokens: int) -> list[Any]:
-    """Where one block lies: layer by layer, its keys, then its values."""
+    """The pieces of one block: for each layer its keys, then its values."""
     part = slice(index * block_tokens, (index + 1) * block_tokens)
     return [tensor.detach()[:, :, part].cpu() for pair in pairs for tensor in pair]
 
@@ -167,13 +165,8 @@ def _check_layers(utils: Any, layers: Sequence[Any]) -> None:
 
 
 def _modules() -> tuple[Any, Any]:
-    names = [
-        "DynamicCache",
-        "DynamicLayer.lazy_initialization",
-        "DynamicLayer.get_seq_length",
-    ]
+    names = ["DynamicCache", "DynamicLayer.lazy_initialization", "DynamicLayer.get_seq_length"]
     utils = ENGINE.require("transformers.cache_utils", names)
-    initialize = utils.DynamicLayer.lazy_initialization
-    ENGINE.check_call(initialize, "self", "keys", "values")
+    ENGINE.check_call(utils.DynamicLayer.lazy_initialization, "self", "keys", "values")
     torch = Engine("torch", "torch", "2.13").require("torch", ["empty"])
     return torch, utils

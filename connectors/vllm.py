@@ -5,8 +5,8 @@
      "tier": "shm"}
 
 A lookup reads the daemon's shared index and answers in the same scheduler step. From another host
-it can't: it says RETRY while a thread asks, and HIT or MISS then. Jobs are done by threads; a chunk
-is a row of the primary tier's memory, saved and restored where it lies.
+it can't: it says RETRY while a thread asks the daemon, then HIT or MISS. Threads do the jobs. A
+chunk is a row of the primary tier's memory, saved and restored where it lies.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from ..client.saves import SaveItem
 from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
-from .compat import Engine
-from .options import attach, plain_fields
+from .engine import Engine, attach, plain_fields
 
 ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
-#: Answers of the daemon that are remembered for keys that a request asks for again.
+#: Most answers of the daemon to keep, for keys that vLLM looks up again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
-#: How long a key whose load failed is a miss: the same request would load it again and again.
+#: How long a key whose load failed is a miss. The same request would load it again and again.
 _FAILED_TTL_S: Final = 10.0
 _LOG_DRAIN_EVERY_S: Final = 5.0
 
@@ -43,7 +42,7 @@ logger = logging.getLogger("prefixd.connectors")
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a job ended: what of it is good, and what it moved."""
+    """How a job ended: which hashes succeeded, and how much was copied."""
 
     job: int
     hashes: Sequence[bytes]
@@ -61,13 +60,14 @@ class Ended:
 
 
 class TierCore:
-    """Lookups and jobs over rows of one memory. Called by one thread; jobs end in others."""
+    """Lookups, and jobs on the rows of one block of memory. One thread calls it; jobs end in
+    others."""
 
     def __init__(
         self, client: Client, namespace: ForeignNamespace, rows: memoryview, tier: Tier
     ) -> None:
-        """`rows`: two dimensions that lie together; row i is chunk i. Owns the client from now
-        on. Raises InvalidSize for any other memory."""
+        """`rows`: contiguous, with two dimensions; row i is chunk i. Takes over the client. Raises
+        InvalidSize for any other memory."""
         if rows.ndim != 2 or not rows.c_contiguous:
             raise InvalidSize("the chunks of the primary tier are the rows of one block of memory")
         self._client = client
@@ -80,7 +80,7 @@ class TierCore:
         self._jobs: set[int] = set()
         self._ended: list[Ended] = []
         self._asked: OrderedDict[Key, tuple[float, bool | None]] = OrderedDict()
-        #: Keys whose load failed, and until when they are misses.
+        #: Keys whose load failed -> until when they are misses.
         self._failed: OrderedDict[Key, float] = OrderedDict()
 
     def key(self, block_hash: bytes) -> Key:
@@ -89,7 +89,7 @@ class TierCore:
     # ---- lookups
 
     def look_up(self, block_hash: bytes) -> bool | None:
-        """Is it there? None: ask again, a look-up is under way. Never blocks."""
+        """Whether the entry is there. None: a look-up is in progress, ask again. Never blocks."""
         key = self.key(block_hash)
         if self._failed and monotonic() < self._failed.get(key, 0.0):
             return False
@@ -103,7 +103,7 @@ class TierCore:
             return self._client.exists_one(key, in_place_only=True)
         with self._changed:
             since, answer = self._asked.get(key, (0.0, None))
-            # One that is under way ends within the client's deadline.
+            # A look-up in progress ends within the client's deadline.
             if since and (answer is None or monotonic() - since < _ANSWER_TTL_S):
                 return answer
             self._asked[key] = monotonic(), None
@@ -121,7 +121,7 @@ class TierCore:
 
     def _answered(self, key: Key, claiming: Future[Hit]) -> None:
         there = False
-        # It may have been given up with a client that was closed, and is a miss then.
+        # If the client was closed meanwhile, the claim has failed, which is a miss.
         with suppress(Exception), claiming.result() as hit:
             there = bool(hit)
         with self._changed:
@@ -130,22 +130,19 @@ class TierCore:
     # ---- jobs
 
     def store(self, job: int, hashes: Sequence[bytes], chunks: Sequence[int]) -> None:
-        """Save these chunks under these hashes."""
+        """Begin to save these chunks under these hashes."""
         began = self._begin(job)
-        rows = self._rows(chunks)
-        if rows is None:
-            self._end(job, hashes, [False] * len(hashes), began)
-            return
-        items = [SaveItem(self.key(each), row) for each, row in zip(hashes, rows, strict=True)]
+        failed = [False] * len(hashes)
         try:
+            rows = self._rows(chunks)
+            items = [SaveItem(self.key(each), row) for each, row in zip(hashes, rows, strict=True)]
             saving = self._client.save_many_async(items, tier=self._tier)
         except Exception:
-            # A closed client: the job ends, as every job does.
-            self._end(job, hashes, [False] * len(hashes), began)
+            # No such chunk, or a closed client. The job ends, as every job has to.
+            self._end(job, hashes, failed, began)
             return
 
         def ended(done: Future[Any]) -> None:
-            failed = [False] * len(hashes)
             good = failed if done.exception() else [each.ok for each in done.result()]
             with self._changed:
                 for item, saved in zip(items, good, strict=True):
@@ -156,15 +153,17 @@ class TierCore:
         saving.add_done_callback(ended)
 
     def load(self, job: int, hashes: Sequence[bytes], chunks: Sequence[int]) -> None:
-        """Restore these hashes into these chunks."""
+        """Begin to restore these hashes into these chunks."""
         began = self._begin(job)
-        rows = self._rows(chunks)
-        if rows is None:
+        try:
+            rows = self._rows(chunks)
+            claiming = self._client.claim_async([self.key(each) for each in hashes])
+        except Exception:
             self._end(job, hashes, [False] * len(hashes), began)
             return
 
         def claimed(done: Future[Hit]) -> None:
-            """In a thread of the client's, which goes on with the copy."""
+            """Runs in a thread of the client, and copies there."""
             good = [False] * len(hashes)
             try:
                 with done.result() as hit:
@@ -176,11 +175,6 @@ class TierCore:
             self._load_failed(each for each, there in zip(hashes, good, strict=True) if not there)
             self._end(job, hashes, good, began)
 
-        try:
-            claiming = self._client.claim_async([self.key(each) for each in hashes])
-        except Exception:
-            self._end(job, hashes, [False] * len(hashes), began)
-            return
         claiming.add_done_callback(claimed)
 
     def _load_failed(self, hashes: Iterable[bytes]) -> None:
@@ -194,7 +188,7 @@ class TierCore:
                     self._failed.popitem(last=False)
 
     def finished(self) -> list[Ended]:
-        """Jobs that ended since this was asked last."""
+        """Jobs that ended since the last call."""
         with self._changed:
             ended, self._ended = self._ended, []
             return ended
@@ -205,8 +199,8 @@ class TierCore:
             return bool(self._jobs or self._ended)
 
     def drain(self) -> None:
-        """Wait until every job has ended: none touches the rows any more. A job takes as long as
-        the client's deadlines let it, however the daemon is."""
+        """Wait until every job has ended, and none uses the rows any more. A job ends within the
+        client's deadlines, whatever the daemon does."""
         with self._changed:
             while not self._changed.wait_for(lambda: not self._jobs, _LOG_DRAIN_EVERY_S):
                 logger.warning("%d jobs have not ended yet", len(self._jobs))
@@ -215,17 +209,13 @@ class TierCore:
         with suppress(CallerError):  # a closed client
             self._client.touch([self.key(each) for each in hashes])
 
-    @property
-    def counters(self) -> Mapping[str, Any]:
-        return self._client.counters
-
     def close(self) -> None:
         self._client.close()
 
-    def _rows(self, chunks: Sequence[int]) -> list[memoryview] | None:
-        """None: one of them is none."""
+    def _rows(self, chunks: Sequence[int]) -> list[memoryview]:
+        """The memory of chunks. Raises IndexError if one of them does not exist."""
         if not all(0 <= chunk < self._count for chunk in chunks):
-            return None
+            raise IndexError(f"there are {self._count} chunks")
         size = self._row_bytes
         return [self._memory[chunk * size : (chunk + 1) * size] for chunk in chunks]
 
@@ -243,7 +233,7 @@ class TierCore:
 
 
 def namespace_of(config: Mapping[str, Any], rank: int, chunk_bytes: int) -> ForeignNamespace:
-    """`config`: what vLLM's own file tier tells its directories apart by."""
+    """`config`: the fields that vLLM's own file tier distinguishes its directories by."""
     plain = plain_fields(config)
     return ForeignNamespace("vllm", {**plain, "rank": rank, "chunk_bytes": chunk_bytes})
 
@@ -252,6 +242,7 @@ def namespace_of(config: Mapping[str, Any], rank: int, chunk_bytes: int) -> Fore
 
 
 def _tier() -> type:
+    """Make the class that vLLM constructs. Raises UnsupportedEngine."""
     names = ["SecondaryTierManager", "JobResult", "LookupResult"]
     base = ENGINE.require("vllm.v1.kv_offload.tiering.base", names)
     mapper = ENGINE.require("vllm.v1.kv_offload.file_mapper", ["FileMapper"])
@@ -277,7 +268,7 @@ def _tier() -> type:
             super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
             locality = config.get("locality")
             self.locality = None if locality is None else offload.Locality(locality)
-            # Parallel layouts of which a chunk's bytes are the same share them, as vLLM's do.
+            # Parallel layouts in which a chunk has the same bytes share it, as in vLLM's file tier.
             found = mapper.FileMapper.from_offloading_spec(
                 root_dir="",
                 offloading_spec=offloading_spec,
@@ -298,7 +289,7 @@ def _tier() -> type:
                 logger.warning("no KV events: vLLM has them switched off")
             self._stores: set[int] = set()
             client, tier = attach("vllm", config, ["salt", "enable_kv_events", "locality"])
-            # So that the first lookup can be done in place.
+            # So that the hand-over is done, and the first lookup works in place.
             if client.wait_connected():
                 client.exists_one(namespace.key(b"none"))
             self._core = TierCore(client, namespace, rows, tier)
@@ -335,7 +326,7 @@ def _tier() -> type:
             ]
 
         def _event(self, ended: Ended) -> None:
-            """What was stored. The daemon does not report what it evicts."""
+            """Record what was stored. The daemon does not report what it evicts."""
             if ended.job in self._stores:
                 self._stores.discard(ended.job)
                 if self._events is not None and ended.good_hashes:

@@ -14,7 +14,7 @@ import typer.main
 import typer.testing
 from hypothesis import settings
 
-from prefixd.client.local import transport
+from prefixd.client.local import local_transport
 from tests.support.lengths import LONG
 from tests.support.warm import warm_starts
 
@@ -89,7 +89,7 @@ def plain_environment() -> Iterator[None]:
             patch.delenv(name, raising=False)
         # A hand-over that takes longer is not waited for: a loaded machine would turn the tests of
         # what is done in place into tests of gRPC.
-        patch.setattr(transport, "HAND_OVER_S", 60.0)
+        patch.setattr(local_transport, "HAND_OVER_S", 60.0)
         # The commands of prefixctl are the same each time that a test calls one.
         build = functools.cache(typer.main.get_command)
         patch.setattr(typer.testing, "_get_command", build)

@@ -15,7 +15,7 @@ import pytest
 import prefixd.client
 from prefixd.client import Client, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors.options import attach
+from prefixd.connectors.engine import attach
 from tests.support.daemon import private_daemon
 
 ROOT = Path(__file__).resolve().parents[1]

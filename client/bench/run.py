@@ -12,10 +12,10 @@ from ...proto.errors import InvalidSize, PrefixdError, UnknownTier
 from ...proto.vocabulary import Tier
 from ..client import Client
 from ..counters import Counters
-from ..local.transport import LocalTransport
+from ..local.local_transport import LocalTransport
 from ..restores import Verify
 from ..wire.data_transport import DataTransport
-from ..wire.remote import RemoteTransport
+from ..wire.grpc_transport import GrpcTransport
 from .crowd import Crowd
 from .evicting import ALONE, OPS, PINNED, Evictions
 from .moving import BATCHES_HELD, Batch, Buffers, Subject, memcpy_case
@@ -140,11 +140,11 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
     """The client as everybody has it, and the same as on another host: with the daemon's data
     socket, and kept on gRPC."""
     counters = Counters()
-    in_place = LocalTransport(RemoteTransport(address, "bench", counters=counters))
+    in_place = LocalTransport(GrpcTransport(address, "bench", counters=counters))
     with ExitStack() as stack:
         local = stack.enter_context(_client(in_place, counters, plan.verify))
         counters = Counters()
-        over_grpc = RemoteTransport(address, "bench-grpc", counters=counters)
+        over_grpc = GrpcTransport(address, "bench-grpc", counters=counters)
         remote = stack.enter_context(_client(over_grpc, counters, plan.verify))
         counters = Counters()
         with_data = OverData(address, "bench-data", counters=counters)
@@ -170,7 +170,7 @@ class OverData(DataTransport):
 
 
 def _client(
-    transport: LocalTransport | RemoteTransport, counters: Counters, verify: Verify
+    transport: LocalTransport | GrpcTransport, counters: Counters, verify: Verify
 ) -> Client:
     return Client(
         transport=transport,

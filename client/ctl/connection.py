@@ -21,7 +21,7 @@ from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.endpoints import socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
-from ..wire.channel import open_channel, operators_of
+from ..wire.security import open_channel, operators_of
 
 Response = TypeVar("Response")
 

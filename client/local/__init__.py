@@ -1,5 +1,5 @@
 """The local fast path: for a client on the daemon's host.
 
-It reads the index, the arenas and the disk tier where they lie, and hands its saves over in
-staging memory. What it may use, and why not the rest, the daemon says at the hand-over.
+It reads the index and the arenas in place, and hands over its saves in staging memory. At the
+hand-over the daemon says what the client may use, and why not the rest.
 """

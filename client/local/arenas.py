@@ -1,7 +1,7 @@
-"""The arenas of the tiers, read where they lie: mapped memory for ram and shm, a file for disk.
+"""The arenas of the tiers, read in place: mapped memory for ram and shm, a file for disk.
 
-Nothing here is validated: an arena gives the bytes that are at a place at this moment. Whether
-they are an entry's is for the index to say, after the copy (`node.LocalNode`).
+Nothing is validated here: an arena returns the bytes that are at a place at this moment. Whether
+they are those of an entry, the index shows after the copy (`node.LocalNode`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ...proto.errors import RecordError
 from ...proto.layout import crc32c
 from ...proto.pieces import FlatBytes, views_of
 
-#: Read and checksummed piece by piece, so that the checksum finds its bytes in the cache.
+#: Read and checksummed in pieces of this size, so that the checksum finds its bytes in the CPU
+#: cache.
 _PIECE_BYTES: Final = 2**20
 #: Buffers that one `preadv` takes.
 _IOV_MAX: Final = 1024
@@ -32,16 +33,16 @@ class Arena(ABC):
     def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
         """Copy the first `len(target)` bytes of the extents at `location` into `target`.
 
-        Returns the CRC32C of what then is in `target`, None without `check`. Raises OSError if the
-        bytes can't be read, or if the arena does not hold so many.
+        Returns the CRC32C of the copied bytes; None without `check`. Raises OSError if the bytes
+        can't be read, or the arena does not hold so many.
         """
 
     @abstractmethod
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
     ) -> list[memoryview] | None:
-        """A range of the extents where it lies, read-only, one view for each extent. None: it can
-        only be copied."""
+        """A range of the extents in place, read-only, one view for each extent. None: it can only
+        be copied."""
 
     def read_all(
         self,
@@ -50,9 +51,9 @@ class Arena(ABC):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
     ) -> list[int | None]:
-        """`read_into` of entries that lie in one extent each, at an offset and of a length.
+        """`read_into` for entries that lie in one extent each: its offset and its length.
 
-        Returns their CRC32C, None where there is no `check`. Raises OSError.
+        Returns their CRC32Cs; None for those without `check`. Raises OSError.
         """
         return [
             self.read_into((start, extent_bytes), target, check=checked)
@@ -64,7 +65,7 @@ class Arena(ABC):
     def views_all(
         self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
     ) -> list[list[memoryview]] | None:
-        """The payloads of such entries where they lie. None: see `views`. Raises OSError."""
+        """The payloads of such entries in place. None: they can only be copied. Raises OSError."""
         found: list[list[memoryview]] = []
         for start, extent_bytes, length_bytes in zip(offsets, lengths, payload_bytes, strict=True):
             views = self.views((start, extent_bytes), 0, length_bytes)
@@ -75,35 +76,32 @@ class Arena(ABC):
 
     @abstractmethod
     def written_by(self, incarnation: bytes) -> bool:
-        """Is that start of the daemon the last one that wrote to this arena?"""
+        """Whether this start of the daemon is the last one that wrote to the arena."""
 
 
 class MappedArena(Arena):
-    """Memory that is mapped read-only. The mapping goes with its last view."""
+    """Memory, mapped read-only. It is unmapped when the last view of it goes."""
 
     def __init__(self, fd: int, size_bytes: int, *, outlives_daemon: bool) -> None:
-        """`fd` stays the caller's. `outlives_daemon`: the next start of the daemon may write to
-        the same memory. Raises OSError, ValueError."""
+        """The caller keeps `fd`. `outlives_daemon`: the next start of the daemon may write to the
+        same memory. Raises OSError, ValueError."""
         self._view: Final = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
         self._outlives_daemon: Final = outlives_daemon
 
     def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
         if len(location) == 2:
-            # Nearly every entry: without the detours of a list of extents.
+            # Nearly every entry has one extent: skip the loop over extents.
             start, extent_bytes = location
             size_bytes = len(target)
             view = self._view[start : start + size_bytes]
             if size_bytes > extent_bytes or len(view) != size_bytes:
                 raise _beyond_the_end()
-            if size_bytes < RELEASE_BYTES and isinstance(target, memoryview):
-                target[:] = view
-                return crc32c(target) if check else None
             if check:
                 return copy_crc32c(target, view)
             copy(target, view)
             return None
         crc = at = 0
-        for view in self._range(location, 0, len(target)):
+        for view in self.views(location, 0, len(target)):
             room = target[at : at + len(view)]
             if check:
                 crc = copy_crc32c(room, view, crc)
@@ -119,7 +117,7 @@ class MappedArena(Arena):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
     ) -> list[int | None]:
-        # Without a call for each small block.
+        # Copies small blocks without a call for each.
         whole, end_bytes = self._view, len(self._view)
         crcs: list[int | None] = []
         for start, extent_bytes, target, checked in zip(
@@ -153,36 +151,27 @@ class MappedArena(Arena):
 
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
-    ) -> list[memoryview] | None:
-        if len(location) == 2 and offset_bytes + length_bytes <= location[1]:
-            start = location[0] + offset_bytes
-            view = self._view[start : start + length_bytes]
-            if len(view) != length_bytes:
-                raise _beyond_the_end()
-            return [view]
-        return list(self._range(location, offset_bytes, length_bytes))
-
-    def _range(
-        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
-    ) -> Iterator[memoryview]:
+    ) -> list[memoryview]:
+        views = []
         for start, part_bytes in _parts(location, offset_bytes, length_bytes):
             view = self._view[start : start + part_bytes]
             if len(view) != part_bytes:
                 raise _beyond_the_end()
-            yield view
+            views.append(view)
+        return views
 
     def written_by(self, incarnation: bytes) -> bool:
         return not self._outlives_daemon or _incarnation(self._view) == incarnation
 
 
 class FileArena(Arena):
-    """A file on a disk. Read with `preadv`, which answers a broken sector with an error, where a
+    """A file on a disk, read with `preadv`, which reports a broken sector as an error. Reading a
     mapping would kill the process."""
 
     def __init__(self, fd: int) -> None:
-        """`fd` stays the caller's. Raises OSError."""
+        """The caller keeps `fd`. Raises OSError."""
         self._fd: Final = os.dup(fd)
-        # Closed with the object, so that a thread that reads is never left with another file.
+        # Closed together with the object, so that no thread reads from a reused descriptor.
         finalize(self, os.close, self._fd).atexit = False
 
     def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
@@ -203,7 +192,7 @@ class FileArena(Arena):
 
     def views(
         self,
-        location: tuple[int, ...],  # noqa: ARG002  # of every arena
+        location: tuple[int, ...],  # noqa: ARG002  # the signature is that of every arena
         offset_bytes: int,  # noqa: ARG002
         length_bytes: int,  # noqa: ARG002
     ) -> list[memoryview] | None:
@@ -219,7 +208,7 @@ class FileArena(Arena):
 def _parts(
     location: tuple[int, ...], offset_bytes: int, length_bytes: int
 ) -> Iterator[tuple[int, int]]:
-    """Start and length, in the arena, of each piece of a range of an entry's extents."""
+    """Where a range of an entry lies in the arena: start and length of each piece."""
     for start, extent_bytes in zip(location[::2], location[1::2], strict=True):
         if not length_bytes:
             return

@@ -1,11 +1,11 @@
-"""What the daemon handed over: its index, its arenas and this session's staging memory.
+"""What the daemon handed over to this session: its index, its arenas and staging memory.
 
-Reading without asking is optimistic: look an entry up, copy its bytes, look it up again. The
-daemon removes the row of an entry before anything else is written to its extents, and the next
-start of a daemon writes its incarnation into an arena before anything else; a row of the same
-generation, and the same incarnation, *after* the last byte was copied therefore say that the
-copy is good. It does not matter how long that took, what became of the session or of the claim,
-or whether the daemon still runs.
+Reading without a call is optimistic: look an entry up, copy its bytes, look it up again. The daemon
+removes the row of an entry before anything else is written to its extents, and each start of a
+daemon writes its incarnation into an arena before anything else. So when the row has the same
+generation, and the arena the same incarnation, *after* the last byte was copied, the copy is good.
+That holds however long the copy took, whatever happened to the session or the claim, and even if
+the daemon has died.
 
 Nothing is closed here: mappings and descriptors go with the last reference to them, so a thread
 that reads never loses what it reads from.
@@ -14,35 +14,36 @@ that reads never loses what it reads from.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Final
+from typing import Final, cast
 
 from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import TIER_OFFSET, IndexReader, Placed, place_of
-from ...proto.index_columns import Columns, columns_of
+from ...proto.index import TIER_OFFSET, IndexReader, Placed, entry_of, place_of
+from ...proto.index_columns import Columns, columns_of, unpacked
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..results import Entry
 from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
-from .calls import LocalCalls
+from .local_socket import LocalCalls
 from .staging import StagingMemory
 
-#: No rows.
-NOTHING: Final[Mapping[Key, Placed]] = MappingProxyType({})
+#: Where a search for each mode stops; see `IndexReader.find`.
+_STOPS_AT: Final = {ClaimMode.RUN: False, ClaimMode.FIRST: True, ClaimMode.ANY: None}
+_TIERS: Final = {int(tier): tier for tier in Tier}
+_REASONS: Final = {int(reason): reason for reason in SaveReason}
+#: `Entry._make` without a Python call, because there is one for every block.
+_made: Final = partial(tuple.__new__, Entry)
 
 
 class LocalNode:
-    """Read access to one start of a daemon. Thread-safe.
-
-    `refused` says which feature is missing, and why.
-    """
+    """Read access to the memory of one start of a daemon. Thread-safe."""
 
     def __init__(
         self,
@@ -51,37 +52,26 @@ class LocalNode:
         ref: pb.SessionRef,
         calls: LocalCalls,
     ) -> None:
-        """`descriptors`: what was handed over by name, each with its size in bytes; closed here.
-        `ref`: the session that they were handed to. Takes over `calls`."""
+        """`descriptors` by name, each with its size in bytes; closed here. `refused`: missing
+        features, with the reasons. `ref`: the session that all was handed to. Takes over `calls`.
+        """
         self.ref: Final = ref
         self.calls: Final = calls
-        self.refused: Final = dict(refused)
+        self.refused: Final[dict[str, str]] = {}
         self.index: IndexReader | None = None
         self.arenas: Final[dict[int, Arena]] = {}
-        #: handed over when a save needs it
+        #: Handed over when a save first needs it.
         self.staging: StagingMemory | None = None
-        #: The daemon can read what this process lends, for all that is known.
+        #: False once the daemon could not read memory that this process lent.
         self.lends = True
-        self.take(descriptors)
+        self.take(descriptors, refused)
 
-    def take(
-        self,
-        descriptors: Mapping[str, tuple[int, int]],
-        refused: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:
-        """More of it, or something in place of what there was; descriptors are closed here."""
+    def take(self, descriptors: Mapping[str, tuple[int, int]], refused: Mapping[str, str]) -> None:
+        """Add what was handed over later, or replace what there was. Closes the descriptors."""
         self.refused.update(refused)
-        attach: dict[str, Callable[[int, int], None]] = {
-            local.INDEX: self._attach_index,
-            local.RAM: partial(self._attach_memory, Tier.RAM),
-            local.SHM: partial(self._attach_memory, Tier.SHM),
-            local.DISK: self._attach_disk,
-            local.STAGING: self._attach_staging,
-        }
         for name, (fd, size_bytes) in descriptors.items():
             try:
-                if name in attach:  # a later version may hand over more
-                    attach[name](fd, size_bytes)
+                self._attach(name, fd, size_bytes)
             except (OSError, ValueError, RecordError) as problem:
                 self.refused[name] = str(problem)
             else:
@@ -89,25 +79,61 @@ class LocalNode:
             finally:
                 os.close(fd)
 
-    def _attach_index(self, fd: int, _size_bytes: int) -> None:
-        index = IndexReader.attach(fd)
-        if index.incarnation != self.ref.incarnation:
-            raise RecordError("the index is that of another start of the daemon")
-        self.index = index
-
-    def _attach_memory(self, tier: Tier, fd: int, size_bytes: int) -> None:
-        self.arenas[tier] = MappedArena(fd, size_bytes, outlives_daemon=tier is Tier.SHM)
-
-    def _attach_disk(self, fd: int, _size_bytes: int) -> None:
-        self.arenas[Tier.DISK] = FileArena(fd)
-
-    def _attach_staging(self, fd: int, size_bytes: int) -> None:
-        self.staging = StagingMemory(os.dup(fd), size_bytes)
+    def _attach(self, name: str, fd: int, size_bytes: int) -> None:
+        match name:
+            case local.INDEX:
+                index = IndexReader.attach(fd)
+                if index.incarnation != self.ref.incarnation:
+                    raise RecordError("the index is that of another start of the daemon")
+                self.index = index
+            case local.RAM:
+                self.arenas[Tier.RAM] = MappedArena(fd, size_bytes, outlives_daemon=False)
+            case local.SHM:
+                self.arenas[Tier.SHM] = MappedArena(fd, size_bytes, outlives_daemon=True)
+            case local.DISK:
+                self.arenas[Tier.DISK] = FileArena(fd)
+            case local.STAGING:
+                self.staging = StagingMemory(os.dup(fd), size_bytes)
+            case _:
+                pass  # of a later version
 
     @property
     def indexed(self) -> bool:
-        """Can entries be looked up here, at this moment?"""
+        """Whether entries can be looked up here, at this moment."""
         return self.index is not None and self.index.live
+
+    # ---- search
+
+    def find(
+        self, keys: Iterable[Key], mode: ClaimMode
+    ) -> tuple[Sequence[int], list[Entry], list[Placed]]:
+        """The keys that a claim of this mode would get: positions, entries and their rows. Consumes
+        only as many keys as it needs. There has to be an index."""
+        assert self.index is not None
+        found = self.index.find(keys, _STOPS_AT[mode])
+        placed = [each for each in found if each is not None]
+        if not placed:
+            return (), [], placed
+        entries = _entries([row for _, row in placed])
+        if None not in entries:
+            known = cast("list[Entry]", entries)
+            if mode is ClaimMode.FIRST:
+                return (len(found) - 1,), known, placed
+            if mode is ClaimMode.RUN or len(placed) == len(found):
+                return range(len(placed)), known, placed
+        positions: list[int] = []
+        known = []
+        rows: list[Placed] = []
+        remaining = iter(entries)
+        for position, each in enumerate(found):
+            entry = None if each is None else next(remaining)
+            if each is not None and entry is not None:
+                positions.append(position)
+                known.append(entry)
+                rows.append(each)
+            elif mode is ClaimMode.RUN:
+                break
+        return positions, known, rows
 
     # ---- copies
 
@@ -116,20 +142,32 @@ class LocalNode:
         entries: Sequence[Entry],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
-        known: Mapping[Key, Placed] = NOTHING,
+        known: Mapping[Key, Placed] | None = None,
     ) -> list[Copied]:
-        """Copy whole payloads into `targets`, each exactly as long as its payload. `check`: whose
-        CRC32C is compared. `known`: rows that need not be looked up."""
-        index = self.index
-        if index is None:
+        """Copy whole payloads into `targets`, each exactly as long as its payload.
+
+        `check`: whether to compare the CRC32C, for each entry. `known`: rows that need not be
+        looked up.
+        """
+        if self.index is None:
             return [Copied.GONE] * len(entries)
         keys = [entry.key for entry in entries]
-        found = list(map(known.get, keys))
-        rows = index.find(keys) if None in found else found
+        rows: Sequence[Placed | None] = list(map((known or {}).get, keys))
+        if None in rows:
+            rows = self.index.find(keys)
         copies = self._copied_alike(entries, rows, targets, check)
         if copies is not None:
             return copies
-        return self._copied(entries, rows, targets, check)
+        copies = [
+            self._copied(entry, found, target, check=checked)
+            for entry, found, target, checked in zip(entries, rows, targets, check, strict=True)
+        ]
+        copied = [
+            found
+            for found, outcome in zip(rows, copies, strict=True)
+            if found is not None and outcome is not Copied.GONE
+        ]
+        return self._validated(copies, rows, copied, _tiers_of(copied))
 
     def _copied_alike(
         self,
@@ -138,8 +176,8 @@ class LocalNode:
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
     ) -> list[Copied] | None:
-        """The copies of entries that lie in one tier and in one piece each, as nearly all do. None:
-        they don't, or something about them is not as it should be."""
+        """Copy entries that lie in one tier and in one piece each, as nearly all do. None: they
+        don't, or something about them is wrong."""
         located = self._located(entries, rows)
         if located is None:
             return None
@@ -157,7 +195,7 @@ class LocalNode:
     def _located(
         self, entries: Sequence[Entry], rows: Sequence[Placed | None]
     ) -> tuple[Arena, Columns, list[Placed]] | None:
-        """Where entries lie that are of one tier and in one piece each. None: they are not."""
+        """Where entries of one tier, in one piece each, lie. None: they are not such entries."""
         placed = [found for found in rows if found is not None]
         columns = columns_of([row for _, row in placed]) if len(placed) == len(entries) else None
         if columns is None or columns.tiers.count(columns.tiers[0]) < len(entries):
@@ -167,34 +205,29 @@ class LocalNode:
             return None
         return arena, columns, placed
 
+    def _located_one(
+        self, entry: Entry, found: Placed | None
+    ) -> tuple[Arena, tuple[int, ...]] | None:
+        """The arena and the extents of an entry. None: it has gone, or its arena is not here."""
+        if found is None:
+            return None
+        generation, tier, location = place_of(found[1])
+        arena = self.arenas.get(tier)
+        return None if arena is None or generation != entry.generation else (arena, location)
+
     def _copied(
-        self,
-        entries: Sequence[Entry],
-        rows: Sequence[Placed | None],
-        targets: Sequence[FlatBytes],
-        check: Sequence[bool],
-    ) -> list[Copied]:
-        """The same of any entries, one after the other."""
-        arenas, gone, whole = self.arenas, Copied.GONE, Copied.WHOLE
-        copies: list[Copied] = []
-        copied: list[Placed] = []
-        tiers: set[int] = set()
-        for entry, found, target, checked in zip(entries, rows, targets, check, strict=True):
-            outcome = gone
-            if found is not None:
-                generation, tier, location = place_of(found[1])
-                arena = arenas.get(tier)
-                if generation == entry.generation and arena is not None:
-                    try:
-                        crc = arena.read_into(location, target, check=checked)
-                        wrong = crc is not None and crc != entry.payload_crc32c
-                        outcome = Copied.CORRUPT if wrong else whole
-                        copied.append(found)
-                        tiers.add(tier)
-                    except OSError:
-                        outcome = gone  # the daemon knows more
-            copies.append(outcome)
-        return self._validated(copies, rows, copied, tiers)
+        self, entry: Entry, found: Placed | None, target: FlatBytes, *, check: bool
+    ) -> Copied:
+        """Copy any entry."""
+        located = self._located_one(entry, found)
+        if located is None:
+            return Copied.GONE
+        arena, location = located
+        try:
+            crc = arena.read_into(location, target, check=check)
+        except OSError:
+            return Copied.GONE  # a call to the daemon will say more
+        return Copied.WHOLE if crc in (None, entry.payload_crc32c) else Copied.CORRUPT
 
     def _validated(
         self,
@@ -203,8 +236,8 @@ class LocalNode:
         copied: Collection[Placed],
         tiers: set[int],
     ) -> list[Copied]:
-        """The outcome of copies that are done: of an entry that left meanwhile, nothing counts.
-        `copied`: those of `rows` that something was copied of, and their tiers."""
+        """The outcomes of finished copies: those of entries that left meanwhile become GONE.
+        `copied`: the `rows` that were copied from, and their tiers."""
         if self._stand(copied, tiers):
             return copies
         return [
@@ -212,10 +245,12 @@ class LocalNode:
             for outcome, found in zip(copies, rows, strict=True)
         ]
 
+    # ---- views
+
     def read(self, entry: Entry, offset_bytes: int, length_bytes: int) -> bytes | None:
-        """A range of a payload, not checked; None: it can't be had here."""
+        """A range of a payload, without a checksum; None: it can't be read here."""
         found = None if self.index is None else self.index.find([entry.key])[0]
-        views = None if found is None else self._views(entry, found[1], offset_bytes, length_bytes)
+        views = self._views(entry, found, offset_bytes, length_bytes)
         if found is None or views is None:
             return None
         data = b"".join(views)
@@ -224,76 +259,97 @@ class LocalNode:
     def views(
         self, entries: Sequence[Entry], known: Mapping[Key, Placed]
     ) -> tuple[list[list[memoryview]], dict[Key, Placed]] | None:
-        """The payloads of claimed entries where they lie, and the rows that they are good with:
-        as long as those `stand`. `known`: rows that need not be looked up. None: some payloads
-        can't be reached."""
+        """The payloads of claimed entries where they lie, and their rows: the views are good as
+        long as those `stand`. `known`: rows that need not be looked up. None: some payloads can't
+        be reached."""
         index = self.index
         if index is None:
             return None
         keys = [entry.key for entry in entries]
-        found = list(map(known.get, keys))
-        if None in found:
-            found = [each or index.find((key,))[0] for key, each in zip(keys, found, strict=True)]
-        located = self._located(entries, found)
+        rows = list(map(known.get, keys))
+        if None in rows:
+            rows = [row or index.find((key,))[0] for key, row in zip(keys, rows, strict=True)]
+        views: list[list[memoryview] | None] | list[list[memoryview]] | None = None
+        located = self._located(entries, rows)
         if located is not None:
-            arena, columns, placed = located
-            try:
+            arena, columns, _ = located
+            with suppress(OSError):
                 views = arena.views_all(columns.offsets, columns.lengths, columns.payload_bytes)
-            except OSError:
-                views = None
-            if views is not None:
-                return views, dict(zip(keys, placed, strict=True))
-        return self._views_of(entries, found)
-
-    def _views_of(
-        self, entries: Sequence[Entry], found: Sequence[Placed | None]
-    ) -> tuple[list[list[memoryview]], dict[Key, Placed]] | None:
-        """The same of any entries, one after the other."""
-        views: list[list[memoryview]] = []
-        rows: dict[Key, Placed] = {}
-        for entry, placed in zip(entries, found, strict=True):
-            its_views = None if placed is None else self._views(entry, placed[1])
-            if placed is None or its_views is None:
+        if views is None:
+            views = [
+                self._views(entry, found, 0, entry.payload_bytes)
+                for entry, found in zip(entries, rows, strict=True)
+            ]
+            if None in views:
                 return None
-            views.append(its_views)
-            rows[entry.key] = placed
-        return views, rows
+        placed = cast("list[Placed]", rows)
+        return cast("list[list[memoryview]]", views), dict(zip(keys, placed, strict=True))
 
     def _views(
-        self, entry: Entry, row: bytes, offset_bytes: int = 0, length_bytes: int | None = None
+        self, entry: Entry, found: Placed | None, offset_bytes: int, length_bytes: int
     ) -> list[memoryview] | None:
-        generation, tier, location = place_of(row)
-        arena = self.arenas.get(tier)
-        if generation != entry.generation or arena is None:
+        located = self._located_one(entry, found)
+        if located is None:
             return None
+        arena, location = located
         try:
-            whole = entry.payload_bytes if length_bytes is None else length_bytes
-            return arena.views(location, offset_bytes, whole)
+            return arena.views(location, offset_bytes, length_bytes)
         except OSError:
             return None
 
-    def stand(self, rows: Collection[Placed]) -> bool:
-        """Do these rows still stand, and did no later start of the daemon write to their arenas?
+    # ---- validation
 
-        True after a copy: what was copied is what was saved.
+    def stand(self, rows: Collection[Placed]) -> bool:
+        """Whether these rows still stand, and no later start of the daemon wrote to their arenas.
+
+        True after a copy: the copied bytes are those that were saved.
         """
-        return self._stand(rows, {row[TIER_OFFSET] for _, row in rows})
+        return self._stand(rows, _tiers_of(rows))
 
     def _stand(self, rows: Collection[Placed], tiers: set[int]) -> bool:
-        """The same, of rows in these tiers."""
+        """`stand` for rows in these tiers."""
         index = self.index
         if index is None or not index.unchanged(rows):
             return False
         incarnation = self.ref.incarnation
         return all(self.arenas[tier].written_by(incarnation) for tier in tiers)
 
+    def in_place(self, entries: Sequence[Entry], rows: Sequence[Placed]) -> InPlace:
+        """Entries that were found with their rows, for later copies and views."""
+        return InPlace(self, dict(zip([entry.key for entry in entries], rows, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """A claim that was made from rows of the index: while they stand, its bytes are good."""
+    """Rows of found or claimed entries: while they stand, bytes read with them are good."""
 
     node: LocalNode
     rows: Mapping[Key, Placed]
 
     def stands(self) -> bool:
         return self.node.stand(self.rows.values())
+
+
+def _tiers_of(rows: Iterable[Placed]) -> set[int]:
+    return {row[TIER_OFFSET] for _, row in rows}
+
+
+def _entries(rows: Sequence[bytes]) -> list[Entry | None]:
+    """The entries of rows. None: of a tier or a reason that this version does not know."""
+    tiers, reasons = _TIERS, _REASONS
+    try:
+        return [
+            _made((key, tiers[tier], size, tokens, crc, layers, ids, generation, reasons[reason]))
+            for key, generation, size, _, _, tokens, crc, ids, layers, tier, reason, _ in unpacked(
+                rows
+            )
+        ]
+    except (KeyError, ValueError):
+        return list(map(_entry, rows))
+
+
+def _entry(row: bytes) -> Entry | None:
+    key, generation, size, tokens, crc, ids, layers, tier, reason = entry_of(row)
+    if tier not in _TIERS or reason not in _REASONS:
+        return None
+    return Entry(key, _TIERS[tier], size, tokens, crc, layers, ids, generation, _REASONS[reason])

@@ -1,4 +1,4 @@
-"""One gRPC connection to a daemon, set up for moving payloads."""
+"""One gRPC connection to a daemon, with the calls that move payloads."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from ...proto.errors import (
 )
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
-from .channel import Security, open_channel
+from .security import Security, open_channel
 from .sinks import Sink
 from .trace_context import trace_metadata
 
 T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+RequestT_contra = TypeVar("RequestT_contra", contravariant=True)
 
-#: What gRPC is given to end a call at its deadline, before the call ends without it.
+#: How long after its deadline gRPC may end a call before the call gives up on gRPC.
 _SLACK_S: Final = 0.02
-#: How long a connection that can be closed at once may take for it.
+#: How long `close` waits for a connection that closes at once.
 _CLOSE_S: Final = 0.01
-#: Room for what surrounds the largest message.
+#: Room for the framing of the largest message.
 _FRAMING_BYTES: Final = 64 * 2**10
 
 
 class Calls(Protocol):
-    """The calls that are one message each way, and small. Raise PrefixdError or grpc.RpcError."""
+    """Calls with one small message each way. They raise PrefixdError or grpc.RpcError."""
 
     def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse: ...
     def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse: ...
@@ -46,23 +48,35 @@ class Calls(Protocol):
     def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse: ...
 
 
-class Connection:
-    """A channel with its calls, `Calls` among them. Closing it fails whatever is under way on it.
+class _Rpc(Protocol[RequestT_contra, T]):
+    """An rpc of a gRPC stub, with one response."""
 
-    Every call but `Read` is waited for as a future: gRPC's blocking calls, and the closing of a
-    channel, end only when all bytes have left, and a daemon that is stopped takes none.
+    def future(
+        self,
+        request: RequestT_contra,
+        /,
+        *,
+        timeout: float | None = None,
+        metadata: tuple[tuple[str, str], ...] | None = None,
+    ) -> grpc.Future[T]: ...
+
+
+class Connection:
+    """A channel with its calls; implements `Calls`. Closing it makes the calls in progress fail.
+
+    Every call but `Read` waits for a future. gRPC's blocking calls, and closing a channel, return
+    only when all bytes have been sent, and a daemon that is stopped (SIGSTOP) receives none.
     """
 
     def __init__(
         self, address: str, connect_timeout_ms: int, security: Security | None = None
     ) -> None:
         """`security`: see `open_channel`. Raises ConfigError."""
-        #: What the channel was opened with.
         self.security: Final = security or Security.of_environment()
         self.channel = open_channel(address, _options(connect_timeout_ms), self.security)
         self.stub = CacheStub(self.channel)
         service = pb.DESCRIPTOR.services_by_name["Cache"].full_name
-        # Saves encode their messages themselves (packing.py): no serializer.
+        # No serializer: `messages.pack` encodes the messages.
         self._save: grpc.StreamUnaryMultiCallable[bytes, pb.SaveResponse] = (
             self.channel.stream_unary(f"/{service}/Save", None, pb.SaveResponse.FromString)
         )
@@ -72,68 +86,46 @@ class Connection:
         self._write: grpc.StreamUnaryMultiCallable[bytes, pb.WriteResponse] = (
             self.channel.stream_unary(f"/{service}/Write", None, pb.WriteResponse.FromString)
         )
-        # Re-entrant: a finalizer that closes a forgotten client may run while it is held.
+        # Re-entrant: the finalizer of a forgotten client may run while this thread holds it.
         self._lock = threading.RLock()
-        self._under_way: set[grpc.Future[Any]] = set()
+        self._in_progress: set[grpc.Future[Any]] = set()
         self._closed = False
 
     # ---- Calls
 
     def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse:
-        return self._result(
-            self.stub.Lookup.future(request, timeout=timeout, metadata=trace_metadata()), timeout
-        )
+        return self._result(self.stub.Lookup, request, timeout)
 
     def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse:
-        return self._granted(
-            self.stub.Claim.future(request, metadata=trace_metadata()),
-            timeout,
-            partial(self._release, request),
-        )
+        return self._granted(self.stub.Claim, request, timeout, self._release)
 
     def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse:
-        return self._result(
-            self.stub.Release.future(request, timeout=timeout, metadata=trace_metadata()), timeout
-        )
+        return self._result(self.stub.Release, request, timeout)
 
     def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse:
-        return self._granted(
-            self.stub.Reserve.future(request, metadata=trace_metadata()),
-            timeout,
-            partial(self._cancel, request),
-        )
+        return self._granted(self.stub.Reserve, request, timeout, self._cancel)
 
     def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse:
-        return self._result(
-            self.stub.Cancel.future(request, timeout=timeout, metadata=trace_metadata()), timeout
-        )
+        return self._result(self.stub.Cancel, request, timeout)
 
     # ---- payloads
 
     def save(
         self, messages: Iterator[bytes], timeout_s: float
     ) -> pb.SaveResponse | pb.SaveWholeResponse:
-        """`Cache.Save` of encoded SaveRequests, `SaveWhole` if there is but one. Raises
+        """`Cache.Save` of encoded SaveRequests, or `SaveWhole` if there is only one. Raises
         grpc.RpcError, PrefixdError."""
         first, second = next(messages), next(messages, None)
         if second is None:
-            return self._result(
-                self._save_whole.future(first, timeout=timeout_s, metadata=trace_metadata()),
-                timeout_s,
-            )
-        stream = chain((first, second), messages)
-        return self._result(
-            self._save.future(stream, timeout=timeout_s, metadata=trace_metadata()), timeout_s
-        )
+            return self._result(self._save_whole, first, timeout_s)
+        return self._result(self._save, chain((first, second), messages), timeout_s)
 
     def write(self, messages: Iterator[bytes], timeout_s: float) -> pb.WriteResponse:
         """`Cache.Write` of encoded WriteRequests. Raises grpc.RpcError, PrefixdError."""
-        return self._result(
-            self._write.future(messages, timeout=timeout_s, metadata=trace_metadata()), timeout_s
-        )
+        return self._result(self._write, messages, timeout_s)
 
     def read(self, request: pb.ReadRequest, count: int, sink: Sink, timeout_s: float) -> None:
-        """`Cache.Read`, of `count` ranges. Raises grpc.RpcError, PrefixdError."""
+        """`Cache.Read` of `count` ranges. Raises grpc.RpcError, PrefixdError."""
         try:
             call = self.stub.Read(request, timeout=timeout_s, metadata=trace_metadata())
         except ValueError as problem:
@@ -149,76 +141,83 @@ class Connection:
             call.cancel()  # no effect once it has ended
 
     def close(self) -> None:
-        """Returns at once; what gRPC still waits for it waits for in a thread of its own."""
+        """Returns at once. Whatever gRPC still waits for, it waits for in another thread."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            under_way = list(self._under_way)
-        for call in under_way:
+            in_progress = list(self._in_progress)
+        for call in in_progress:
             call.cancel()
         closing = threading.Thread(target=self.channel.close, name="prefixd-hang-up", daemon=True)
         try:
             closing.start()
         except RuntimeError:
-            return  # the process ends, and with it the connection
+            return  # the process is exiting, which ends the connection
         closing.join(_CLOSE_S)
 
-    def _granted(self, call: grpc.Future[T], timeout_s: float, give_back: Callable[[T], None]) -> T:
-        """The answer to a call that grants something. At the daemon it has no deadline: an answer
-        that crosses it would be lost here, and what it grants be held as long as the session."""
-        with self._lock:
-            self._under_way.add(call)
-            closed = self._closed
-        if closed:
-            call.cancel()
+    def _granted(
+        self,
+        rpc: _Rpc[RequestT, T],
+        request: RequestT,
+        timeout_s: float,
+        give_back: Callable[[RequestT, T], None],
+    ) -> T:
+        """The response to a call that grants something.
+
+        gRPC gets no deadline for it. Otherwise a response that crosses the deadline would be lost
+        here, and the daemon would hold what it granted as long as the session lasts.
+        """
+        call = self._started(rpc.future(request, metadata=trace_metadata()))
         try:
-            answer = call.result(timeout_s)
+            response = call.result(timeout_s)
         except BaseException as problem:
-            call.add_done_callback(partial(self._came_late, give_back))
+            call.add_done_callback(partial(self._came_late, partial(give_back, request)))
             if isinstance(problem, grpc.FutureTimeoutError):
                 raise DeadlineExceeded("the daemon did not answer in time") from None
             if isinstance(problem, grpc.FutureCancelledError):
                 raise DaemonUnavailable("the connection was closed") from None
             raise
         self._ended(call)
-        return answer
+        return response
 
     def _came_late(self, give_back: Callable[[T], None], call: grpc.Future[T]) -> None:
-        """In gRPC's thread, or at once. Also of a call that failed, or ended with the session."""
+        """The call has ended after its caller gave up, perhaps without a response. Runs in gRPC's
+        thread, or at once in the caller's."""
         self._ended(call)
         if not call.cancelled() and call.exception() is None:
-            with suppress(ValueError):  # the channel was closed: the session releases it
+            with suppress(ValueError):  # the channel was closed: the session's end releases it
                 give_back(call.result())
 
-    def _release(self, asked: pb.ClaimRequest, granted: pb.ClaimResponse) -> None:
+    def _release(self, request: pb.ClaimRequest, granted: pb.ClaimResponse) -> None:
         if granted.claim_id:
-            given = pb.ReleaseRequest(session=asked.session, claim_ids=[granted.claim_id])
-            self._leave_alone(self.stub.Release.future(given))
+            release = pb.ReleaseRequest(session=request.session, claim_ids=[granted.claim_id])
+            self._started(self.stub.Release.future(release)).add_done_callback(self._ended)
 
-    def _cancel(self, asked: pb.ReserveRequest, granted: pb.ReserveResponse) -> None:
+    def _cancel(self, request: pb.ReserveRequest, granted: pb.ReserveResponse) -> None:
         tokens = [result.token for result in granted.results if result.token]
         if tokens:
-            given = pb.CancelRequest(session=asked.header.session, tokens=tokens)
-            self._leave_alone(self.stub.Cancel.future(given))
+            cancel = pb.CancelRequest(session=request.header.session, tokens=tokens)
+            self._started(self.stub.Cancel.future(cancel)).add_done_callback(self._ended)
 
-    def _leave_alone(self, call: grpc.Future[Any]) -> None:
-        """No thread waits for it. gRPC cancels a call that nothing refers to."""
+    def _started(self, call: grpc.Future[T]) -> grpc.Future[T]:
+        """Keep a reference, because gRPC cancels a call that nothing refers to. Cancels the call if
+        the connection is closed."""
         with self._lock:
-            self._under_way.add(call)
-        call.add_done_callback(self._ended)
+            self._in_progress.add(call)
+            closed = self._closed
+        if closed:
+            call.cancel()
+        return call
 
     def _ended(self, call: grpc.Future[Any]) -> None:
         with self._lock:
-            self._under_way.discard(call)
+            self._in_progress.discard(call)
 
-    def _result(self, call: grpc.Future[T], timeout_s: float) -> T:
-        with self._lock:
-            self._under_way.add(call)
-            closed = self._closed
+    def _result(self, rpc: _Rpc[RequestT, T], request: RequestT, timeout_s: float) -> T:
+        """The response of a unary call; `request`: a message, or an iterator of them."""
+        call = self._started(rpc.future(request, timeout=timeout_s, metadata=trace_metadata()))
         try:
-            if closed:
-                call.cancel()
             return call.result(timeout_s + _SLACK_S)
         except grpc.FutureTimeoutError:
             call.cancel()
@@ -233,20 +232,21 @@ def _options(connect_timeout_ms: int) -> list[tuple[str, int]]:
     return [
         ("grpc.max_send_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES + _FRAMING_BYTES),
-        # Each attempt to connect is a new channel: it must not inherit the waits of the last.
+        # Each attempt to connect is a new channel, which must not inherit the backoff of the last.
         ("grpc.use_local_subchannel_pool", 1),
-        # What gRPC takes as the time that connecting may take.
+        # gRPC takes the time that an attempt to connect may take from these.
         ("grpc.min_reconnect_backoff_ms", connect_timeout_ms),
         ("grpc.initial_reconnect_backoff_ms", connect_timeout_ms),
-        # A cache daemon is next door; $http_proxy is not meant for it.
+        # $http_proxy is not meant for a cache daemon, which is nearby.
         ("grpc.enable_http_proxy", 0),
-        # Reads run in the thread that reads, without a hand-over for each message: 2 x as fast.
+        # Messages of a read arrive in the thread that reads them, without a switch to another
+        # thread for each: 2 x as fast.
         (ChannelOptions.SingleThreadedUnaryStream, 1),
     ]
 
 
 def unanswered(problem: grpc.RpcError) -> bool:
-    """Is the deadline what ended the call, and not the daemon?"""
+    """Whether the call's deadline ended it, and not a response of the daemon."""
     metadata = dict(cast("Iterable[tuple[str, str]]", problem.trailing_metadata() or ()))
     ended_here = ERROR_METADATA not in metadata
     return ended_here and problem.code() is grpc.StatusCode.DEADLINE_EXCEEDED

@@ -1,10 +1,12 @@
-"""The client's way to a daemon elsewhere: payloads and small calls over its data socket, sessions
-and the rest over gRPC; all of it over gRPC where the daemon has none, or it can't be reached.
+"""The transport for a daemon on another host: payloads and small calls over its data socket,
+sessions and the rest over gRPC. When there is no data socket, or it can't be reached, everything
+goes over gRPC.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME
@@ -14,20 +16,21 @@ from ...proto.pieces import FlatBytes
 from ...proto.vocabulary import ClaimMode
 from ..results import SaveOutcome
 from . import messages
-from .data_line import DataCalls
-from .data_wire import NoLine, Place
+from .data_socket import DataCalls, Place
 from .deadline import Deadline
+from .grpc_transport import GrpcTransport
 from .link import Holding, Link
-from .packing import check_header
-from .remote import RemoteTransport
+from .pool import NoConnection
 from .transport import Claimed, Range, SaveTerms, Saving, Sink
 
+T = TypeVar("T")
 
-class DataTransport(RemoteTransport):
-    """`transport.Transport` over the data socket as far as that goes."""
 
-    #: Where the data socket is. None: where the daemon was reached, if that was over TCP; whoever
-    #: shares a Unix socket with it need not share a network.
+class DataTransport(GrpcTransport):
+    """`transport.Transport` that prefers the data socket."""
+
+    #: Host of the data socket. None: that of the daemon's address, if it is TCP. A client that
+    #: reaches the daemon over a Unix socket need not be on the daemon's network.
     data_host: str | None = None
 
     @property
@@ -49,42 +52,30 @@ class DataTransport(RemoteTransport):
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
-        data = link.data
-        if data is not None:
-            request = pb.ReadRequest(
-                session=link.ref, claim_id=claim.number, ranges=map(messages.range_of, ranges)
-            )
-            timeout_s = deadline.left_s()
-            try:
-                self._call_held(
-                    "Read", link, lambda: data.read(request, len(ranges), sink, timeout_s)
-                )
-            except NoLine:
-                pass
-            else:
-                if claim.why_lost is not None:
-                    raise ClaimLost(claim.why_lost)
-                return
-        super().read(claim, ranges, sink, deadline)
+        timeout_s = deadline.left_s()
+        try:
+            data = _data_of(link)
+            request = messages.read_request(claim, ranges)
+            self._call_held("Read", link, lambda: data.read(request, len(ranges), sink, timeout_s))
+        except NoConnection:
+            super().read(claim, ranges, sink, deadline)
+            return
+        if claim.why_lost is not None:
+            raise ClaimLost(claim.why_lost)
 
     def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        if self.link(deadline).data is None:
-            return False
-        request = pb.FetchRequest(
-            keys=[wanted.entry.key for wanted in ranges],
-            generations=[wanted.entry.generation for wanted in ranges],
-            ranges=map(messages.range_of, ranges),
-        )
-
-        def ask(link: Link, timeout_s: float) -> None:
-            if link.data is None:
-                raise NoLine("the daemon of this session has no data socket")
-            request.session.CopyFrom(link.ref)
-            link.data.fetch(request, len(ranges), sink, timeout_s)
+        def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=[each.entry.key for each in ranges],
+                generations=[each.entry.generation for each in ranges],
+                ranges=map(messages.range_of, ranges),
+            )
+            data.fetch(request, len(ranges), sink, timeout_s)
 
         try:
-            self._call("Fetch", deadline, ask)
-        except (NoLine, UnknownEntry):
+            self._call_data("Fetch", deadline, fetch)
+        except (NoConnection, UnknownEntry):
             return False
         return True
 
@@ -96,45 +87,36 @@ class DataTransport(RemoteTransport):
         begin: Callable[[Claimed], Sink],
         deadline: Deadline,
     ) -> bool:
-        if self.link(deadline).data is None:
-            return False
-        request = pb.FetchRequest(
-            keys=keys, mode=pb.ClaimMode.ValueType(mode), room_bytes=room_bytes
-        )
-
-        def take(response: pb.ClaimResponse) -> Sink:
+        def begin_with(response: pb.ClaimResponse) -> Sink:
             return begin(Claimed(None, *messages.claimed_of(keys, response)))
 
-        def ask(link: Link, timeout_s: float) -> None:
-            if link.data is None:
-                raise NoLine("the daemon of this session has no data socket")
-            request.session.CopyFrom(link.ref)
-            link.data.fetch_found(request, take, timeout_s)
+        def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=keys,
+                mode=pb.ClaimMode.ValueType(mode),
+                room_bytes=room_bytes,
+            )
+            data.fetch_found(request, begin_with, timeout_s)
 
         try:
-            self._call("Fetch", deadline, ask)
-        except NoLine:
+            self._call_data("Fetch", deadline, fetch)
+        except NoConnection:
             return False
         return True
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        if self.link(deadline).data is None:
-            return super().save(items, terms, deadline)
-        header = messages.header_of([saving.item for saving in items], terms)
         payloads = [saving.payload for saving in items]
 
-        def send(link: Link, timeout_s: float) -> list[pb.SaveResult]:
-            if link.data is None:
-                raise NoLine("the daemon of this session has no data socket")
-            header.session.CopyFrom(link.ref)
-            check_header(header, link.max_message_bytes)
-            return link.data.save(pb.RawSaveRequest(header=header), payloads, timeout_s)
+        def send(link: Link, data: DataCalls, timeout_s: float) -> list[pb.SaveResult]:
+            header = messages.header_in(link, items, terms)
+            return data.save(pb.RawSaveRequest(header=header), payloads, timeout_s)
 
         try:
-            _, results = self._call("Save", deadline, send)
-        except NoLine:
+            results = self._call_data("Save", deadline, send)
+        except NoConnection:
             return super().save(items, terms, deadline)
         return messages.outcomes_of([saving.item.key for saving in items], results)
 
@@ -145,17 +127,31 @@ class DataTransport(RemoteTransport):
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
-        data = link.data
-        if data is None:
-            return super().write(reservations, payloads, deadline)
-        tokens = [holding.number for holding, _ in reservations]
-        reserved = pb.StagedReservations(session=link.ref, tokens=tokens)
-        request = pb.RawSaveRequest(reserved=reserved)
         timeout_s = deadline.left_s()
         try:
+            data = _data_of(link)
+            request = pb.RawSaveRequest(reserved=messages.reserved_of(link.ref, reservations))
             results = self._call_held(
                 "Write", link, lambda: data.save(request, payloads, timeout_s)
             )
-        except NoLine:
+        except NoConnection:
             return super().write(reservations, payloads, deadline)
         return messages.outcomes_of([key for _, key in reservations], results)
+
+    def _call_data(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, DataCalls, float], T]
+    ) -> T:
+        """`_call` over the data socket. Raises NoConnection, before the call is counted, when the
+        session has none."""
+        _data_of(self.link(deadline))
+        _, result = self._call(
+            name, deadline, lambda link, timeout_s: ask(link, _data_of(link), timeout_s)
+        )
+        return result
+
+
+def _data_of(link: Link) -> DataCalls:
+    """Raises NoConnection."""
+    if link.data is None:
+        raise NoConnection("the daemon of this session has no data socket")
+    return link.data

@@ -1,12 +1,13 @@
-"""One session on one connection, from the daemon's welcome to its end, and what is held in it.
+"""One session on one connection, from the daemon's welcome to its end, and what the client holds in
+it.
 
-gRPC pulls what is to be sent out of an iterator, from a thread of its own; that iterator waits
-for whatever comes first, something to say or the next heartbeat, so the heartbeats need no
-timer. It also notices a daemon that has stopped answering.
+gRPC pulls the outgoing messages from an iterator, in a thread of its own. That iterator waits for
+the next message or the next heartbeat, whichever comes first, so heartbeats need no timer. It also
+notices when the daemon has stopped answering.
 
-A call that got no answer in its time makes the link suspect: a heartbeat goes out at once, and
-until it is answered every call fails at once. A daemon that hangs costs one call its deadline, a
-slow one costs the others a round trip.
+A call that got no answer in time makes the link suspect: a heartbeat goes out at once, and until it
+is answered, every other call fails at once. So a daemon that hangs costs one call its deadline, and
+a slow one costs the others a round trip.
 """
 
 from __future__ import annotations
@@ -26,15 +27,14 @@ from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import Counters, Report
 from ..results import Entry
 from .connection import Calls, Connection
-from .data_line import DataCalls
+from .data_socket import DataCalls
 
-#: Heartbeats sent per interval that is due, so that one late heartbeat loses no session.
+#: Heartbeats sent per interval of the daemon, so that one late heartbeat loses no session.
 BEATS_PER_INTERVAL: Final = 2
 #: Heartbeats without an answer after which the daemon counts as gone.
 MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
-#: In the outbox: send a heartbeat now.
+#: Marks in the outbox: send a heartbeat now, and send the last one.
 _BEAT: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
-#: The same: the last one.
 _FAREWELL: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
 
 
@@ -45,34 +45,34 @@ class Holding:
 
     def __init__(self, link: Link, number: int, why_lost: str | None) -> None:
         self.link = link
-        #: The daemon's number for it: a claim id or a reservation token.
+        #: The claim id, or the token of the reservation.
         self.number = number
-        #: What took it away, as a sentence; None while it is held.
+        #: Why it was lost, as a sentence; None while it is held.
         self.why_lost = why_lost
-        #: What a claim pins.
+        #: The entries that a claim pins.
         self.entries: Sequence[Entry] = ()
-        #: What a claim made or viewed in place is validated with; see `local.node.InPlace`.
+        #: What validates a claim that was made or viewed in place; see `local.node.InPlace`.
         self.in_place: object | None = None
 
 
 class Holdings:
-    """Those of one kind that are still referred to. Thread-safe."""
+    """The claims or reservations of a session that are still referenced. Thread-safe."""
 
     def __init__(self) -> None:
-        # Re-entrant: a finalizer that closes a forgotten client may run while it is held.
+        # Re-entrant: the finalizer of a forgotten client may run while this thread holds it.
         self._lock = threading.RLock()
         self._held: WeakValueDictionary[int, Holding] = WeakValueDictionary()
         self._why_ended: str | None = None
 
     def hold(self, link: Link, number: int) -> Holding:
-        """What the daemon granted; lost already if the session ended meanwhile."""
+        """Record what the daemon granted. It is lost already if the session has ended meanwhile."""
         with self._lock:
             holding = Holding(link, number, self._why_ended)
             self._held[number] = holding
             return holding
 
     def lose(self, number: int, why: str) -> bool:
-        """The daemon took it away. False: it is not held here."""
+        """The daemon took it back. False: it is not held here."""
         with self._lock:
             holding = self._held.pop(number, None)
             if holding is None:
@@ -81,7 +81,7 @@ class Holdings:
             return True
 
     def end(self, why: str) -> None:
-        """The session is over, and with it everything that it held."""
+        """The session has ended: everything in it is lost."""
         with self._lock:
             self._why_ended = why
             for holding in self._held.values():
@@ -98,33 +98,33 @@ class Link:
         welcome_within_s: float,
         counters: Counters | None = None,
     ) -> None:
-        """Says hello at once; `open` waits for the welcome. What `counters` have to report goes
-        with the heartbeats."""
+        """Says hello at once; `open` waits for the welcome. Heartbeats carry the reports of
+        `counters`."""
         self.connection = connection
-        #: The small calls: over gRPC, until something faster is there.
+        #: Makes the small calls: over gRPC, until a local or data socket takes over.
         self.calls: Calls = connection
-        #: What the daemon said of itself and its limits.
+        #: The daemon's description of itself and its limits.
         self.welcome = pb.Welcome()
         self.ref = pb.SessionRef()
         self.draining = False
-        #: Memory is short on the daemon's node, as it said with its last answer to a heartbeat.
+        #: Whether memory is short on the daemon's node, as of its last answer to a heartbeat.
         self.under_pressure = False
         self.claims = Holdings()
         self.reservations = Holdings()
-        #: Called before each heartbeat, in gRPC's thread, to `send` what has waited for one.
+        #: Called before each heartbeat, in gRPC's thread, to `send` what waits for one.
         self.before_heartbeat: Callable[[], None] | None = None
-        #: Called when the session has ended, in any thread, to make the calls fail that are under
-        #: way on other connections than this.
+        #: Called when the session has ended, in any thread, to make calls in progress on other
+        #: connections fail.
         self.on_end: list[Callable[[], None]] = []
-        #: The data socket of a daemon elsewhere, if it has one.
+        #: The data socket of a daemon on another host, if it has one.
         self.data: DataCalls | None = None
         #: Why the session ended; empty while it lasts.
         self.why_ended = ""
-        #: A call got no answer: is the daemon there? Whatever answers that ends it.
+        #: A call got no answer, and the heartbeat sent then has none yet.
         self.suspect = False
-        #: Did the daemon stop answering, rather than go away?
+        #: The session ended because the daemon stopped answering, not because it went away.
         self.silent = False
-        # Finalizers use it too, which run at any moment in any thread: SimpleQueue may be.
+        # A SimpleQueue, because finalizers use it too, at any moment in any thread.
         self._outbox: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
         self._welcomed = threading.Event()
         self._unanswered = 0
@@ -133,7 +133,7 @@ class Link:
         self._proof = 0
         self._suspecting = threading.Lock()
         self._counters = counters
-        #: A report that was sent and not answered, and the heartbeat that it went with.
+        #: The report that was sent and not answered yet, and the number of its heartbeat.
         self._report: tuple[int, Report] | None = None
         self._events = connection.stub.Session(self._requests(hello, welcome_within_s))
 
@@ -162,7 +162,7 @@ class Link:
         self._welcomed.set()
 
     def events(self) -> Iterator[pb.SessionEvent]:
-        """What the daemon says, until the session ends."""
+        """The daemon's messages, until the session ends."""
         try:
             for event in self._events:
                 if event.WhichOneof("kind") == "heartbeat_ack":
@@ -174,15 +174,15 @@ class Link:
             self.close(str(from_grpc(problem)))
 
     def send(self, request: pb.SessionRequest) -> None:
-        """Say something on the session stream, soon. Callable from a finalizer."""
+        """Send a message on the session stream, soon. Callable from a finalizer."""
         self._outbox.put(request)
 
     def call_timed_out(self) -> None:
-        """A call got no answer in its time. Ask for a sign of life, at once."""
+        """A call got no answer in time: send a heartbeat at once, to test the daemon."""
         with self._suspecting:
             if self.suspect or self.why_ended:
                 return
-            # Not one that was sent before: its answer may have been on its way already.
+            # Not an earlier one, whose answer may have been on its way before the daemon hung.
             self._proof = self._sequence + 1
             self.suspect = True
         self._outbox.put(_BEAT)
@@ -196,22 +196,18 @@ class Link:
                 self._report = None
 
     def leave(self, why: str) -> None:
-        """Tell the daemon what waits to be told, and that this was all. It ends the session, and
-        with it the events."""
+        """Send the last report and close the stream. The daemon then ends the session, which ends
+        `events`."""
         if not self.why_ended:
             self._outbox.put(_FAREWELL)
         self._ended(why)
-        self._outbox.put(None)
-        self._welcomed.set()
 
     def close(self, why: str) -> None:
-        """End session and connection: the daemon releases what was held, calls under way fail.
+        """End session and connection: the daemon releases what was held, calls in progress fail.
 
         Idempotent; the first reason stays.
         """
         self._ended(why)
-        self._outbox.put(None)
-        self._welcomed.set()
         self._events.cancel()
         self.connection.close()
         self._end_calls()
@@ -221,6 +217,8 @@ class Link:
         self.why_ended = self.why_ended or why
         self.claims.end(self.why_ended)
         self.reservations.end(self.why_ended)
+        self._outbox.put(None)
+        self._welcomed.set()
 
     def _end_calls(self) -> None:
         on_end, self.on_end = self.on_end, []
@@ -228,7 +226,7 @@ class Link:
             end()
 
     def _requests(self, hello: pb.Hello, welcome_within_s: float) -> Iterator[pb.SessionRequest]:
-        """What gRPC sends, in its own thread."""
+        """The messages that gRPC sends; it runs this in its own thread."""
         yield pb.SessionRequest(hello=hello)
         if not self._welcomed.wait(welcome_within_s):
             self._give_up("the daemon did not answer in time")
@@ -251,7 +249,7 @@ class Link:
                 if request is not _BEAT:
                     yield request
                     continue
-                # Asked for besides those that are due.
+                # A heartbeat out of turn.
             elif self._unanswered >= MAX_UNANSWERED:
                 self.silent = True
                 self._give_up("the daemon stopped answering")
@@ -264,8 +262,8 @@ class Link:
             yield pb.SessionRequest(heartbeat=self._beat())
 
     def _beat(self, *, last: bool = False) -> pb.Heartbeat:
-        """The next heartbeat, with what there is to report. One report is under way at a time,
-        but for that of the last heartbeat."""
+        """The next heartbeat, with a report if there is one. While a report waits for its answer,
+        only the last heartbeat carries another one."""
         with self._suspecting:
             self._sequence += 1
             beat = pb.Heartbeat(sequence=self._sequence)
@@ -277,14 +275,14 @@ class Link:
             return beat
 
     def _take_report_back(self) -> None:
-        """The session is over and a report was not answered: the next session has it."""
+        """The session has ended: leave a report that was not answered to the next session."""
         with self._suspecting:
             report, self._report = self._report, None
         if report is not None and self._counters is not None:
             self._counters.give_back(report[1])
 
     def _give_up(self, why: str) -> None:
-        """From gRPC's thread: the thread that reads the events does the rest."""
+        """Called in gRPC's thread. The thread that reads the events does the rest."""
         self._ended(why)
         self._events.cancel()
         self._end_calls()

@@ -1,10 +1,10 @@
-"""Keeping a session with the daemon: opened, watched, opened again when it ends.
+"""Keeps a session with the daemon: opens it, watches it, and opens another one when it ends.
 
-A thread of its own reads the session stream and does the reconnecting; callers only ever ask
-for the current `Link`. They wait for one while the first attempt after a start or a loss is
-under way, and not at all once that attempt has failed, or one of them has waited in vain: then
-the daemon is down, every call is a miss at once, and the thread goes on trying meanwhile. The same
-holds while the link is suspect, and after a session whose daemon stopped answering.
+A thread reads the session stream and reconnects; callers only ask for the current `Link`. They wait
+for one during the first attempt after a start or a loss. Once that attempt has failed, or a caller
+has waited in vain, the daemon counts as down: every call is a miss at once, while the thread keeps
+trying. Calls also fail at once while the link is suspect, and after a session whose daemon stopped
+answering.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import os
+import random
 import socket
 import sys
 import threading
@@ -32,33 +33,67 @@ from ...proto.errors import (
 from ...proto.labels import check_label
 from ...proto.limits import MAX_CLIENT_NAME_CHARS
 from ..counters import Counters
-from .backoff import Backoff
-from .channel import Security
 from .connection import Connection
 from .deadline import Deadline
 from .link import Link
+from .security import Security
 
 logger = logging.getLogger("prefixd.client")
-# A library logs nothing to a terminal unless its program wants it to.
+# Without it, warnings of a program that has not set up logging would go to the terminal.
 logger.addHandler(logging.NullHandler())
 
-#: What connecting may take before the daemon counts as down.
+#: How long connecting may take before the daemon counts as down.
 DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
-#: How long `close` gives the daemon at most to end the session in order.
+#: How long `close` lets the daemon end the session in order.
 _LEAVE_S: Final = 0.25
+#: Waits between attempts to connect: the first, the longest, and the factor that they grow by.
+INITIAL_MS: Final = 50.0
+MAX_MS: Final = 2_000.0
+FACTOR: Final = 2.0
 
 
 class _State(enum.Enum):
     CONNECTING = enum.auto()
-    """The first attempt after a start or a loss: worth waiting for."""
+    """The first attempt after a start or a loss is in progress. Callers wait for it."""
     UP = enum.auto()
     DOWN = enum.auto()
-    """That attempt failed. Further ones are made in the background."""
+    """That attempt failed. The thread makes further ones; callers don't wait."""
     CLOSED = enum.auto()
 
 
+class Backoff:
+    """How long to wait before each attempt to reach a daemon: nothing at first, then doubling up to
+    a maximum.
+
+    Each wait is random within its upper half, so that clients that lost a daemon at the same moment
+    don't come back at the same moment.
+    """
+
+    def __init__(
+        self,
+        initial_ms: float = INITIAL_MS,
+        max_ms: float = MAX_MS,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """`draw` returns random numbers in [0, 1)."""
+        self._initial_ms = initial_ms
+        self._max_ms = max_ms
+        self._draw = draw
+        self._next_ms = 0.0
+
+    def next_s(self) -> float:
+        """The wait before the next attempt, in seconds."""
+        wait_ms = self._next_ms
+        self._next_ms = min(self._max_ms, max(self._initial_ms, wait_ms * FACTOR))
+        return wait_ms * (1 + self._draw()) / 2 / 1e3
+
+    def reset(self) -> None:
+        """The daemon answered: after its next loss, begin again without a wait."""
+        self._next_ms = 0.0
+
+
 class SessionKeeper:
-    """Has a session whenever there can be one. Thread-safe."""
+    """Keeps a session open whenever the daemon can be reached. Thread-safe."""
 
     def __init__(
         self,
@@ -71,8 +106,8 @@ class SessionKeeper:
         when_opened: Callable[[Link], None] | None = None,
         security: Security | None = None,
     ) -> None:
-        """`when_opened`: told of each session before anybody uses it, in the keeper's thread.
-        `security`: see `channel.open_channel`."""
+        """`when_opened`: called with each session before it is used, in the keeper's thread.
+        `security`: see `security.open_channel`."""
         self._when_opened = when_opened
         self._security = security
         self.address = address
@@ -83,21 +118,21 @@ class SessionKeeper:
         self._changed = threading.Condition()
         self._state = _State.CONNECTING
         self._why_down = "it has not answered yet"
-        #: The link that is in use (UP) or being opened; None between attempts.
+        #: The link in use (UP) or being opened; None between attempts.
         self._link: Link | None = None
         self._closing = threading.Event()
-        # A daemon thread: a program that forgets to close its client must still end.
+        # A daemon thread, so that a program that does not close its client can still exit.
         self._thread = threading.Thread(target=self._run, name="prefixd-session", daemon=True)
         self._thread.start()
 
     # ---- for callers
 
     def link(self, deadline: Deadline, *, opening: bool = False) -> Link:
-        """The session in use. `opening`: for a call that begins something new, which a daemon
-        that is stopping would refuse.
+        """The session in use. `opening`: for a call that begins something new, which a daemon that
+        is stopping would refuse.
 
-        Raises DaemonUnavailable at once while the daemon is down, DeadlineExceeded when the
-        first attempt to reach it takes longer than the call may, Draining, ClientClosed.
+        Raises DaemonUnavailable at once while the daemon is down, DeadlineExceeded when the first
+        attempt to reach it takes longer than the call may, Draining, ClientClosed.
         """
         deadline.left_s()
         with self._changed:
@@ -118,7 +153,7 @@ class SessionKeeper:
             raise DaemonUnavailable(f"no daemon at {self.address}: {self._why_down}")
 
     def renew(self, link: Link, why: str) -> None:
-        """The daemon does not know the session of `link` any more: get another one."""
+        """Replace the session of `link`, which the daemon does not know any more."""
         with self._changed:
             if self._link is not link or self._state is not _State.UP:
                 return
@@ -133,7 +168,7 @@ class SessionKeeper:
 
     @property
     def connected(self) -> bool:
-        """Is there a session at this moment, with a daemon that answers?"""
+        """Whether there is a session at this moment, with a daemon that answers."""
         with self._changed:
             return self._answering()
 
@@ -188,12 +223,12 @@ class SessionKeeper:
             except PrefixdError as problem:
                 self._failed(str(problem))
             except Exception as problem:
-                # Whatever it is: a thread that ends here would never reconnect.
+                # If the thread ended here, the client would never reconnect.
                 logger.exception("the session failed in a way that it should not")
                 self._failed(repr(problem))
 
     def _enter(self, state: _State, link: Link | None = None) -> bool:
-        """False: the client is closed, and stays so."""
+        """Change the state. False: the client is closed, and stays so."""
         with self._changed:
             if self._state is _State.CLOSED:
                 return False
@@ -210,7 +245,7 @@ class SessionKeeper:
         self._enter(_State.DOWN)
 
     def _attempt(self) -> None:
-        """Open a session and stay with it until it ends. Raises PrefixdError if it can't be."""
+        """Open a session and serve it until it ends. Raises PrefixdError if it can't be opened."""
         connection = Connection(self.address, self._connect_timeout_ms, self._security)
         link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
@@ -227,7 +262,7 @@ class SessionKeeper:
             self._why_down = link.why_ended
             if not self._closing.is_set():
                 logger.warning("lost the daemon at %s: %s", self.address, link.why_ended)
-            # One that hangs may be reachable and still not answer: that is not waited for.
+            # A daemon that hangs may accept a connection and still not answer: don't wait for it.
             silent = link.silent or link.suspect
             self._enter(_State.DOWN if silent else _State.CONNECTING)
         finally:
@@ -238,7 +273,8 @@ class SessionKeeper:
         for event in link.events():
             match event.WhichOneof("kind"):
                 case "heartbeat_ack":
-                    # Not before: a daemon that ends each session at once sees ever fewer.
+                    # Not before: against a daemon that ends every session at once, the waits have
+                    # to keep growing.
                     self._backoff.reset()
                     with self._changed:
                         self._changed.notify_all()  # the link is not suspect any more
@@ -254,11 +290,11 @@ class SessionKeeper:
                     link.draining = True
                     logger.info("the daemon at %s is stopping", self.address)
                 case _:
-                    pass  # of a later version
+                    pass  # an event of a later version
 
 
 def check_answering(link: Link) -> None:
-    """Raises DaemonUnavailable when a call is known to get no answer."""
+    """Raises DaemonUnavailable if a call in this session would get no answer."""
     if link.why_ended:
         raise DaemonUnavailable(link.why_ended)
     if link.suspect:
@@ -266,7 +302,8 @@ def check_answering(link: Link) -> None:
 
 
 def hello_of(name: str | None, label: str | None = None) -> pb.Hello:
-    """Who this client is. Without a name: the program. Raises InvalidSize, CallerError."""
+    """How this client introduces itself; without a name, as its program. Raises InvalidSize,
+    CallerError."""
     if name is None:
         name = Path(sys.argv[0]).name[:MAX_CLIENT_NAME_CHARS] or "client"
     if not 0 < len(name) <= MAX_CLIENT_NAME_CHARS:

@@ -1,4 +1,4 @@
-"""What takes the bytes of a read: as they come, or where it says that it wants them."""
+"""Where the bytes of a read go: to a function, or straight into memory that is named beforehand."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import TypeAlias
 
 from ...proto.pieces import FlatBytes
 
-#: Takes what arrives of a read: the position of the range, the offset from its start, and the
-#: bytes; or None instead of them, for an entry that the daemon could not read.
+#: Takes the bytes of a read as they arrive: the number of the range, the offset from its start, and
+#: the bytes. None in place of the bytes: the daemon could not read that entry.
 Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
 
 
 class Rooms(ABC):
-    """A `Sink` that can say where bytes are wanted, for those who can receive them there."""
+    """A `Sink` that also names the memory for the next bytes, for transports that can receive
+    directly into it."""
 
     @abstractmethod
     def __call__(self, number: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
@@ -22,13 +23,13 @@ class Rooms(ABC):
 
     @abstractmethod
     def room(self, number: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
-        """Where these bytes of a range are to be put. Raises PrefixdError unless they are the
-        next ones."""
+        """The memory for these bytes of a range. Raises PrefixdError unless they are the next
+        ones."""
 
     @abstractmethod
     def filled(self, number: int, length_bytes: int) -> None:
-        """So many bytes were put into what `room` said last for this range, or into the next part
-        of it."""
+        """The next `length_bytes` of the memory that `room` returned last for this range are
+        there."""
 
 
 class _Renumbered(Rooms):
@@ -47,7 +48,7 @@ class _Renumbered(Rooms):
 
 
 def renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink for ranges that are `numbers` of those that `sink` knows."""
+    """A sink that hands on range `i` as range `numbers[i]` of `sink`."""
     if isinstance(sink, Rooms):
         return _Renumbered(sink, numbers)
     return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)

@@ -1,5 +1,5 @@
-"""The span that the calls of this thread are part of, for the wire. Set where something is traced
-(`client/tracing.py`)."""
+"""The tracing span that calls of this thread belong to, as it is sent to the daemon. Set by
+`client/tracing.py`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ...proto import traceparent
 
 T = TypeVar("T")
 
-#: The span that calls are part of, encoded (`proto.traceparent`); empty: there is none.
+#: The current span, encoded (`proto.traceparent`); empty: there is none.
 TRACEPARENT: Final[ContextVar[bytes]] = ContextVar("prefixd_traceparent", default=b"")
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
-    """The metadata that tells an rpc its span; None: there is none."""
+    """The metadata that tells the daemon the span of an rpc; None: there is none."""
     parent = TRACEPARENT.get()
     return ((traceparent.HEADER, parent.decode()),) if parent else None
 
 
 class CallSpans(Protocol):
-    """Makes spans of calls."""
+    """Makes a span for each call."""
 
     def call(self, name: str, ask: Callable[[], T]) -> T:
-        """`ask()` in a span of its own, which is told to the daemon."""
+        """Run `ask` in a span of its own, which the daemon is told."""

@@ -1,7 +1,7 @@
-"""The one interface between the client and the daemon.
+"""The interface between the client library and the ways to a daemon, with its values.
 
-A transport moves requests and bytes and has no opinion: what goes wrong it raises, and the
-library makes misses of it (`context.py`), whatever it is. `remote.RemoteTransport` is gRPC.
+A transport moves requests and bytes. It makes no decisions: it raises what goes wrong, and the
+library turns that into misses (`context.py`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .sinks import Sink as Sink
 
 
 class Claimed(NamedTuple):
-    """What a claim got; `positions[i]` is where `entries[i]` stood among the keys asked for."""
+    """What a claim got; `positions[i]` is the position of `entries[i]` among the requested keys."""
 
-    #: None: nothing was there to claim.
+    #: None: there was nothing to claim.
     holding: Holding | None
     positions: Sequence[int]
     entries: list[Entry]
-    #: Is one of the keys that are not there being saved?
+    #: Whether one of the absent keys is being saved at this moment.
     in_flight: bool
 
 
 class Range(NamedTuple):
-    """Bytes to read of one entry of a claim: of its payload, or of its token ids."""
+    """Bytes to read of a claimed entry: of its payload, or of its token ids."""
 
     entry: Entry
-    #: Among the entries that the claim got, counted from 0.
+    #: Position among the claimed entries, from 0.
     place: int
     offset_bytes: int
     length_bytes: int
@@ -43,9 +43,9 @@ class Range(NamedTuple):
 
 
 class ReserveItem(NamedTuple):
-    """One key for which room is wanted.
+    """A key to reserve room for.
 
-    `token_count`: at least 1; None: not known. `layer_count`: 0, or a divisor of
+    `token_count`: at least 1; None: unknown. `layer_count`: 0, or a divisor of
     `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
     (`keys.token_bytes`), for verifying reads.
     """
@@ -58,29 +58,30 @@ class ReserveItem(NamedTuple):
 
 
 class Saving(NamedTuple):
-    """One key with its payload as flat bytes, in one piece or several."""
+    """A key with its payload as flat bytes, in one piece or several."""
 
     item: ReserveItem
     payload: FlatBytes
 
 
 class Copied(Enum):
-    """What became of the copy of an entry that was not asked for."""
+    """The outcome of copying an entry in place."""
 
-    #: The target holds the entry's payload.
+    #: The target holds the payload.
     WHOLE = 1
-    #: The entry is not there any more, or can't be read in place.
+    #: The entry has gone, or can't be read in place.
     GONE = 2
-    #: The entry is there, and its bytes are not those that were saved.
+    #: The entry is there, but its bytes are not those that were saved.
     CORRUPT = 3
 
 
 class Looked(NamedTuple):
-    """What was found without asking: positions among the keys, entries, and where they lie, for
-    `Transport.copy`."""
+    """What a search in place found."""
 
+    #: Positions of the entries among the keys.
     positions: Sequence[int]
     entries: list[Entry]
+    #: Where the entries lie, for `Transport.copy`.
     in_place: object | None
 
 
@@ -93,26 +94,26 @@ class SaveTerms(NamedTuple):
     ancestors: Sequence[Key] = ()
     #: How long to wait for the same keys in flight.
     wait_ms: int = 0
-    #: How long a reservation lasts; 0: the daemon's own.
+    #: How long a reservation lasts; 0: the daemon's default.
     ttl_ms: int = 0
-    #: What was read in place and not told yet, to count before the save makes room.
+    #: Reads in place that were not reported yet. The daemon counts them before it makes room.
     touched: Sequence[Key] = ()
 
 
 class Share(NamedTuple):
-    """What a session may have reserved in a tier at once. A single entry may be larger."""
+    """How much a session may have reserved in a tier at once. A single entry may be larger."""
 
     stored_bytes: int
     slab_bytes: int
 
     def stored_bytes_of(self, item: ReserveItem) -> int:
-        """What an entry takes of it."""
+        """How much of it an entry takes."""
         content = content_bytes(item.payload_bytes, len(item.token_ids))
         return -(-content // self.slab_bytes) * self.slab_bytes
 
 
 class Granted(NamedTuple):
-    """The answer to one reservation. `owner` and `age_ms` are those of a save in flight."""
+    """The result of one reservation. `owner` and `age_ms` are those of a save in flight."""
 
     status: ReserveStatus
     holding: Holding | None = None
@@ -122,36 +123,38 @@ class Granted(NamedTuple):
 
 
 class Transport(Protocol):
-    """What the client needs. Thread-safe; every call ends by its deadline.
+    """What the client needs of a transport. Thread-safe; every call ends by its deadline.
 
-    Arguments were checked before. Calls raise PrefixdError, and anything else where an answer
-    makes no sense; what is said of single keys comes back in the order in which they were given.
-    Where nothing else is said a call takes any number of keys, also none.
+    The library checks arguments before. Calls raise PrefixdError, and any other exception when a
+    response makes no sense. Results for single keys come in the order of the keys. Unless a method
+    says otherwise it takes any number of keys, also none. What is done "in place" reads the
+    daemon's memory without a call; methods for that have a body here for transports that can't.
     """
 
     @property
     def max_batch_keys(self) -> int:
-        """Keys that one claim, reservation or save takes, or one read ranges."""
+        """Most keys in one claim, reservation or save, and most ranges in one read."""
 
     @property
     def connected(self) -> bool:
-        """Is there a session at this moment?"""
+        """Whether there is a session at this moment."""
 
     @property
     def under_pressure(self) -> bool:
-        """Is memory short on the daemon's node, as it last said? False without a session."""
+        """Whether the daemon said last that memory is short there. False without a session."""
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait for a session. False: closed. Raises DeadlineExceeded."""
+        """Wait for a session. False: the transport is closed. Raises DeadlineExceeded."""
 
     def share(self, tier: Tier, deadline: Deadline) -> Share | None:
-        """What this session may reserve; None: the daemon does not say. Waits for a session."""
+        """How much this session may reserve; None: the daemon does not say. Waits for a session."""
 
-    # ---- in place: without asking the daemon, where that is possible
+    # ---- in place
 
     def find(self, keys: Iterable[Key], mode: ClaimMode, deadline: Deadline) -> Looked | None:
-        """What `mode` wants of the keys, not pinned; None: this can't be said without
-        asking. Takes no more keys than it needs."""
+        """Find the keys that a claim of this mode would get, without pinning them. Consumes only as
+        many keys as it needs. None: not possible in place."""
+        return None
 
     def copy(
         self,
@@ -161,51 +164,62 @@ class Transport(Protocol):
         in_place: object | None = None,
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
-        `check`: whose CRC32C is compared. `in_place`: where they lie, if that is known. Never
-        raises PrefixdError."""
+
+        `check`: whether to compare the CRC32C, for each entry. `in_place`: see `Looked`, if known.
+        Never raises PrefixdError.
+        """
+        return [Copied.GONE] * len(entries)
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         """Claimed payloads where they lie; None: not all of them can be reached."""
+        return None
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Entries were read in place: one access each, in this order, told some time soon."""
+        """Report that these entries were read in place, once each, in this order. Soon, not now."""
 
     def refused(self) -> dict[str, str]:
-        """What can't be done in place, with the reasons."""
+        """What can't be done in place, each with the reason."""
+        return {"everything": "this connection is gRPC only"}
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        """Which keys are published. In place if possible, else by asking."""
+        """Which keys are published. In place if possible, else with a call."""
 
     def peek(self, keys: Sequence[Key]) -> list[bool] | None:
-        """Which keys are published, in place and at once; None: that needs more than a look."""
+        """Which keys are published. None: not possible in place at this moment."""
+        return None
 
     def peek_one(self, key: Key) -> bool | None:
-        """The same of one key, at a fraction of the cost."""
+        """`peek` for one key, at a fraction of the cost."""
+        return None
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
-        """How many keys from the first on are published. In place if possible, else by asking."""
+        """How many keys are published before the first that is not. In place if possible, else with
+        a call."""
 
-    # ---- by asking
+    # ---- with a call
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
-        """What is known of each key."""
+        """Look up each key."""
 
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
     ) -> Claimed:
-        """Pin what `mode` wants of the keys."""
+        """Pin those of the keys that `mode` asks for."""
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Hand the bytes of `ranges` to `sink`, each range in order and without gaps.
 
         Raises ClaimLost if the claim, or an entry that it pins, was lost before the last byte was
-        handed over. After an exception what `sink` got may be other bytes than the entry's.
+        handed over. After an exception, bytes that `sink` got may be those of another entry.
         """
 
     def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        """`read` of entries that are not claimed, each in one range, under a claim while it lasts:
-        all in one trip. False: that can't be done here, or not of all of these entries, and
-        nothing was handed over; claim and read them."""
+        """Read unclaimed entries, one range each, in one call; the daemon claims them meanwhile.
+
+        False: not possible with this transport, or for all of these entries. Then `sink` got
+        nothing, and the caller has to claim and read.
+        """
+        return False
 
     def fetch_found(
         self,
@@ -215,38 +229,41 @@ class Transport(Protocol):
         begin: Callable[[Claimed], Sink],
         deadline: Deadline,
     ) -> bool:
-        """Claim what `mode` wants of the keys, read the payloads of those that are as long as the
-        room for their key, and release, all in one trip; at most `max_batch_keys`. `begin` is told
-        what was claimed, and says what takes it, a range for each entry. False: that can't be done
-        here, `begin` was not called. Raises as `read` does."""
+        """Claim, read and release in one call; at most `max_batch_keys` keys.
+
+        Reads the payloads that are exactly as long as the room for their key. `begin` gets what was
+        claimed and returns the sink, with a range for each entry. False: not possible, and `begin`
+        was not called. Raises as `read` does.
+        """
+        return False
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """Give claims back. True: this call did, and the claim was held until now."""
+        """Release claims. True: the claim was held until now, and this call released it."""
 
     def forget(self, claim: Holding) -> None:
-        """Give a claim back some time soon, without waiting. Callable from a finalizer."""
+        """Release a claim soon, without waiting. Callable from a finalizer."""
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
-        """Drop entries; at most `max_batch_keys`."""
+        """Delete entries; at most `max_batch_keys`."""
 
     @property
     def shares(self) -> bool:
-        """Does the daemon share entries with other nodes, so that `pull` may bring some?"""
+        """Whether the daemon shares entries with other nodes, so that `pull` may fetch some."""
 
     def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
-        """Bring what other nodes have of the keys, a run of them or the first; how many came. At
-        most `max_batch_keys`."""
+        """Have the daemon fetch keys from other nodes, a run of them or the first; at most
+        `max_batch_keys`. Returns how many arrived."""
 
     def suspect(self, keys: Sequence[Key]) -> None:
-        """Tell the daemon of bytes that did not match their checksum, without waiting."""
+        """Report entries whose bytes did not match their checksum. Does not wait."""
 
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
     ) -> list[Granted]:
-        """Ask for the exclusive right to save keys, and for their room."""
+        """Ask for the exclusive right to save keys, and for the room."""
 
     def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """Give reservations back. True: there was something left to give back."""
+        """Give reservations back. True: the daemon still had it."""
 
     def write(
         self,
@@ -259,7 +276,7 @@ class Transport(Protocol):
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        """Reserve and write in one."""
+        """Reserve and write in one call."""
 
     def close(self, within_s: float) -> None:
-        """Give everything back; calls under way fail. Idempotent."""
+        """Give everything back; calls in progress fail. Idempotent."""

@@ -23,8 +23,8 @@ from typing import Final
 
 from ...client import ClaimMode, Client, MissReason
 from ...client.counters import Counters
-from ...client.wire.channel import Security
 from ...client.wire.data_transport import DataTransport
+from ...client.wire.security import Security
 from ...proto.keys import Key
 from ...proto.layout import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header

@@ -32,8 +32,8 @@ from prefixd.client.bench.run import OverData, wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.wire.channel import Security
-from prefixd.client.wire.remote import RemoteTransport
+from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.security import Security
 from prefixd.proto.vocabulary import Tier
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -253,7 +253,7 @@ def subjects(
     address: str, stack: ExitStack, suffix: str = "", security: Security | None = None
 ) -> list[Subject]:
     found = []
-    for kind, way in (("grpc", RemoteTransport), ("data", OverData)):
+    for kind, way in (("grpc", GrpcTransport), ("data", OverData)):
         name = kind + suffix
         counters = Counters()
         transport = way(address, name, counters=counters, security=security)

@@ -21,8 +21,8 @@ from typing import Final
 
 from prefixd.client import Client, Key, SaveItem, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.local import lending
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local import staging
+from prefixd.client.local.local_transport import LocalTransport
 
 KIB: Final = 2**10
 MIB: Final = 2**20
@@ -65,7 +65,7 @@ def way(client: Client, lent: bool) -> None:
     node = transport._node
     assert node is not None, "it saves in place"
     node.lends = lent
-    lending.LEND_BYTES = 1
+    staging.LEND_BYTES = 1
 
 
 def beside_staging(client: Client, payloads: list[bytes], rounds: int) -> dict[str, object]:
@@ -118,7 +118,7 @@ def main() -> None:
     options = parser.parse_args()
     cases = [case for case in CASES if case[1] <= options.most_kib * KIB]
     flags = (f"--ram.budget={options.ram}", "--shm.budget=0", "--disk.budget=0")
-    usual_bytes = lending.LEND_BYTES
+    usual_bytes = staging.LEND_BYTES
     with (
         temporary_directories("bench") as (directory, shm_directory),
         PrivateDaemon(directory, shm_directory, flags) as daemon,
@@ -134,7 +134,7 @@ def main() -> None:
                 payloads = payloads_of(count, payload_bytes)
                 found = beside_staging(client, payloads, options.rounds)
                 report("save", count, payload_bytes, found)
-        lending.LEND_BYTES = usual_bytes
+        staging.LEND_BYTES = usual_bytes
         for count, payload_bytes in FIRST:
             if payload_bytes <= options.most_kib * KIB:
                 found = first_saves(

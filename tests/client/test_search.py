@@ -19,7 +19,7 @@ from prefixd.client import (
 )
 from prefixd.client.counters import Counters
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.remote import RemoteTransport
+from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.proto.errors import (
     DeadlineExceeded,
     InvalidKey,
@@ -334,7 +334,7 @@ def test_probes_tell_and_pin_nothing(daemon: FakeDaemon, client: Client) -> None
 # ---- restores by key that search first; tests/contract has the others
 
 
-class Noting(RemoteTransport):
+class Noting(GrpcTransport):
     """Records its calls, and can't restore by key in one trip."""
 
     shared = False

@@ -32,7 +32,7 @@ from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.worker import LiveOptions
 from prefixd.client.watch import WatchEvent, event_of
-from prefixd.client.wire.backoff import Backoff
+from prefixd.client.wire.session import Backoff
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError, DaemonUnavailable, UnknownTier
 from prefixd.proto.keys import Key

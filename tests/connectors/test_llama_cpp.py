@@ -1,4 +1,4 @@
-"""The llama-cpp-python connector against a context made of lists: no engine, a real daemon."""
+"""The llama-cpp-python connector with a real daemon, and a context made of lists as the engine."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from prefixd.client import Client, Namespace
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import llama_cpp_context
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors import llama_cpp
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.llama_cpp import PrefixdCache
 from tests.support.daemon import private_daemon
 
@@ -21,7 +21,7 @@ PROMPT = list(range(100, 150))
 
 
 class FakeContext:
-    """The state of a token is the token itself; counts what was loaded."""
+    """A context in which the state of a token is the token itself."""
 
     def __init__(self, *, blocks: bool, can_be_cut: bool = True) -> None:
         self.has_spare_sequence = blocks
@@ -31,7 +31,7 @@ class FakeContext:
         self.damaged = False
 
     def run(self, cache: PrefixdCache, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
-        """What `Llama` does with a prompt. Returns how many tokens it had to evaluate."""
+        """Do what `Llama` does with a prompt. Returns how many tokens it had to evaluate."""
         with pytest.raises(KeyError):
             cache[prompt]
         known = 0
@@ -47,7 +47,7 @@ class FakeContext:
         cache[tokens] = object()
         return len(prompt) - known
 
-    # ---- `Context`
+    # ---- as LlamaContext
 
     def tokens(self) -> list[int]:
         return list(self.evaluated)
@@ -130,7 +130,9 @@ def test_what_is_in_the_context_is_not_loaded_again(client: Client, namespace: N
     assert client.counters["restored_entries"] == before
     context.evaluated = context.state_of = PROMPT[:20]
     assert context.run(cache, PROMPT) == 1
-    assert client.counters["restored_entries"] == before + 5, "only what is behind the 20"  # type: ignore[operator]
+    assert client.counters["restored_entries"] == before + 5, (
+        "only the blocks behind the first 20 tokens"
+    )  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("can_be_cut", [True, False], ids=["attention", "recurrent"])
@@ -186,12 +188,12 @@ def test_what_fails_on_the_way_is_no_failed_request(
 def test_without_the_engine_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llama_cpp.llama_cpp", None)
     with pytest.raises(UnsupportedEngine, match=r"needs llama-cpp-python \(made for 0\.3\.36\)"):
-        llama_cpp_context.low_level()
+        llama_cpp.low_level()
 
 
 def fake_library(monkeypatch: pytest.MonkeyPatch, *without: str) -> ModuleType:
     library = ModuleType("llama_cpp.llama_cpp")
-    for name in llama_cpp_context._NEEDED:
+    for name in llama_cpp._NEEDED:
         if name not in without:
             setattr(library, name, lambda *_: 0)
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
@@ -215,7 +217,7 @@ def test_a_llama_made_within_has_a_spare_sequence(monkeypatch: pytest.MonkeyPatc
     default = SimpleNamespace(n_seq_max=1, kv_unified=False)
     library.llama_context_default_params = lambda: default  # type: ignore[attr-defined]
     made = library.llama_context_default_params
-    with llama_cpp_context.block_sequences():
+    with llama_cpp.block_sequences():
         params = library.llama_context_default_params()
     assert (params.n_seq_max, params.kv_unified) == (2, True)
     assert library.llama_context_default_params is made
@@ -235,11 +237,11 @@ def test_every_model_of_the_server_gets_a_cache(monkeypatch: pytest.MonkeyPatch)
     server.LlamaProxy = LlamaProxy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "llama_cpp.server", ModuleType("llama_cpp.server"))
     monkeypatch.setitem(sys.modules, "llama_cpp.server.model", server)
-    llama_cpp_context.attach_to_server(lambda llama: ("cache of", llama.settings))
+    llama_cpp.attach_to_server(lambda llama: ("cache of", llama.settings))
     LlamaProxy.load_llama_from_model_settings("settings")
     assert set_caches == [("cache of", "settings")]
-    # The server's default, for which a cache has nothing.
+    # The server's default, which the cache can't serve.
     scores = SimpleNamespace(logits_all=True, model="m")
     LlamaProxy.load_llama_from_model_settings(scores)
     assert set_caches[1:] == [("cache of", SimpleNamespace(logits_all=False, model="m"))]
-    assert scores.logits_all, "the caller's settings are the caller's"
+    assert scores.logits_all, "the caller's settings stay as they were"

@@ -16,7 +16,7 @@ import pytest
 from prefixd.client import Client, Hit, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import lmcache
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from tests.support.daemon import eventually, private_daemon
 from tests.support.engines import fresh_keys
 from tests.support.fakes import PATIENCE_S
@@ -140,7 +140,7 @@ def test_store_look_up_load_unlock(adapter: Any, daemon: PrivateDaemon) -> None:
     assert [target.byte_array[0] for target in targets] == [3, 1, 0]
     with daemon.admin() as admin:
         adapter.submit_unlock(keys[:2])
-        assert admin.claims(), "the third key is locked yet"
+        assert admin.claims(), "the third key is still locked"
         adapter.submit_unlock(keys[2:])
         eventually(lambda: not admin.claims())
 
@@ -203,7 +203,7 @@ def test_a_key_that_several_lookups_locked_is_held_by_the_oldest() -> None:
     assert (locks.holding(key), locks.drop([other])) == ((hits[2], 0), [hits[1]])
     assert (locks.drop([key]), locks.drop([other]), locks.drop([key])) == ([], [], [hits[2]])
     assert (locks.holding(key), locks.drop([key, other])) == (None, [])
-    assert (locks._held, locks._more) == ({}, {}), "nothing is left of them"
+    assert (locks._held, locks._more) == ({}, {}), "no task is left"
 
 
 def test_a_closed_event_rings_nobody() -> None:
@@ -257,7 +257,7 @@ def test_another_lmcache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_a_lookup_locked_is_mapped_before_it_is_loaded(
     adapter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Between the two, in a thread of the client's; of what was unlocked by then nothing is."""
+    """In a thread of the client. What was unlocked by then is not mapped."""
     keys = [key(n, salt=os.urandom(4).hex()) for n in range(2)]
     assert store(adapter, keys, objects(1, 2)) == 2 * SIZE
     look_up(adapter, keys)  # from here on in place

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.connectors import compat, plugins
+from prefixd.connectors import engine, plugins
 from tests.support.daemon import WITHIN_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +47,7 @@ def test_they_are_those_that_engines_look_for() -> None:
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_without_the_engine_nothing_happens(group: str) -> None:
-    """In a process of its own: nothing of an engine, and no gRPC server, comes along."""
+    """In a process of its own: no engine is imported, and no thread is started."""
     value = GROUPS[group]["prefixd"]
     script = (
         "import sys, threading\n"
@@ -87,7 +87,7 @@ def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_sglang_is_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str, said: int
 ) -> None:
-    monkeypatch.setattr(compat, "version", lambda _package: found)
+    monkeypatch.setattr(engine, "version", lambda _package: found)
     with caplog.at_level(logging.INFO, "prefixd.connectors"):
         plugins.register_sglang()
     assert len(caplog.records) == said

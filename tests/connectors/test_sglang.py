@@ -15,7 +15,7 @@ import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import sglang
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.proto.errors import ConfigError
 from tests.support.daemon import private_daemon
 
@@ -42,7 +42,7 @@ class PoolName(str, Enum):  # noqa: UP042  (as the engine has it)
 
 
 class Pool:
-    """Page-first: K and V of a page apart. Layer-first: of each layer, too."""
+    """Page-first: a page has two pieces, K and V. Layer-first: two pieces for each layer."""
 
     page_size, dtype = 64, "bf16"
 

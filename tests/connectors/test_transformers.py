@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.client import Client, Namespace
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.transformers import load_cache, namespace_of, save_cache
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
@@ -24,7 +24,7 @@ TOKENS = list(range(50))
 
 
 class Tensor(np.ndarray[Any, Any]):
-    """An array with the methods of a tensor that are used."""
+    """An array with those methods of a tensor that the connector uses."""
 
     def detach(self) -> Tensor:
         return self

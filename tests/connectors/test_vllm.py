@@ -17,7 +17,7 @@ import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors import vllm
-from prefixd.connectors.compat import UnsupportedEngine
+from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.proto.errors import ConfigError
 from tests.support.daemon import eventually, private_daemon
 
@@ -174,7 +174,7 @@ def test_what_can_t_be_loaded_is_a_miss_until_it_is_stored_again(
         tier.submit_load(job(2, keys, [4, 5]))
         result = ended(tier)
     assert (result.success, result.successful_keys) == (False, None)
-    # It is there, and would be loaded in vain again and again.
+    # It is there, but its load would fail again and again.
     assert [tier.lookup(key, None) for key in keys] == [LookupResult.MISS] * 2
     tier.submit_store(job(3, keys[:1], [0]))
     assert ended(tier).success
@@ -206,7 +206,7 @@ def test_stores_are_events_if_both_want_them(daemon: PrivateDaemon, memory: Any)
 
 
 def test_from_another_host_a_lookup_is_asked_again(daemon: PrivateDaemon, memory: Any) -> None:
-    """Here: with a client that is told to do nothing in place."""
+    """Here with a client that does nothing in place."""
     tier, keys = tier_of(daemon.address, memory), keys_of(2)
     tier.submit_store(job(1, keys[:1], [0]))
     assert ended(tier).success
@@ -221,7 +221,7 @@ def test_from_another_host_a_lookup_is_asked_again(daemon: PrivateDaemon, memory
 def test_a_look_up_that_is_under_way_is_not_asked_again(
     daemon: PrivateDaemon, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long the daemon takes: it ends with the client's deadline."""
+    """However long the daemon takes; it ends with the client's deadline."""
     tier, (key,) = tier_of(daemon.address, memory), keys_of(1)
     client, asked = tier._core._client, []
     monkeypatch.setattr(client._transport, "peek", lambda _keys: None)

@@ -32,9 +32,9 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local import lending
-from prefixd.client.local.transport import LocalTransport
-from prefixd.client.wire import channel
+from prefixd.client.local import staging
+from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.wire import security
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.certificates import Authority
@@ -65,7 +65,7 @@ def flags(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[
     authority = Authority(tmp_path_factory.mktemp("tls") / "ours")
     certificate, key = authority.sign("daemon")
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(channel.CA, str(authority.certificate))
+        environment.setenv(security.CA, str(authority.certificate))
         yield f"--server.tls_cert={certificate}", f"--server.tls_key={key}"
 
 
@@ -80,7 +80,7 @@ def make(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Cl
     """Makes clients over it."""
     made: list[Client] = []
     if way == "lending":  # whatever is saved
-        monkeypatch.setattr(lending, "LEND_BYTES", 1)
+        monkeypatch.setattr(staging, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
         address = tcp_address(daemon) if way in ("data", "tls") else daemon.address

@@ -12,7 +12,7 @@ import pytest
 
 from prefixd.client import Client, SaveItem, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local import lending
+from prefixd.client.local import staging
 from prefixd.proto.keys import Key
 from prefixd.server.api.lent_saves import THREADS
 from tests.support import stuck_lender
@@ -54,7 +54,7 @@ def threads_taken(daemon: PrivateDaemon) -> int:
 
 
 def test_lenders_of_memory_that_never_comes_harm_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "LEND_BYTES", 1)
+    monkeypatch.setattr(staging, "LEND_BYTES", 1)
     with private_daemon("--server.staging=1MiB") as daemon, ExitStack() as lenders:
         with Client(daemon.address) as client:
             for taken in range(2, THREADS + 1, 2):

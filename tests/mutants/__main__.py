@@ -38,7 +38,6 @@ TARGETS: Final = (
     "tiers/arena_store.py",
     "server/runtime/committer.py",
     "client/local/node.py",
-    "client/local/found.py",
     "client/local/arenas.py",
     "client/restores.py",
 )

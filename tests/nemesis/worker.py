@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Sequence
 
 from prefixd.client import Client, Hit, SaveItem, SaveReason, Tier
-from prefixd.client.local import lending
+from prefixd.client.local import staging
 
 from .keyspace import ENTRIES, key, payload, payload_bytes
 
@@ -33,7 +33,7 @@ class Worker:
     def __init__(self, address: str, seed: int) -> None:
         self._random = random.Random(seed)
         if seed % 2:  # every second one lends the daemon whatever it saves
-            lending.LEND_BYTES = 1
+            staging.LEND_BYTES = 1
         self._client = Client(address, name=f"worker {seed}", deadline_ms=DEADLINE_MS)
         self._operations = [self._save, self._restore, self._look, self._view]
 

@@ -17,9 +17,8 @@ from structlog.testing import capture_logs
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.counters import Counters
-from prefixd.client.wire import channel
-from prefixd.client.wire.channel import Security
 from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.security import CA, CERT, KEY, TOKEN, Security
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
 from prefixd.server import certificates as module
@@ -45,7 +44,7 @@ def new(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (channel.CA, channel.CERT, channel.KEY, channel.TOKEN):
+    for name in (CA, CERT, KEY, TOKEN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -160,7 +159,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
         moved.be(new)
         assert transport.current is not None
         assert transport.current.data is not None
-        with transport.current.data.line(1.0):
+        with transport.current.data.connection(1.0):
             moves(moving)
 
 

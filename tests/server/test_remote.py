@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.main import app
-from prefixd.client.wire import channel
+from prefixd.client.wire import security
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
@@ -53,7 +53,7 @@ def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> lis
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (channel.CA, channel.CERT, channel.KEY, channel.TOKEN):
+    for name in (security.CA, security.CERT, security.KEY, security.TOKEN):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -184,9 +184,9 @@ def test_a_client_and_an_operator_over_tls(
 ) -> None:
     with private_daemon(*flags) as daemon:
         address = tcp_address(daemon)
-        monkeypatch.setenv(channel.CA, str(authority.certificate))
+        monkeypatch.setenv(security.CA, str(authority.certificate))
         token = tmp_path / "token"
-        monkeypatch.setenv(channel.TOKEN, str(token))
+        monkeypatch.setenv(security.TOKEN, str(token))
         token.write_text(TOKENS[Role.WRITE] + "\n")
         with Client(address) as client:
             assert client.wait_connected(deadline_ms=10_000)
@@ -228,17 +228,17 @@ def test_a_client_and_an_operator_over_tls(
         assert not any(token in log for token in TOKENS.values())
 
 
-@pytest.mark.parametrize("variable", [channel.TOKEN, channel.CERT, channel.KEY])
+@pytest.mark.parametrize("variable", [security.TOKEN, security.CERT, security.KEY])
 def test_a_token_is_never_sent_without_tls(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(variable, str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match=channel.CA):
-        channel.open_channel("127.0.0.1:1", [])
-    channel.open_channel(f"unix:{tmp_path}/s", []).close()
-    monkeypatch.setenv(channel.CA, str(tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=security.CA):
+        security.open_channel("127.0.0.1:1", [])
+    security.open_channel(f"unix:{tmp_path}/s", []).close()
+    monkeypatch.setenv(security.CA, str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="can't read"):
-        channel.open_channel("127.0.0.1:1", [])
+        security.open_channel("127.0.0.1:1", [])
 
 
 def test_files_that_are_wrong_are_refused_at_the_start(

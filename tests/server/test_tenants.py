@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import pytest
 
-from prefixd.client.wire.channel import Security
+from prefixd.client.wire.security import Security
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import socket
@@ -119,6 +120,7 @@ def open_descriptors(path: str) -> Counter[str]:
     gRPC that polls, which come and go with its load (of ours, only event loops use either),
     gRPC's connections, and the pairs of sockets that wake event loops.
     """
+    gc.collect()  # clients of earlier tests, if they are in reference cycles
     there: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile

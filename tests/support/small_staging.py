@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from prefixd.client import Client
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.local.staging import StagingMemory
-from prefixd.client.local.transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from tests.support.daemon import private_daemon
 

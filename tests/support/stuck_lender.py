@@ -17,8 +17,8 @@ from contextlib import closing
 from fcntl import ioctl
 
 from prefixd.client import Client
-from prefixd.client.local.calls import Line
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -67,7 +67,7 @@ def main() -> None:
         page = page_that_never_comes()
         held = []
         for _ in range(lines):
-            line = Line(link.welcome.local_socket, link.ref, PATIENCE_S)
+            line = LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)
             held.append(closing(line))
             header = pb.SaveHeader(
                 session=link.ref,

@@ -29,7 +29,7 @@ from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.bench import bench
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.remote import RemoteTransport
+from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.proto.errors import InvalidSize, PrefixdError
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.daemon import private_daemon, problems_of
@@ -55,7 +55,7 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
 @pytest.fixture
 def remote(daemon: PrivateDaemon) -> Iterator[Client]:
     counters = Counters()
-    transport = RemoteTransport(daemon.address, counters=counters)
+    transport = GrpcTransport(daemon.address, counters=counters)
     with Client(transport=transport, counters=counters) as connected:
         yield connected
 

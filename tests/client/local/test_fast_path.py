@@ -1,5 +1,4 @@
-"""A client on the daemon's host beside one that does everything over gRPC: the same results, from
-memory that both only read, and not a single rpc where none is needed."""
+"""The local fast path gives the same results as gRPC, and makes no rpc where none is needed."""
 
 from __future__ import annotations
 
@@ -36,7 +35,7 @@ from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, s
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 TOKENS = range(10_000)
-#: Not a multiple of anything, and of several chunks on disk.
+#: Not a multiple of any block or slab, and several chunks on disk.
 PAYLOAD_BYTES = 2_500_003
 BUDGET_BYTES = 8 * 2**20
 
@@ -51,7 +50,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def tight() -> Iterator[PrivateDaemon]:
-    """One whose tiers hold 8 MiB."""
+    """A daemon whose tiers hold 8 MiB."""
     with private_daemon() as running:
         yield running
 
@@ -66,7 +65,7 @@ def admin(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
 class Pair:
     local: Client
     remote: Client
-    #: No other test has keys of this name.
+    #: Prefix of the names of keys, different for each test.
     name: str
 
 
@@ -91,7 +90,7 @@ def test_everything_is_handed_over(pair: Pair) -> None:
 
 @pytest.mark.parametrize("tier", Tier)
 def test_every_call_says_the_same_as_over_grpc(pair: Pair, tier: Tier) -> None:
-    """Entries of several sizes, with layers and token ids and without, and keys that nobody saved
+    """For entries of several sizes, with and without layers and token ids, and unsaved keys
     between them."""
     sizes = [1, 511, 4096, 100_000, PAYLOAD_BYTES, 3 * 2**20]
     keys = [key_of(f"{pair.name} {number}") for number in range(2 * len(sizes))]
@@ -176,7 +175,7 @@ def test_a_walk_along_a_chain_finds_the_same(pair: Pair) -> None:
 
 @pytest.mark.parametrize("local", [True, False])
 def test_whoever_waits_for_a_save_in_flight_asks_the_daemon(pair: Pair, local: bool) -> None:
-    """The index knows published entries only."""
+    """Because the index holds only published entries."""
     (item,) = items_of([pair.name], 10_000)
     client = pair.local if local else pair.remote
     with pair.remote.reserve(
@@ -194,7 +193,7 @@ def test_whoever_waits_for_a_save_in_flight_asks_the_daemon(pair: Pair, local: b
 def test_two_threads_restore_as_one_does(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, tier: Tier, wrong: int | None
 ) -> None:
-    """Whichever of them meets the entry whose bytes are not those that were saved."""
+    """Whichever thread meets the corrupt entry."""
     sizes = [PAYLOAD_BYTES, 1, 100_000, 1, PAYLOAD_BYTES, 3]
     keys = [key_of(f"{pair.name} {number}") for number in range(len(sizes))]
     data = [payload_of(key, size) for key, size in zip(keys, sizes, strict=True)]
@@ -226,7 +225,7 @@ def test_two_threads_restore_as_one_does(
 
 
 def asked(admin: AdminConnection) -> dict[str, int]:
-    """What the daemon counted, but for reads that it is only told of, and its own lateness."""
+    """The daemon's counters, without reported reads and the lag of its loop."""
     return {
         name: count
         for name, count in admin.stats().counters.items()
@@ -300,7 +299,7 @@ def test_a_view_is_the_tier_itself_and_read_only(pair: Pair, tier: Tier) -> None
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.SHM])
 def test_an_entry_in_many_pieces(tight: PrivateDaemon, tier: Tier) -> None:
-    """Its room was that of every other small entry: one view for each piece."""
+    """It fills the gaps that every other small entry left: one view for each piece."""
     with Client(tight.address) as local, Client(tight.address, local=False) as remote:
         small = [
             key
@@ -324,7 +323,7 @@ def test_an_entry_in_many_pieces(tight: PrivateDaemon, tier: Tier) -> None:
 
 
 def save_one_by_one(client: Client, names: list[str], tier: Tier) -> None:
-    """All at once are more than one client's share of a tier."""
+    """Together they are more than one client's share of a tier."""
     for name in names:
         save(client, [name], 500_000, tier)
 
@@ -346,7 +345,7 @@ def test_what_is_viewed_stays_while_everything_else_goes(tight: PrivateDaemon, t
 
 
 def test_release_says_that_a_claim_was_lost(pair: Pair, daemon: PrivateDaemon) -> None:
-    """Here because its bytes rotted: somebody else noticed, and the daemon dropped the entry."""
+    """Here because another client found the entry corrupt, and the daemon dropped it."""
     (key,) = save(pair.remote, [pair.name], 100_000, Tier.SHM)
     with pair.local.claim([key]) as hit, daemon.admin() as admin:
         assert hit.views(0) is not None
@@ -363,7 +362,7 @@ def test_release_says_that_a_claim_was_lost(pair: Pair, daemon: PrivateDaemon) -
 
 
 def test_rot_is_found_in_place_as_well(pair: Pair, daemon: PrivateDaemon) -> None:
-    """By whoever verifies, and the daemon drops the entry."""
+    """By every client that verifies, and the daemon drops the entry."""
     (key,) = save(pair.remote, [pair.name], 100_000, Tier.SHM)
     with daemon.admin() as admin:
         (offset, *_) = admin.inspect(key, verify=False).entry.extents
@@ -399,7 +398,7 @@ def test_views_need_a_claim_that_holds_and_an_arena(pair: Pair) -> None:
 
 
 def test_many_reads_are_told_at_once_and_in_batches(pair: Pair, admin: AdminConnection) -> None:
-    """More than a message may name, and the session is as it was."""
+    """They are more than one message may name, and the session stays."""
     touches = admin.stats().counters["prefixd_touches_total"]
     keys = save(pair.remote, [f"{pair.name} {n}" for n in range(4096)], 16, Tier.RAM)
     assert restore(pair.local.longest_run(keys[:500], claim=False))[0]
@@ -409,7 +408,7 @@ def test_many_reads_are_told_at_once_and_in_batches(pair: Pair, admin: AdminConn
 
 
 def test_what_was_claimed_can_be_mapped_before_it_is_restored() -> None:
-    """Of one that was, the copy waits for no page; a client has a mapping of its own."""
+    """A copy after `prefault` has few page faults. Each client has a mapping of its own."""
     size_bytes = 8 * 2**20
     of, raw = Key(bytes(32)), os.urandom(size_bytes)
     room = bytearray(b"\1") * size_bytes

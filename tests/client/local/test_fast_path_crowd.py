@@ -33,7 +33,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 def test_clients_of_one_process_leave_in_any_order(
     daemon: PrivateDaemon, order: tuple[int, ...], tier: Tier
 ) -> None:
-    """What one of them closes is not closed for the others."""
+    """Closing one does not close what the others use."""
     clients = [Client(daemon.address) for _ in range(3)]
     assert all(client.wait_connected(deadline_ms=60_000) for client in clients)
     keys = save(clients[0], [f"{tier}"], PAYLOAD_BYTES, tier)
@@ -49,7 +49,7 @@ def test_clients_of_one_process_leave_in_any_order(
 
 @pytest.mark.parametrize("tier", Tier)
 def test_a_client_that_is_closed_while_others_restore(daemon: PrivateDaemon, tier: Tier) -> None:
-    """Whoever is in the middle of a copy finishes it; the memory is not taken away under it."""
+    """A copy in progress finishes; its memory is not unmapped under it."""
     payload_bytes = 2**21 + 5
     with ExitStack() as stack:
         first = stack.enter_context(Client(daemon.address))
@@ -82,7 +82,7 @@ def test_a_client_that_is_closed_while_others_restore(daemon: PrivateDaemon, tie
         assert restore(first.longest_run(keys, claim=False))[1] == [payload]
 
 
-#: Restores and saves what it does not find, over and over, and says how often it got what.
+#: Restores, and saves what it does not find, over and over; prints how often each happened.
 WORKER = """
 import random, sys
 from tests.support.entries import *
@@ -121,7 +121,7 @@ print(good, wrong, missed, lost)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("verify", ["never", "always"])
 def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> None:
-    """Not one wrong byte in so many restores, also where no checksum would notice."""
+    """No restore has a wrong byte, not even without checksums."""
     restores = times(80, 600)
     with private_daemon(ram="3MiB", shm="3MiB", disk="3MiB") as daemon:
         with ExitStack() as stack:
@@ -141,7 +141,7 @@ def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> N
         good, wrong, _, lost = totals
         assert good >= PROCESSES * restores
         assert wrong == 0
-        assert lost == 0, "nothing takes a claim away here"
+        assert lost == 0, "no claim is lost here"
         with daemon.admin() as admin:
             eventually(lambda: admin.stats().sessions == 0)
             assert all(tier.evictions > 50 for tier in admin.stats().tiers)

@@ -1,4 +1,4 @@
-"""Clients beside the daemon that see other processes or other directories than it does."""
+"""Clients on the daemon's host in other namespaces, with other processes or directories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.daemon import private_daemon, problems_of
 
-#: A client that saves, views and restores; what it could do, and how, as JSON.
+#: A client that saves, views and restores, and prints as JSON what worked, and how.
 CLIENT = """
 import json, sys
 from prefixd.client import Client, Tier
@@ -32,7 +32,7 @@ with Client(sys.argv[1]) as client:
 
 
 def run_in(*namespaces: str, before: str = "true") -> dict[str, Any]:
-    """What the client says that lives in namespaces of its own."""
+    """The output of the client when it runs in namespaces of its own."""
     unshare = shutil.which("unshare")
     if unshare is None or subprocess.run([unshare, *namespaces, "true"], check=False).returncode:
         pytest.skip("this user can't make namespaces")
@@ -58,7 +58,7 @@ def run_in(*namespaces: str, before: str = "true") -> dict[str, Any]:
 def test_a_client_in_another_container_needs_only_the_sockets(
     namespaces: list[str], before: str
 ) -> None:
-    """Everything that it reads comes as a descriptor; neither paths nor process ids are shared."""
+    """It gets everything that it reads as a descriptor; no path and no process id is shared."""
     said = run_in(*namespaces, before=before)
     assert said["right"] == [True] * 6
     assert said["viewed"] == [True, True, False]

@@ -1,5 +1,5 @@
-"""Restores and views in place: whatever happens meanwhile, to the entries or to the claim, what
-comes is right or a miss; and the daemon learns of the reads."""
+"""Restores and views in place are right or a miss, whatever happens meanwhile to the entries or the
+claim; and the daemon learns of the reads."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixd.client import Client, Hit, Key, MissReason, SaveReason, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import arenas
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.restores import Verify
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import key_of, payload_of, restore, rpcs, save
@@ -22,27 +22,27 @@ from tests.support.moments import MOMENTS, disrupt
 BUDGET_BYTES = 2 * 2**20
 BUDGETS = dict.fromkeys(("ram", "shm", "disk"), "2MiB")
 PAYLOAD_BYTES = 300_000
-#: With a checksum and without: where nothing is checked, only the validation tells.
+#: With and without checksums. Without, only the validation finds out.
 CHOICES: tuple[Verify, ...] = ("always", "never")
 LAST = MOMENTS[-1]
 
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A payload is read in two pieces."""
+    """Make each payload be read in two pieces."""
     monkeypatch.setattr(arenas, "_PIECE_BYTES", 2**18)
 
 
 @pytest.fixture(scope="module")
 def daemon() -> Iterator[PrivateDaemon]:
-    """Its tiers hold 2 MiB."""
+    """A daemon whose tiers hold 2 MiB."""
     with private_daemon(**BUDGETS) as running:
         yield running
 
 
 @dataclass
 class Disruptor:
-    """Another client, and the operator, at the worst moment."""
+    """What another client, and an operator, may do at the worst moment."""
 
     client: Client
     admin: AdminConnection
@@ -55,21 +55,21 @@ class Disruptor:
         self.admin.evict(BUDGET_BYTES, [self.tier])
 
     def fill(self) -> None:
-        """Something else lies everywhere now."""
+        """Overwrite the whole tier with other entries."""
         self.evict()
         count = BUDGET_BYTES // PAYLOAD_BYTES - 1 - self.pinned
-        for n in range(count):  # all at once are more than one client's share
+        for n in range(count):  # together they are more than one client's share
             save(self.client, [f"{self.tier} {n}"], PAYLOAD_BYTES, self.tier)
 
     def replace(self) -> None:
-        """The same keys with other bytes, where they lay before and elsewhere."""
+        """Save the same keys with other bytes, in the same places and in others."""
         self.evict()
         for key in reversed(self.keys):
             other = payload_of(key_of("other"), PAYLOAD_BYTES)
             self.client.save(key, other, tier=self.tier, reason=SaveReason.EVICT)
 
     def repeat(self) -> None:
-        """The same keys with the same bytes, elsewhere: another save."""
+        """Save the same keys with the same bytes again, in other places."""
         self.fill()
         self.evict()
         save(self.client, [f"before {self.tier}"], PAYLOAD_BYTES // 2, self.tier)
@@ -83,7 +83,7 @@ class Disruptor:
 
 @pytest.fixture
 def disruptor(daemon: PrivateDaemon, tier: Tier) -> Iterator[Disruptor]:
-    """It has saved two entries to a tier that was empty before."""
+    """One that has saved two entries to an empty tier."""
     with Client(daemon.address, local=False) as other, daemon.admin() as admin:
         admin.evict(BUDGET_BYTES, [tier])
         keys = save(other, [f"{tier} one", f"{tier} two"], PAYLOAD_BYTES, tier)
@@ -118,14 +118,14 @@ def test_a_restore_without_a_claim_is_right_or_a_miss(
     else:
         assert result.miss is MissReason.ABSENT
         assert result.restored == (False, False)
-    # What is not in the index any more need not be asked for.
+    # For an entry that has left the index, no call is made.
     again = change in {"replace", "repeat"} and moment != LAST
     assert ("Claim" in asked) == again
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM])
 def test_the_room_is_really_used_again(daemon: PrivateDaemon, disruptor: Disruptor) -> None:
-    """So that the test above has something to find: a view without a claim would be wrong."""
+    """Shows that the test above can fail: a view without a claim would be wrong."""
     with Client(daemon.address) as client:
         with client.claim(disruptor.keys) as hit:
             kept = hit.buffers or []
@@ -159,7 +159,7 @@ def test_nothing_happens_to_what_is_claimed(
 
 
 def by_the_daemon(client: Client, hit: Hit) -> None:
-    """The daemon gives it up, and the client does not hear of it."""
+    """The daemon drops the claim, and the client does not hear of it."""
     transport = transport_of(client)
     assert transport._node is not None
     numbers = [claim.number for claim in hit._pins.claims]
@@ -220,7 +220,7 @@ def test_a_restore_whose_claim_is_lost_is_right_or_a_miss(
         else:
             assert result.restored == (False, False)
             assert result.miss in {MissReason.LOST, MissReason.UNAVAILABLE}
-        assert not hit.release(), "other bytes may lie there by now"
+        assert not hit.release(), "other bytes may be there by now"
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.SHM])
@@ -229,7 +229,7 @@ def test_a_restore_whose_claim_is_lost_is_right_or_a_miss(
 def test_the_release_of_a_view_says_whether_its_bytes_are_still_the_entrys(
     daemon: PrivateDaemon, disruptor: Disruptor, loss: str, change: str
 ) -> None:
-    """Whatever became of the claim."""
+    """Whatever happened to the claim."""
     with Client(daemon.address) as client:
         hit = client.claim(disruptor.keys)
         views = hit.buffers
@@ -276,11 +276,11 @@ def test_heartbeats_that_stop_in_the_middle_of_a_restore(tier: Tier, verify: Ver
         assert not hit.release()
 
 
-# ---- reads are told
+# ---- reads are reported
 
 
 def test_reads_in_place_count_in_the_order_of_eviction(daemon: PrivateDaemon) -> None:
-    """With the next save: what was read is the most recent, its root more than its leaf."""
+    """With the next save the read entries become the most recent, the root more than the leaf."""
     with Client(daemon.address) as client, daemon.admin() as admin:
         admin.evict(BUDGET_BYTES, [Tier.RAM])
         keys = save(client, ["root", "middle", "leaf"], 1_000, Tier.RAM)

@@ -1,4 +1,4 @@
-"""Saves through staging memory: many at once, and more than fits."""
+"""Saves through staging memory: many at once, and more than fit into it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from prefixd.client import Client, Key, ReserveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local import calls as local_calls
-from prefixd.client.local.calls import Line
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local import local_socket
+from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from tests.support.daemon import eventually
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
@@ -26,7 +26,7 @@ from tests.support.small_staging import (
 daemon = pytest.fixture(small_staging_daemon, scope="module")
 admin = pytest.fixture(admin_of)
 client = pytest.fixture(staging_client)
-#: Of one item; several don't fit.
+#: The payload of one item. Those of several don't fit into staging memory.
 PAYLOAD_BYTES = 700_000
 
 
@@ -35,7 +35,7 @@ PAYLOAD_BYTES = 700_000
 
 @pytest.mark.parametrize("tier", Tier)
 def test_payloads_larger_than_staging(client: Client, tier: Tier) -> None:
-    """And small ones beside them: slot after slot, in one rpc."""
+    """With small ones beside them: slot after slot, in one rpc."""
     large = items_of([f"large {tier} {n}" for n in range(3)], 5 * STAGING_BYTES + 13)
     small = items_of([f"small {tier} {n}" for n in range(5)], 1_001)
     items = [small[0], large[0], *small[1:3], large[1], large[2], *small[3:]]
@@ -47,7 +47,7 @@ def test_payloads_larger_than_staging(client: Client, tier: Tier) -> None:
 
 
 def test_many_threads_save_at_once(client: Client, admin: AdminConnection) -> None:
-    """Over one slot, which they take in turns."""
+    """With one slot, which they take in turns."""
     names = [[f"thread {thread} {n}" for n in range(5)] for thread in range(8)]
     with ThreadPoolExecutor(8) as threads:
         saved = list(threads.map(lambda mine: save_patiently(client, mine), names))
@@ -75,12 +75,13 @@ def test_without_a_slot_a_synchronous_save_waits_its_bound(
     memory_of(client).give(slot)
     eventually(lambda: admin.stats().reservations == 0)
     assert not client.exists([item.key])[0]
+    assert client.wait_connected(), "the call without an answer made the session suspect"
     (outcome,) = client.save_many([item], tier=Tier.RAM, reason=SaveReason.EVICT)
     assert outcome.status is SaveStatus.SAVED
 
 
 def test_without_a_slot_asynchronous_saves_are_dropped_and_counted(client: Client) -> None:
-    """Those that don't fit into the queue; it never blocks."""
+    """Those that don't fit into the queue are; the call never blocks."""
     items = items_of([f"waiting {n}" for n in range(5)], PAYLOAD_BYTES)
     slot = memory_of(client).take(Deadline(0))
     futures = [client.save_many_async([item], tier=Tier.RAM, deadline_ms=60_000) for item in items]
@@ -104,7 +105,7 @@ def test_what_is_there_already_is_not_saved_again(client: Client) -> None:
 def test_staging_of_a_session_that_ended_is_not_used(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The session is lost between the choice of the way and the call: it goes over gRPC."""
+    """If the session is lost just before the call, the save goes over gRPC."""
     with Client(daemon.address) as client:
         memory_of(client)
         transport = client._transport
@@ -140,12 +141,12 @@ def test_without_a_connection_to_be_had_saves_go_over_grpc(
 ) -> None:
     memory_of(client)
 
-    def refuse(*_: object) -> Line:
+    def refuse(*_: object) -> LocalConnection:
         raise OSError("no descriptors left")
 
     calls = client._transport._node.calls  # type: ignore[attr-defined]
     monkeypatch.setattr(calls, "_idle", [])
-    monkeypatch.setattr(local_calls, "Line", refuse)
+    monkeypatch.setattr(local_socket, "LocalConnection", refuse)
     keys = save(client, ["no line"], PAYLOAD_BYTES, Tier.RAM)
     assert rpcs(client)["Save"] == 1
     with client.claim(keys) as hit:
@@ -154,7 +155,7 @@ def test_without_a_connection_to_be_had_saves_go_over_grpc(
 
 @pytest.mark.parametrize("tier", Tier)
 def test_what_was_reserved_is_written_through_staging(client: Client, tier: Tier) -> None:
-    """One rpc for all of it; what was cancelled meanwhile is lost, and nothing else."""
+    """With one rpc; a reservation that was cancelled meanwhile is lost, and nothing else."""
     sizes = [1, PAYLOAD_BYTES, 2 * STAGING_BYTES + 13]
     keys = [key_of(f"reserved {tier} {number}") for number in range(len(sizes))]
     items = [ReserveItem(key, size) for key, size in zip(keys, sizes, strict=True)]

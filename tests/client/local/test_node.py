@@ -1,4 +1,4 @@
-"""What was handed over: an index, arenas and staging memory, made here as the daemon makes them."""
+"""Reads from an index and arenas, which the tests make as the daemon makes them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import cast
 
 import pytest
 
-from prefixd.client.local import found
+from prefixd.client.local import node
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
-from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.node import InPlace, LocalNode
 from prefixd.client.results import Entry
 from prefixd.client.wire.connection import Calls
@@ -41,18 +41,18 @@ def key_of(number: int) -> Key:
 
 @dataclass
 class Made:
-    """A daemon's memory, without the daemon."""
+    """The memory of a daemon, without the daemon."""
 
     tier: Tier
     writer: IndexWriter
-    #: the arena
+    #: The arena.
     fd: int
     node: LocalNode
     generation: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
 
     def put(self, number: int, location: tuple[int, ...], payload: bytes, crc: int = -1) -> Entry:
-        """Write a payload, then list it."""
+        """Write a payload to the arena, then its row to the index."""
         left = payload
         for start, length in zip(location[::2], location[1::2], strict=True):
             os.pwrite(self.fd, left[:length], start)
@@ -87,7 +87,7 @@ class Made:
         return entry
 
     def rename(self, incarnation: bytes) -> None:
-        """Another start of the daemon takes the arena."""
+        """Let another start of the daemon take the arena."""
         os.pwrite(self.fd, encode_arena_header(incarnation, SLAB), 0)
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_there_is_gone(made: Made) -> None:
 def test_rows_that_are_known_are_not_looked_up_and_decide(
     made: Made, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A search has them already. What left since then, or was saved again, is gone."""
+    """A search has found them. Entries that have left since, or were saved again, are GONE."""
     index = made.node.index
     assert index is not None
     entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
@@ -188,7 +188,7 @@ def test_damage_is_noticed_where_it_is_looked_for(made: Made) -> None:
 
 
 class Meanwhile(Arena):
-    """Lets something happen after the last byte of each copy."""
+    """An arena that makes something happen after the last byte of each copy."""
 
     def __init__(self, arena: Arena, then: Callable[[], None]) -> None:
         self._arena = arena
@@ -235,7 +235,7 @@ def test_an_index_that_is_revoked_during_a_copy_vouches_for_nothing(made: Made) 
 
 
 def test_the_next_start_of_a_daemon_takes_what_it_writes_to(made: Made) -> None:
-    """A RAM arena ends with its daemon: there is no next start that could write to it."""
+    """Only a RAM arena has no next start that could write to it: it ends with its daemon."""
     entry = made.put(1, (SLAB, SLAB), payload_of(100))
     meanwhile(made, lambda: made.rename(b"j" * 16))
     still = made.tier is Tier.RAM
@@ -273,7 +273,7 @@ def test_a_range_of_a_payload_that_lies_in_one_piece(made: Made) -> None:
     data = made.node.read(entry, SLAB - 3, 10)
     assert data == (None if made.tier is Tier.DISK else payload[SLAB - 3 : SLAB + 7])
     short = made.put(2, (SLAB * (SLABS - 1), 2 * SLAB), payload_of(2 * SLAB))
-    assert made.node.read(short, SLAB - 3, 10) is None, "the arena ends within it"
+    assert made.node.read(short, SLAB - 3, 10) is None, "the range goes beyond the end of the arena"
 
 
 def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
@@ -281,7 +281,7 @@ def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
     entries = [
         made.put(1, (SLAB, 2 * SLAB), payloads[0]),
         made.put(2, (4 * SLAB, SLAB, 6 * SLAB, SLAB), payloads[1]),
-        # The last extent is for its token ids.
+        # The last extent holds the token ids.
         made.put(3, (8 * SLAB, SLAB, 10 * SLAB, SLAB, 12 * SLAB, SLAB), payloads[2]),
     ]
     found = made.node.views(entries, {})
@@ -339,7 +339,7 @@ def descriptors() -> int:
 def test_a_node_that_nobody_refers_to_leaves_nothing_open(made: Made) -> None:
     made.put(1, (SLAB, SLAB), payload_of(100))
     before = descriptors()
-    # What a mapping keeps: one descriptor each, and that of a file.
+    # Descriptors that are kept: one for each mapping, and that of a file.
     made.node = cast(LocalNode, None)
     gc.collect()
     assert descriptors() == before - 2
@@ -357,7 +357,7 @@ def test_an_index_of_another_start_is_not_believed() -> None:
 def test_what_cannot_be_used_is_refused_with_the_reason(name: str) -> None:
     fd = os.memfd_create("empty")
     node = LocalNode({name: (fd, 0)}, {}, REF, CALLS)
-    if name == local.DISK:  # an empty file holds no entry and vouches for none
+    if name == local.DISK:  # an empty file holds no entry
         assert not node.arenas[Tier.DISK].written_by(INCARNATION)
     else:
         assert node.refused[name]
@@ -377,7 +377,7 @@ def test_what_a_later_version_hands_over_is_closed() -> None:
 
 @pytest.mark.parametrize("mode", ClaimMode)
 def test_where_nothing_is_nothing_is_found(made: Made, mode: ClaimMode) -> None:
-    assert found.found_in(made.node, [key_of(1), key_of(2)], mode) == ((), [], [])
+    assert made.node.find([key_of(1), key_of(2)], mode) == ((), [], [])
 
 
 @pytest.mark.parametrize(
@@ -388,9 +388,9 @@ def test_a_row_that_says_nothing_ends_a_run(
     made: Made, monkeypatch: pytest.MonkeyPatch, mode: ClaimMode, positions: list[int]
 ) -> None:
     entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
-    monkeypatch.setattr(found, "_entries", lambda _rows: [entries[0], None, entries[2]])
+    monkeypatch.setattr(node, "_entries", lambda _rows: [entries[0], None, entries[2]])
     keys = [entry.key for entry in entries]
-    at, known, rows = found.found_in(made.node, keys, mode)
+    at, known, rows = made.node.find(keys, mode)
     assert at == positions
     assert known == [entries[position] for position in positions]
     assert len(rows) == len(known)

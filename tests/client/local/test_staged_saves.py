@@ -1,4 +1,4 @@
-"""Staged saves by clients that keep to nothing: they spoil their own save, and no other."""
+"""Staged saves by clients that break the rules: they spoil only their own saves."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.calls import Line
+from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
@@ -41,7 +41,7 @@ client = pytest.fixture(staging_client)
 
 @dataclass
 class Raw:
-    """A client that may send anything, and write into its staging whenever it likes."""
+    """A client that can send anything, and write into its staging memory at any time."""
 
     link: Link
     memory: mmap.mmap
@@ -61,7 +61,7 @@ class Call:
     """One save through staging memory."""
 
     def __init__(self, link: Link, header: pb.SaveHeader) -> None:
-        self._line = Line(link.welcome.local_socket, link.ref, 60)
+        self._line = LocalConnection(link.welcome.local_socket, link.ref, 60)
         self._header: pb.SaveHeader | None = header
 
     def send(self, *parts: StagedPart, last: bool = False) -> None:
@@ -73,7 +73,7 @@ class Call:
         return self._line.receive(60).save_staged.parts_copied
 
     def result(self) -> SaveStatus:
-        """Nothing more comes."""
+        """The result, after which nothing more comes."""
         self.send(last=True)
         while not (results := results_of(self._line.receive(60).save_staged)):
             pass
@@ -115,7 +115,7 @@ def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
 
 
 def staging_of(link: Link) -> mmap.mmap:
-    line = Line(link.welcome.local_socket, link.ref, 60)
+    line = LocalConnection(link.welcome.local_socket, link.ref, 60)
     handed, _ = line.hand_over(link.ref, 60)
     memory = mmap.mmap(handed[local.STAGING][0], STAGING_BYTES)
     for fd, _ in handed.values():
@@ -126,7 +126,7 @@ def staging_of(link: Link) -> mmap.mmap:
 
 @pytest.fixture
 def unharmed(admin: AdminConnection, raw: Raw) -> Iterator[AdminConnection]:
-    """The daemon, which has to be as it was afterwards, and to serve whoever behaves."""
+    """The daemon. Afterwards it has to hold what it held before, and serve other clients."""
     assert raw.memory
     before = admin.stats()
     entries = [tier.entries for tier in before.tiers]
@@ -142,7 +142,7 @@ def unharmed(admin: AdminConnection, raw: Raw) -> Iterator[AdminConnection]:
 def test_bytes_that_change_while_they_are_copied_are_not_published(
     raw: Raw, unharmed: AdminConnection
 ) -> None:
-    """The daemon publishes what it copied, if that is what was meant: here it is not."""
+    """The daemon compares the checksum of its copy with the client's; here they differ."""
     payload = payload_of(key_of("scribbled"), STAGING_BYTES)
     raw.memory[:] = payload
     call = raw.begin("scribbled", STAGING_BYTES)
@@ -158,7 +158,7 @@ def test_bytes_that_change_while_they_are_copied_are_not_published(
 def test_a_client_that_scribbles_all_the_time_publishes_nothing_wrong(
     daemon: PrivateDaemon, raw: Raw
 ) -> None:
-    """Whatever the daemon gets hold of: saved and right, or refused."""
+    """Whatever bytes the daemon copies, the save is right or refused."""
     stopping = threading.Event()
     payload = payload_of(key_of("right"), STAGING_BYTES)
     raw.memory[:] = payload
@@ -257,7 +257,7 @@ def test_an_item_that_there_is_none(raw: Raw, unharmed: AdminConnection) -> None
 def test_staging_belongs_to_its_session(
     daemon: PrivateDaemon, raw: Raw, unharmed: AdminConnection
 ) -> None:
-    """What one client puts into its own is not what the daemon copies for another."""
+    """For one client the daemon never copies from the staging memory of another."""
     assert unharmed
     payload = payload_of(key_of("mine"), 1000)
     with Client(daemon.address) as other:
@@ -284,7 +284,7 @@ def test_what_was_never_reserved_is_lost(
     assert unharmed
     reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
     request = pb.SaveStagedRequest(reserved=reserved, **staged([part(0, 1000)]), last=True)
-    line = Line(raw.link.welcome.local_socket, raw.link.ref, 60)
+    line = LocalConnection(raw.link.welcome.local_socket, raw.link.ref, 60)
     line.send(pb.LocalRequest(save_staged=request), 60)
     assert line.receive(60).save_staged.parts_copied == 1
     results = results_of(line.receive(60).save_staged)
@@ -293,7 +293,7 @@ def test_what_was_never_reserved_is_lost(
     line.close()
 
 
-#: Begins a staged save, of which the daemon has copied the first half, says so, and stays.
+#: Begins a staged save, reports when the daemon has copied the first half, and then waits.
 HALF_A_SAVE = """
 import os, sys
 from tests.client.local.test_staged_saves import *

@@ -1,4 +1,4 @@
-"""Staging memory on the client's side: slots, and the messages that say what lies in them."""
+"""Staging memory in the client: its slots, and the messages that say what lies in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 
 from prefixd.client.local import staging
-from prefixd.client.local.calls import LocalCalls
+from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.staging import StagingMemory
 from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import prefixd_pb2 as pb
@@ -47,7 +47,7 @@ def of_size(size_bytes: int) -> StagingMemory:
 
 
 def free(memory: StagingMemory) -> list[int]:
-    """The free slots, which it takes and gives back."""
+    """The free slots: takes all of them and gives them back."""
     slots: list[int] = []
     try:
         while True:
@@ -59,16 +59,16 @@ def free(memory: StagingMemory) -> list[int]:
 
 
 class Daemon:
-    """What a save asks, answered as the daemon would, or as a test wants it.
+    """Answers a save as the daemon would, or as the test wants.
 
-    `answer` is asked for each request; what it returns are the responses to it.
+    `answer` gets each request and returns the responses to it.
     """
 
     def __init__(self, memory: StagingMemory, answer: Answer | None = None) -> None:
         self._memory = memory
         self._answer = answer or self.copy
         self.requests: list[pb.SaveStagedRequest] = []
-        #: item and bytes of each part, as copied
+        #: The item and the bytes of each part, as copied.
         self.copied: list[tuple[int, bytes]] = []
         self.crcs: dict[int, int] = {}
         self._responses: deque[pb.SaveStagedResponse | PrefixdError] = deque()
@@ -86,10 +86,10 @@ class Daemon:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]
 
-    # ---- calls.LocalCalls and calls.Line
+    # ---- as LocalCalls and LocalConnection
 
     @contextmanager
-    def line(self, _timeout_s: float) -> Iterator[Daemon]:
+    def connection(self, _timeout_s: float) -> Iterator[Daemon]:
         yield self
 
     def send(self, request: pb.LocalRequest, _timeout_s: float) -> None:
@@ -114,7 +114,7 @@ def save(
     views = [memoryview(payload) for payload in payloads]
     calls = cast(LocalCalls, daemon)
     opening = pb.SaveStagedRequest(header=HEADER)
-    return staging.save(memory, calls, opening, views, Deadline(deadline_ms))
+    return staging.save_staged(memory, calls, opening, views, Deadline(deadline_ms))
 
 
 # ---- slots
@@ -195,7 +195,7 @@ def test_small_payloads_share_a_slot(memory: StagingMemory) -> None:
 
 
 def test_a_payload_may_lie_in_several_slots(memory: StagingMemory) -> None:
-    """Which are filled again as the daemon empties them."""
+    """They are filled again as the daemon empties them."""
     payloads = [b"before", os.urandom(5 * SLOT + 7), b"after"]
     daemon = Daemon(memory)
     assert save(daemon, memory, *payloads) == [RESULT]
@@ -214,7 +214,7 @@ def test_a_payload_that_fills_its_slot_exactly(memory: StagingMemory) -> None:
 
 
 def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory) -> None:
-    """The daemon answers nothing until it has two requests."""
+    """Here the daemon does not answer before it has two requests."""
     held: list[pb.SaveStagedResponse | PrefixdError] = []
 
     def answer(request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
@@ -230,8 +230,8 @@ def test_the_next_slot_is_filled_before_the_first_is_empty(memory: StagingMemory
 
 
 def test_who_has_slots_for_all_of_it_is_told_of_none() -> None:
-    """Each answer takes the processor from the daemon. More than a half of the slots nobody gets
-    like that."""
+    """Each response would take the processor from the daemon. No save gets more than half of the
+    slots at once."""
     memory = of_size(4 * staging.SLOT_BYTES)
     slot = memory.slot_bytes
     for slots, told in ((2, False), (3, True)):
@@ -261,7 +261,7 @@ def test_a_daemon_that_never_answers(memory: StagingMemory) -> None:
     daemon = Daemon(memory, silent)
     with pytest.raises(DeadlineExceeded):
         save(daemon, memory, bytes(3 * SLOT))
-    assert len(daemon.requests) == 2, "there are no more slots"
+    assert len(daemon.requests) == 2, "all slots are taken"
     assert free(memory) == [0, SLOT]
 
 
@@ -292,7 +292,7 @@ def test_a_refusal_gives_every_slot_back(memory: StagingMemory) -> None:
 
 
 def test_who_is_hung_up_on_says_why(memory: StagingMemory) -> None:
-    """The daemon refuses the first request and hangs up; that is noticed with the second."""
+    """The daemon refuses the first request and hangs up, which the second request notices."""
     refusal = UnknownSession("it ended")
 
     def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:

@@ -1,4 +1,4 @@
-"""Deadlines count from the start of a call, and give bytes time of their own."""
+"""Deadlines count from the start of a call; payloads add time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is held in a session, and what becomes of it."""
+"""The heartbeats of a session, and the claims and reservations in it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def test_a_suspect_link_is_cleared_by_a_heartbeat_of_its_own(
     link.call_timed_out()
     link.call_timed_out()
     assert link.suspect
-    assert next(events).heartbeat_ack.sequence == 2  # not when the next one is due, in a second
+    # It comes at once, although the next heartbeat is not due before a second has passed.
+    assert next(events).heartbeat_ack.sequence == 2
     assert not link.suspect
     assert daemon.heartbeats == 2
 
@@ -100,7 +101,7 @@ def test_a_suspect_link_is_cleared_by_a_heartbeat_of_its_own(
 def test_an_answer_that_was_on_its_way_proves_nothing(daemon: FakeDaemon, link: Link) -> None:
     link.open()
     events = link.events()
-    daemon.wait_until(lambda: daemon.heartbeats == 1)  # answered, and not read yet
+    daemon.wait_until(lambda: daemon.heartbeats == 1)  # answered, but the answer was not read yet
     link.call_timed_out()
     assert next(events).heartbeat_ack.sequence == 1
     assert link.suspect

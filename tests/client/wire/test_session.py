@@ -1,8 +1,9 @@
-"""Keeping a session: reconnecting, giving up quickly, noticing a daemon that hangs."""
+"""Keeping a session: reconnecting, failing fast, noticing a daemon that hangs."""
 
 from __future__ import annotations
 
 import logging
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,9 @@ from queue import SimpleQueue
 import pytest
 
 from prefixd.client.counters import Counters
-from prefixd.client.wire.backoff import Backoff
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.link import Holding
-from prefixd.client.wire.session import SessionKeeper
+from prefixd.client.wire.session import Backoff, SessionKeeper
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClientClosed,
@@ -41,7 +41,7 @@ def daemon(address: str) -> Iterator[FakeDaemon]:
 
 
 class WatchedCounters(Counters):
-    """Tells when something was counted."""
+    """Counters that a test can wait for."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class WatchedCounters(Counters):
 
 
 class WatchedBackoff(Backoff):
-    """Waits of a millisecond; tells when a session has proved to be good."""
+    """Waits of a millisecond; a test can wait until a session has had its first answer."""
 
     def __init__(self) -> None:
         super().__init__(1, 4)
@@ -162,7 +162,7 @@ def test_a_session_that_the_daemon_forgot_is_renewed(daemon: FakeDaemon, keepers
     first = keeper.link(Deadline(LONG))
     assert keepers.backoff.proved.wait(PATIENCE_S)
     keeper.renew(first, "it was forgotten")
-    keeper.renew(first, "it was forgotten")  # by another thread; once is enough
+    keeper.renew(first, "it was forgotten")  # another thread did it; once is enough
     second = keeper.link(Deadline(LONG))
     assert second is not first
     assert first.why_ended == "it was forgotten"
@@ -292,3 +292,35 @@ def test_closing_does_not_wait_for_a_backoff(address: str) -> None:
         keeper.link(Deadline(LONG))
     keeper.close(PATIENCE_S)
     assert not keeper._thread.is_alive()
+
+
+# ---- the waits between attempts
+
+
+def waits_ms(backoff: Backoff, count: int) -> list[float]:
+    return [round(backoff.next_s() * 1e3, 6) for _ in range(count)]
+
+
+def test_the_first_attempt_is_at_once_then_waits_double_up_to_a_maximum() -> None:
+    backoff = Backoff(10, 60, draw=lambda: 1.0)
+    assert waits_ms(backoff, 6) == [0, 10, 20, 40, 60, 60]
+
+
+def test_a_success_starts_over() -> None:
+    backoff = Backoff(10, 60, draw=lambda: 1.0)
+    waits_ms(backoff, 4)
+    backoff.reset()
+    assert waits_ms(backoff, 3) == [0, 10, 20]
+
+
+def test_each_wait_is_drawn_from_its_upper_half() -> None:
+    assert waits_ms(Backoff(10, 60, draw=lambda: 0.0), 4) == [0, 5, 10, 20]
+    drawn = Backoff(100, 100, draw=random.Random(7).random)
+    waits = waits_ms(drawn, 200)[1:]
+    assert all(50 <= wait <= 100 for wait in waits)
+    assert len(set(waits)) > 100
+
+
+@pytest.mark.parametrize("count", [1, 40])
+def test_waits_are_bounded_by_default(count: int) -> None:
+    assert max(waits_ms(Backoff(), count)) <= 2_000

@@ -17,9 +17,9 @@ import pytest
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.counters import Counters
-from prefixd.client.wire import channel
-from prefixd.client.wire.channel import Security
+from prefixd.client.wire import security
 from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.security import Security
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
@@ -60,7 +60,7 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(autouse=True)
 def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (channel.CA, channel.CERT, channel.KEY, channel.TOKEN):
+    for name in (security.CA, security.CERT, security.KEY, security.TOKEN):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import Client, SaveReason
-from prefixd.client.local import transport
+from prefixd.client.local import local_transport
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
@@ -126,7 +126,7 @@ async def test_one_that_fails_again_is_tried_again_later(
 @pytest.mark.usefixtures("at_once")
 @in_loop
 async def test_clients_read_in_place_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "RETRY_HAND_OVER_S", 0.0)
+    monkeypatch.setattr(local_transport, "RETRY_HAND_OVER_S", 0.0)
     async with running(tmp_path, make_index=FailingIndex) as daemon:
         index, in_thread = daemon.core.index, asyncio.to_thread
         assert isinstance(index, FailingIndex)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from prefixd.client import Client, SaveReason, Tier
-from prefixd.client.wire.channel import Security
+from prefixd.client.wire.security import Security
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.server.sharing.peers import DaemonPeer, Pace

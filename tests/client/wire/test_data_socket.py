@@ -1,5 +1,6 @@
-"""The client's end of the data socket, and daemons that say what they must not: whatever comes, a
-call ends within its deadline, in the library's words, and nothing wrong counts as restored."""
+"""The client's end of the data socket, against daemons that break the rules: whatever they send, a
+call ends within its deadline with one of the library's errors, and no wrong bytes count as
+restored."""
 
 from __future__ import annotations
 
@@ -19,11 +20,10 @@ from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
-from prefixd.client.wire import messages, remote
-from prefixd.client.wire.channel import Security
-from prefixd.client.wire.data_line import DataCalls, DataLine
+from prefixd.client.wire import grpc_transport, messages
+from prefixd.client.wire.data_socket import DataCalls, DataConnection, NoConnection, Place
 from prefixd.client.wire.data_transport import DataTransport
-from prefixd.client.wire.data_wire import NoLine, Place
+from prefixd.client.wire.security import Security
 from prefixd.proto import data
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -58,7 +58,7 @@ def part(number: int, offset: int, raw: bytes, **fields: int) -> bytes:
 
 @contextmanager
 def daemon_that_says(*answers: bytes, hang_up: bool = True) -> Iterator[int]:
-    """Listens for one connection, and answers whatever comes first with this. Yields its port."""
+    """Accepts one connection and answers the first bytes that come with these. Yields the port."""
     over = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -72,7 +72,7 @@ def daemon_that_says(*answers: bytes, hang_up: bool = True) -> Iterator[int]:
                         connection.shutdown(socket.SHUT_WR)
                     over.wait()
                 except OSError:
-                    pass  # the client had enough
+                    pass  # the client has hung up
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -93,7 +93,7 @@ def place(port: int) -> Place:
 
 
 def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
-    line = DataLine(place(port), timeout_s)
+    line = DataConnection(place(port), timeout_s)
     try:
         line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
         line.parts(len(restore.rooms), restore)
@@ -150,7 +150,7 @@ def test_what_must_not_come_is_an_error_of_ours(violation: str) -> None:
 
 @pytest.mark.parametrize("sent_bytes", [0, 3, 30, 2**20, len(PAYLOAD)])
 def test_a_daemon_that_hangs_up_is_unavailable(sent_bytes: int) -> None:
-    """Also behind the last byte: it has not said that the claim was held until then."""
+    """Even after the last byte: the daemon has not said that the claim was held until then."""
     restore, _ = room_for(PAYLOAD)
     whole = part(0, 0, PAYLOAD)
     with (
@@ -212,13 +212,13 @@ def test_where_nobody_listens_nothing_was_asked() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     calls = calls_to(port)
-    for _ in range(2):  # the second is not even tried
-        with pytest.raises(NoLine):
+    for _ in range(2):  # the second call does not even try
+        with pytest.raises(NoConnection):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
 def test_a_session_that_ended_in_the_middle_is_no_reason_to_ask_again() -> None:
-    """What came before it would come twice."""
+    """The bytes before it would come twice."""
     for said, error in ((FAILURE, UnknownSession), (part(0, 0, PAYLOAD) + FAILURE, ClaimLost)):
         restore, _ = room_for(PAYLOAD)
         with daemon_that_says(said) as port, pytest.raises(error):
@@ -226,7 +226,7 @@ def test_a_session_that_ended_in_the_middle_is_no_reason_to_ask_again() -> None:
 
 
 def claimed(*payloads: bytes, tier: int = pb.TIER_RAM) -> bytes:
-    """What a fetch of what is there begins with."""
+    """The first response to a fetch: what was claimed."""
     results = [
         pb.ClaimResult(
             claimed=True,
@@ -243,8 +243,8 @@ def claimed(*payloads: bytes, tier: int = pb.TIER_RAM) -> bytes:
 
 
 FAILURE: Final = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
-#: What a daemon says to a fetch of two keys, each with room for `b"abc"`: what raises, and what of
-#: it may count where every checksum is looked at.
+#: Responses to a fetch of two keys, each with room for `b"abc"`; the error that they raise; which
+#: entries may count as restored when every checksum is compared.
 FETCHES: Final[dict[str, tuple[bytes, type[PrefixdError] | None, list[bool]]]] = {
     "all": (
         claimed(b"abc", b"abd") + part(0, 0, b"abc") + part(1, 0, b"abd") + answer(END),
@@ -290,7 +290,7 @@ def test_a_fetch_of_what_is_there_is_right_or_a_miss(said: str) -> None:
             if error is not None:
                 stack.enter_context(pytest.raises(error))
             calls.fetch_found(pb.FetchRequest(), begin, PATIENCE_S)
-        assert len(calls._idle) == (error is None), "what failed leaves no connection behind"
+        assert len(calls._idle) == (error is None), "a failed call closes its connection"
         calls.close()
     if error is not None and restores:
         restores[0].read_failed(lost=error is ClaimLost)
@@ -299,7 +299,7 @@ def test_a_fetch_of_what_is_there_is_right_or_a_miss(said: str) -> None:
 
 
 def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
-    """The kernel takes connections until nobody accepts them any more; then it says nothing."""
+    """The kernel queues connections until the backlog is full; after that it does not answer."""
     asked: list[float] = []
 
     class Grpc:
@@ -318,7 +318,7 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
         calls.Lookup(pb.LookupRequest(), SOON_S)
         calls.Lookup(pb.LookupRequest(), SOON_S)
     assert 0 < asked[0] <= SOON_S / 2
-    assert asked[1] > asked[0], "it does not try again at once"
+    assert asked[1] > asked[0], "it does not try to connect again at once"
     assert counters.snapshot()["data_fallbacks"] == 2
 
 
@@ -339,12 +339,12 @@ def test_calls_under_way_fail_with_their_session() -> None:
         calls.hang_up()
         asking.join()
         assert isinstance(raised[0], DaemonUnavailable)
-        with pytest.raises(NoLine):
+        with pytest.raises(NoConnection):
             calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
 class Opened:
-    """A link that was opened, as far as the transport looks at it."""
+    """An opened link, with what the transport reads of it."""
 
     def __init__(self, data_port: int) -> None:
         self.welcome = pb.Welcome(data_port=data_port)
@@ -368,13 +368,13 @@ class Opened:
 def test_the_data_socket_is_where_the_daemon_was_reached(
     monkeypatch: pytest.MonkeyPatch, address: str, data_port: int, host: str | None
 ) -> None:
-    """And a session may be open before the constructor returns."""
+    """Even if the session is open before the constructor has returned."""
     opened = Opened(data_port)
 
     def keeper(*_: object, when_opened: Callable[[object], None], **__: object) -> None:
         when_opened(opened)
 
-    monkeypatch.setattr(remote, "SessionKeeper", keeper)
+    monkeypatch.setattr(grpc_transport, "SessionKeeper", keeper)
     DataTransport(address, counters=Counters())
     if host is None:
         assert opened.data is None
@@ -400,10 +400,10 @@ def test_without_a_data_socket_all_goes_over_grpc() -> None:
 
 
 def test_one_that_cannot_be_reached_is_done_without() -> None:
-    """A firewall, say, lets gRPC through and nothing else."""
+    """For example behind a firewall that lets only gRPC through."""
 
     class Elsewhere(OverData):
-        data_host = "127.0.0.77"  # nobody listens there
+        data_host = "127.0.0.77"  # nothing listens there
 
     with private_daemon("--server.tcp=127.0.0.1:0") as daemon:
         counters = Counters()
@@ -417,7 +417,7 @@ def test_one_that_cannot_be_reached_is_done_without() -> None:
 
 
 def moves(client: Client) -> None:
-    """In and out again, in every way."""
+    """Save and read back, in every way."""
     key = Key(os.urandom(32))
     assert client.save(key, PAYLOAD, tier=Tier.RAM, reason=SaveReason.EVICT).ok
     with client.claim([key]) as hit:

@@ -1,4 +1,4 @@
-"""Calls over the local socket, against a daemon that answers as a test wants it to."""
+"""Calls over the local socket, against a daemon whose responses the test chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.local.calls import Line, LocalCalls
+from prefixd.client.local.local_socket import LocalCalls, LocalConnection
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -43,8 +43,8 @@ from tests.support.fakes_local import (
 SESSION = pb.SessionRef(incarnation=b"i" * 16, session_id=7, secret=b"s" * 16)
 
 
-class Instead:
-    """Calls over gRPC: counted, and not made."""
+class Fallback:
+    """Counts the calls that would go over gRPC."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any, float]] = []
@@ -89,8 +89,8 @@ CALLS = pytest.mark.parametrize("name", KINDS)
 
 
 @pytest.fixture
-def instead() -> Instead:
-    return Instead()
+def fallback() -> Fallback:
+    return Fallback()
 
 
 @pytest.fixture
@@ -108,24 +108,24 @@ def daemon(path: str) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def calls(daemon: Daemon, instead: Instead) -> Iterator[LocalCalls]:
-    made = LocalCalls(daemon.path, SESSION, instead)
+def calls(daemon: Daemon, fallback: Fallback) -> Iterator[LocalCalls]:
+    made = LocalCalls(daemon.path, SESSION, fallback)
     yield made
     made.close()
 
 
 def lookup(calls: LocalCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> int:
-    """How many results came."""
+    """Make a look-up. Returns how many results came."""
     request = pb.LookupRequest(keys=[bytes(32)] * keys)
     return len(calls.Lookup(request, timeout=timeout_s).results)
 
 
-# ---- asked and answered
+# ---- calls
 
 
 @CALLS
 def test_a_call_is_one_request_and_its_answer(
-    daemon: Daemon, calls: LocalCalls, instead: Instead, name: str
+    daemon: Daemon, calls: LocalCalls, fallback: Fallback, name: str
 ) -> None:
     kind, request, answer = KINDS[name]
     asked: list[pb.LocalRequest] = []
@@ -139,7 +139,7 @@ def test_a_call_is_one_request_and_its_answer(
     daemon.serve = serve
     assert getattr(calls, name)(request, timeout=PATIENCE_S) == answer
     assert asked == [pb.LocalRequest(**{kind: request})]
-    assert instead.asked == []
+    assert fallback.asked == []
 
 
 def test_an_answer_may_come_in_pieces(daemon: Daemon, calls: LocalCalls) -> None:
@@ -156,13 +156,13 @@ def test_an_answer_may_be_large(calls: LocalCalls) -> None:
     assert lookup(calls, 100_000) == 100_000
 
 
-# ---- without a line
+# ---- without a connection
 
 
 @CALLS
 @pytest.mark.parametrize("why", ["nobody", "nobody any more", "no socket", "a full backlog"])
-def test_without_a_line_the_call_goes_another_way(
-    path: str, instead: Instead, name: str, why: str
+def test_without_a_connection_the_call_goes_over_grpc(
+    path: str, fallback: Fallback, name: str, why: str
 ) -> None:
     with socket.socket(socket.AF_UNIX) as listening, socket.socket(socket.AF_UNIX) as waiting:
         match why:
@@ -174,42 +174,42 @@ def test_without_a_line_the_call_goes_another_way(
                 listening.bind(path)
                 listening.listen(0)
                 waiting.connect(path)
-        calls = LocalCalls(path, SESSION, instead)
+        calls = LocalCalls(path, SESSION, fallback)
         _, request, answer = KINDS[name]
         before = open_descriptors(path)
         assert getattr(calls, name)(request, timeout=2.5) == answer
-        ((asked, message, left_s),) = instead.asked
+        ((asked, message, left_s),) = fallback.asked
         assert (asked, message) == (name, request)
-        assert 0 < left_s <= 2.5, "what connecting has left"
+        assert 0 < left_s <= 2.5, "what connecting has left of the time"
         with pytest.raises(OSError):  # noqa: PT011  # whatever connecting raises
             calls.give_back(SESSION, [1])
         assert open_descriptors(path) == before
         calls.close()
 
 
-def test_a_process_without_descriptors_goes_another_way(path: str, instead: Instead) -> None:
+def test_a_process_without_descriptors_goes_another_way(path: str, fallback: Fallback) -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        calls = LocalCalls(path, SESSION, instead)
+        calls = LocalCalls(path, SESSION, fallback)
         with room_for(0):
             lookup(calls)
-        assert [name for name, _, _ in instead.asked] == ["Lookup"]
-        with calls.line(PATIENCE_S):
-            pass  # it is tried again with the next call
+        assert [name for name, _, _ in fallback.asked] == ["Lookup"]
+        with calls.connection(PATIENCE_S):
+            pass  # the next call tries to connect again
         calls.close()
 
 
-# ---- lines
+# ---- connections
 
 
-def test_calls_one_after_the_other_share_a_line(daemon: Daemon, calls: LocalCalls) -> None:
+def test_calls_one_after_the_other_share_a_connection(daemon: Daemon, calls: LocalCalls) -> None:
     assert [lookup(calls, keys) for keys in range(1, 30)] == [*range(1, 30)]
     assert daemon.connections == 1
 
 
-def test_calls_at_once_have_a_line_each(daemon: Daemon, calls: LocalCalls) -> None:
-    """Which are used again."""
+def test_calls_at_once_have_a_connection_each(daemon: Daemon, calls: LocalCalls) -> None:
+    """And later calls use those connections again."""
     at_once = 4
     together = threading.Barrier(at_once)
 
@@ -235,8 +235,8 @@ def test_each_of_many_threads_gets_its_own_answers(daemon: Daemon, calls: LocalC
     assert daemon.connections <= 8
 
 
-def test_a_late_answer_is_nobodys(daemon: Daemon, calls: LocalCalls) -> None:
-    """It would be taken for that of the next call."""
+def test_a_late_response_is_dropped(daemon: Daemon, calls: LocalCalls) -> None:
+    """The next call would take it for its own."""
     late = threading.Event()
     said: list[object] = []
 
@@ -255,7 +255,7 @@ def test_a_late_answer_is_nobodys(daemon: Daemon, calls: LocalCalls) -> None:
     daemon.serve = echo
     late.set()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
-    assert said == ["broken pipe", None], "the line is no more"
+    assert said == ["broken pipe", None], "the connection has gone"
     assert lookup(calls, 2) == 2
     assert daemon.connections == 2
 
@@ -271,7 +271,7 @@ def test_a_late_answer_is_nobodys(daemon: Daemon, calls: LocalCalls) -> None:
     ],
     ids=["hangs up", "in the middle", "in the length", "rubbish", "too long"],
 )
-def test_what_is_no_answer_ends_the_line_and_not_the_next_call(
+def test_a_malformed_response_ends_the_connection_and_not_the_next_call(
     daemon: Daemon, calls: LocalCalls, said: bytes, raised: type[PrefixdError]
 ) -> None:
     def serve(peer: Peer) -> None:
@@ -285,10 +285,10 @@ def test_what_is_no_answer_ends_the_line_and_not_the_next_call(
     assert lookup(calls, 2) == 2
 
 
-def test_a_line_that_the_daemon_ended_meanwhile_costs_one_call(
-    daemon: Daemon, calls: LocalCalls, instead: Instead
+def test_a_connection_that_the_daemon_ended_meanwhile_costs_one_call(
+    daemon: Daemon, calls: LocalCalls, fallback: Fallback
 ) -> None:
-    """Which may have been carried out, so that nobody repeats it."""
+    """The daemon may have carried the call out, so it is not repeated."""
 
     def serve(peer: Peer) -> None:
         peer.receive()
@@ -301,7 +301,7 @@ def test_a_line_that_the_daemon_ended_meanwhile_costs_one_call(
     with pytest.raises(DaemonUnavailable):
         lookup(calls, 2)
     assert lookup(calls, 2) == 2
-    assert instead.asked == []
+    assert fallback.asked == []
 
 
 def test_a_daemon_that_reads_nothing(daemon: Daemon, calls: LocalCalls) -> None:
@@ -324,7 +324,7 @@ def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
         assert_set(enough)
 
     daemon.serve = serve
-    with closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
         line.send(pb.LocalRequest(lookup=pb.LookupRequest()), PATIENCE_S)
         assert len(line.receive(PATIENCE_S).lookup.results) == 1
         with pytest.raises(DeadlineExceeded):
@@ -336,14 +336,14 @@ def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
 
 
 def test_a_message_above_the_most_is_not_sent(calls: LocalCalls) -> None:
-    """The daemon would hang up before it has read it, and that sounds as if it were not there."""
+    """The daemon would hang up before it has read it, which would look like no daemon."""
     with pytest.raises(InvalidSize, match=f"{MAX_MESSAGE_BYTES} is the most"):
         calls.Lookup(pb.LookupRequest(keys=[bytes(MAX_MESSAGE_BYTES)]), timeout=PATIENCE_S)
     assert lookup(calls) == 1
 
 
-def test_whatever_else_ends_a_call_ends_its_line(daemon: Daemon, calls: LocalCalls) -> None:
-    with pytest.raises(KeyboardInterrupt), calls.line(PATIENCE_S):
+def test_whatever_else_ends_a_call_ends_its_connection(daemon: Daemon, calls: LocalCalls) -> None:
+    with pytest.raises(KeyboardInterrupt), calls.connection(PATIENCE_S):
         raise KeyboardInterrupt
     assert daemon.ended.acquire(timeout=PATIENCE_S)
 
@@ -397,7 +397,7 @@ def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> Non
                 peer.socket.sendall(looked(len(request.lookup.keys)))
 
     daemon.serve = serve
-    many = range(2 * MAX_BATCH_KEYS + 1)  # more than go into one call
+    many = range(2 * MAX_BATCH_KEYS + 1)  # more than one call takes
     calls.give_back(SESSION, [1, 2])
     calls.give_back(SESSION, many)
     assert lookup(calls, 5) == 5
@@ -412,7 +412,7 @@ def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> Non
 # ---- the end
 
 
-def test_closing_hangs_up_on_idle_lines(daemon: Daemon, calls: LocalCalls) -> None:
+def test_closing_hangs_up_on_idle_connections(daemon: Daemon, calls: LocalCalls) -> None:
     lookup(calls)
     calls.close()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -420,9 +420,9 @@ def test_closing_hangs_up_on_idle_lines(daemon: Daemon, calls: LocalCalls) -> No
 
 
 def test_a_call_under_way_is_answered_although_it_was_closed(
-    daemon: Daemon, calls: LocalCalls, instead: Instead
+    daemon: Daemon, calls: LocalCalls, fallback: Fallback
 ) -> None:
-    """Then its line is closed as well, and later calls go over gRPC."""
+    """After it the connection is closed as well, and later calls go over gRPC."""
     asked, answering = threading.Event(), threading.Event()
 
     def serve(peer: Peer) -> None:
@@ -441,14 +441,14 @@ def test_a_call_under_way_is_answered_although_it_was_closed(
         assert call.result() == 3
     assert daemon.ended.acquire(timeout=PATIENCE_S)
     lookup(calls, 2)
-    assert [name for name, _, _ in instead.asked] == ["Lookup"]
+    assert [name for name, _, _ in fallback.asked] == ["Lookup"]
     assert daemon.connections == 1
 
 
-def test_lines_leave_no_descriptor(daemon: Daemon, path: str, instead: Instead) -> None:
+def test_connections_leave_no_descriptor(daemon: Daemon, path: str, fallback: Fallback) -> None:
     before = open_descriptors(path)
     for _ in range(20):
-        calls = LocalCalls(path, SESSION, instead)
+        calls = LocalCalls(path, SESSION, fallback)
         lookup(calls)
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)

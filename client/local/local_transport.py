@@ -1,9 +1,8 @@
-"""The client's way to a daemon on the same host: what can be done in place is, the rest is gRPC.
+"""The transport for a daemon on the same host, on top of a remote transport.
 
-Looking up, reading and staging saves go through what the daemon handed over (`node.LocalNode`);
-claims, reservations and everything else through the remote transport that this one wraps. Where
-the hand-over, or a part of it, is refused, that part goes over gRPC as well, with the same
-results.
+Look-ups, reads and the payloads of saves use the memory that the daemon handed over
+(`node.LocalNode`). Everything else goes through the remote transport. When the daemon refuses the
+hand-over, or a part of it, that part goes over gRPC as well, with the same results.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.pieces import FlatBytes
-from ...proto.vocabulary import ClaimMode, DeleteStatus, Presence, Tier
+from ...proto.vocabulary import ClaimMode, Presence
 from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
+from ..wire.grpc_transport import GrpcTransport, Stage
 from ..wire.link import Holding, Link
-from ..wire.remote import RemoteTransport, Stage
 from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
@@ -40,45 +39,49 @@ from ..wire.transport import (
     ReserveItem,
     SaveTerms,
     Saving,
-    Share,
     Sink,
 )
-from . import lending, staging
-from .calls import LocalCalls
-from .found import found_in, in_place
+from .local_socket import LocalCalls
 from .node import InPlace, LocalNode
-from .staging import StagingMemory
+from .staging import StagingMemory, can_lend, save_lent, save_staged
 
 logger = logging.getLogger("prefixd.client")
 
-#: What is read in place, and is handed over at once.
+#: What is needed for reads in place. It is handed over at the start of a session.
 IN_PLACE: Final = (local.INDEX, local.RAM, local.SHM, local.DISK)
-#: What the hand-over may take of a call, which goes on over gRPC without it.
+#: How much of a call's time the hand-over may take. The call then goes on over gRPC.
 HAND_OVER_S: Final = 0.5
-#: After a hand-over that took longer, calls don't try again for so long.
+#: After a failed hand-over, the next attempt waits this long.
 RETRY_HAND_OVER_S: Final = 5.0
-#: Reads are reported with the next save or heartbeat; so many are reported at once.
+#: Reads are reported with the next save or heartbeat. This many are reported at once.
 MAX_PENDING_TOUCHES: Final = 512
 
 
 class LocalTransport:
-    """`transport.Transport` over shared memory where it can be. Thread-safe."""
+    """`transport.Transport` that uses shared memory where it can. Thread-safe."""
 
-    def __init__(self, remote: RemoteTransport) -> None:
-        """Owns `remote` from now on."""
+    def __init__(self, remote: GrpcTransport) -> None:
+        """Takes over `remote`."""
         self._remote = remote
+        # As the remote transport does it.
+        self.wait = remote.wait
+        self.share = remote.share
+        self.fetch = remote.fetch
+        self.forget = remote.forget
+        self.delete = remote.delete
+        self.pull = remote.pull
+        self.suspect = remote.suspect
+        self.cancel = remote.cancel
         self._lock = threading.Lock()
-        #: The session that `_node` was handed over to.
+        #: The session that `_node` was handed to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: Before this moment, on the monotonic clock, no hand-over is asked for.
+        #: No hand-over is asked for before these moments, on the monotonic clock: of the node, and
+        #: of single parts that come later.
         self._not_before_s = 0.0
-        #: The same for an index in place of one that was revoked.
-        self._no_index_before_s = 0.0
-        #: The same for staging memory.
-        self._no_staging_before_s = 0.0
+        self._part_not_before_s: dict[str, float] = {}
         self._closed = False
-        # A lock of its own: heartbeats take it, and must not wait for a hand-over.
+        # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
         self._pending_touches: list[Key] = []
 
@@ -87,7 +90,7 @@ class LocalTransport:
     def _current(self, deadline: Deadline | None = None) -> LocalNode | None:
         """The node of the current session; None: there is none.
 
-        With a deadline, waits for a session if there is none yet. Raises PrefixdError.
+        With a deadline, waits for the first session. Raises PrefixdError.
         """
         link = self._link
         if link is None or link.why_ended:
@@ -97,56 +100,54 @@ class LocalTransport:
         return self._node
 
     def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
-        """The same, of a node with an index: without one, nothing can be read in place."""
+        """`_current`, if it has a live index: without one, nothing can be read in place."""
         node = self._current(deadline)
         if node is not None and not node.indexed:
             self._renew_index(node, deadline)
         return node if node is not None and node.indexed else None
 
     def _renew_index(self, node: LocalNode, deadline: Deadline | None) -> None:
-        """A daemon that revoked its index makes another one: ask for it now and then. What else
-        was handed over stays as it is. Raises DeadlineExceeded."""
+        """Ask for another index now and then: a daemon that revoked its index makes a new one. The
+        rest of what was handed over stays. Raises DeadlineExceeded."""
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
-        if time.monotonic() < self._no_index_before_s or not self._lock.acquire(blocking=False):
-            return
-        try:
-            self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
-            with node.calls.line(within_s) as line:
-                node.take(*line.hand_over(node.ref, within_s, [local.INDEX]))
-        except (OSError, PrefixdError) as problem:
-            logger.info("no new index: %s", problem)
-        finally:
-            self._lock.release()
+        if self._may_ask(local.INDEX) and self._lock.acquire(blocking=False):
+            self._take_part(node, local.INDEX, "new index", within_s)
 
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
-        """This session's staging memory, which is handed over when a save first needs it: most of
-        what it takes is memory that has to be put under it."""
+        """This session's staging memory. It is handed over when a save first needs it, because
+        allocating it takes most of the time of a hand-over."""
         if node.staging is not None or local.STAGING in node.refused:
             return node.staging
         within_s = min(HAND_OVER_S, deadline.left_s() / 2)
-        if not self._lock.acquire(timeout=within_s):
-            return None
-        try:
-            if node.staging is None and time.monotonic() >= self._no_staging_before_s:
-                self._no_staging_before_s = time.monotonic() + RETRY_HAND_OVER_S
-                with node.calls.line(within_s) as line:
-                    node.take(*line.hand_over(node.ref, within_s, [local.STAGING]))
-                self._no_staging_before_s = 0.0
-        except (OSError, PrefixdError) as problem:
-            logger.info("no staging memory: %s", problem)
-        finally:
-            self._lock.release()
+        if self._lock.acquire(timeout=within_s):
+            self._take_part(node, local.STAGING, "staging memory", within_s)
         return node.staging
 
+    def _may_ask(self, part: str) -> bool:
+        return time.monotonic() >= self._part_not_before_s.get(part, 0.0)
+
+    def _take_part(self, node: LocalNode, part: str, what: str, within_s: float) -> None:
+        """Have one part of the node handed over, unless another call has just asked for it. Called
+        with the lock, and releases it."""
+        try:
+            if self._may_ask(part):
+                self._part_not_before_s[part] = time.monotonic() + RETRY_HAND_OVER_S
+                with node.calls.connection(within_s) as connection:
+                    node.take(*connection.hand_over(node.ref, within_s, [part]))
+        except (OSError, PrefixdError) as problem:
+            logger.info("no %s: %s", what, problem)
+        finally:
+            self._lock.release()
+
     def _switch(self, deadline: Deadline | None) -> None:
-        """Take the node of the current session. While there is none the last node stays: what it
-        has is still right, also of a daemon that died. Raises DeadlineExceeded."""
+        """Take the node of the current session. While there is no session the last node stays: what
+        it validates is right even after the daemon has died. Raises DeadlineExceeded."""
         link = self._remote.current
         if link is None or link is self._link:
             return
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
         until_s = time.monotonic() + within_s
-        # Another call may be asking for it. Half of the time is left for asking over gRPC.
+        # Another call may be getting it at this moment. Half of the time is left for gRPC.
         if not self._lock.acquire(timeout=within_s / 2):
             return
         try:
@@ -155,14 +156,15 @@ class LocalTransport:
             self._lock.release()
 
     def _take_node(self, link: Link, until_s: float) -> None:
-        """With the lock."""
+        """Called with the lock."""
         if link is self._link or self._closed:
             return
         old, self._node, self._link = self._node, None, None
         if old is not None:
             old.calls.close()
-            self._take_touches()  # of entries of an earlier session
-            self._not_before_s = self._no_staging_before_s = 0.0
+            self._take_touches()  # dropped: they are of an earlier session
+            self._not_before_s = 0.0
+            self._part_not_before_s.pop(local.STAGING, None)
         now_s = time.monotonic()
         if now_s >= until_s or now_s < self._not_before_s:
             return
@@ -196,8 +198,8 @@ class LocalTransport:
         node = self._indexed(deadline)
         if node is None:
             return None
-        positions, entries, rows = found_in(node, keys, mode)
-        return Looked(positions, entries, in_place(node, entries, rows) if rows else None)
+        positions, entries, rows = node.find(keys, mode)
+        return Looked(positions, entries, node.in_place(entries, rows) if rows else None)
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
@@ -227,14 +229,8 @@ class LocalTransport:
 
     @property
     def shares(self) -> bool:
-        link = self._link  # known without a lock: each search asks
+        link = self._link  # without a lock, because every search reads this
         return (self._remote if link is None or link.why_ended else link.welcome).shares
-
-    def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
-        return self._remote.pull(keys, mode, wait_ms, deadline)
-
-    def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
-        return self._remote.delete(keys, deadline)
 
     def copy(
         self,
@@ -246,14 +242,14 @@ class LocalTransport:
         node = self._indexed()
         if node is None:
             return [Copied.GONE] * len(entries)
-        # Of an earlier session nothing counts but what is found again.
+        # Rows of an earlier session don't count: look the entries up again.
         if isinstance(in_place, InPlace) and in_place.node is node:
             return node.copy(entries, targets, check, in_place.rows)
         return node.copy(entries, targets, check)
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         if claim.why_lost is not None:
-            return None  # nothing would keep the bytes there
+            return None  # nothing pins the bytes
         held = claim.in_place
         known = held.rows if isinstance(held, InPlace) else {}
         node = held.node if isinstance(held, InPlace) else self._indexed()
@@ -270,7 +266,7 @@ class LocalTransport:
             self._pending_touches += keys
             if len(self._pending_touches) < MAX_PENDING_TOUCHES:
                 return
-            # Here, so that a save never finds more than it may report.
+            # Report them here, so that a save never has more than it may report.
             reported, self._pending_touches = self._pending_touches, []
         self._remote.touch(reported)
 
@@ -296,60 +292,48 @@ class LocalTransport:
     def under_pressure(self) -> bool:
         return self._remote.under_pressure
 
-    def wait(self, deadline: Deadline) -> bool:
-        return self._remote.wait(deadline)
-
-    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
-        return self._remote.share(tier, deadline)
-
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
-        """In place unless it is to wait: the index does not know what is in flight."""
+        """In place, unless it has to wait: the index does not show saves in flight."""
         if not wait_ms:
             looked = self.find(keys, ClaimMode.ANY, deadline)
             if looked is not None:
-                answers = [Found(Presence.ABSENT)] * len(keys)
+                results = [Found(Presence.ABSENT)] * len(keys)
                 for position, entry in zip(looked.positions, looked.entries, strict=True):
-                    answers[position] = Found(Presence.PRESENT, entry)
-                return answers
+                    results[position] = Found(Presence.PRESENT, entry)
+                return results
         return self._remote.lookup(keys, wait_ms, deadline)
 
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
     ) -> Claimed:
-        """Only of what the index has: a miss costs the daemon nothing."""
+        """Claim only what the index has: a miss takes no call."""
         node = None if wait_ms else self._indexed(deadline)
         if node is not None:
-            positions, entries, rows = found_in(node, keys, mode)
+            positions, entries, rows = node.find(keys, mode)
             if not entries:
                 return Claimed(None, [], [], in_flight=False)
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                holding.in_place = in_place(node, entries, rows)
+                holding.in_place = node.in_place(entries, rows)
                 return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
-        """Parts of payloads in place where that is possible; the rest from the daemon."""
+        """Read parts of payloads in place where that is possible, the rest with a call."""
         node = self._indexed()
         rest: list[int] = []
-        for number, wanted in enumerate(ranges):
-            part = wanted.length_bytes < wanted.entry.payload_bytes and not wanted.token_ids
-            data = (
-                node.read(wanted.entry, wanted.offset_bytes, wanted.length_bytes)
-                if node is not None and part
-                else None
-            )
+        for number, each in enumerate(ranges):
+            data = None
+            is_part = each.length_bytes < each.entry.payload_bytes and not each.token_ids
+            if node is not None and is_part:
+                data = node.read(each.entry, each.offset_bytes, each.length_bytes)
             if data is None:
                 rest.append(number)
             else:
                 sink(number, 0, data)
         if rest:
-            asked = [ranges[number] for number in rest]
-            self._remote.read(claim, asked, renumbered(sink, rest), deadline)
-
-    def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        """What could not be copied in place."""
-        return self._remote.fetch(ranges, sink, deadline)
+            remaining = [ranges[number] for number in rest]
+            self._remote.read(claim, remaining, renumbered(sink, rest), deadline)
 
     def fetch_found(
         self,
@@ -359,41 +343,36 @@ class LocalTransport:
         begin: Callable[[Claimed], Sink],
         deadline: Deadline,
     ) -> bool:
-        """Not where it takes no trip at all."""
+        """Only without an index: with one, reading takes no call at all."""
         if self._indexed(deadline) is not None:
             return False
         return self._remote.fetch_found(keys, mode, room_bytes, begin, deadline)
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """Of a claim whose rows are known, they alone decide: what was read or viewed under it is
-        good as long as they stand, whatever became of the claim. The daemon is told without
-        waiting for an answer."""
-        held = [claim.in_place for claim in claims]
-        told = [n for n, each in enumerate(held) if isinstance(each, InPlace)]
-        asked = [n for n, each in enumerate(held) if not isinstance(each, InPlace)]
-        results = [isinstance(each, InPlace) and each.stands() for each in held]
-        self._give_back([claims[n] for n in told])
-        if asked:
-            answers = self._remote.release([claims[n] for n in asked], deadline)
-            for number, answer in zip(asked, answers, strict=True):
-                results[number] = answer
+        """If the rows of a claim are known, they alone decide the result: what was read or viewed
+        under it is good as long as they stand, whatever happened to the claim. The daemon is told
+        without waiting for a response."""
+        results = [
+            claim.in_place.stands() if isinstance(claim.in_place, InPlace) else False
+            for claim in claims
+        ]
+        self._give_back([claim for claim in claims if isinstance(claim.in_place, InPlace)])
+        others = [n for n, claim in enumerate(claims) if not isinstance(claim.in_place, InPlace)]
+        if others:
+            released = self._remote.release([claims[n] for n in others], deadline)
+            for number, result in zip(others, released, strict=True):
+                results[number] = result
         return results
 
     def _give_back(self, claims: Sequence[Holding]) -> None:
         node = self._node
-        mine = [claim for claim in claims if claim.link is self._link]
-        if not mine or node is None:
-            return  # they ended with their session
+        current = [claim for claim in claims if claim.link is self._link]
+        if not current or node is None:
+            return  # the claims ended with their session
         try:
-            node.calls.give_back(node.ref, [claim.number for claim in mine])
+            node.calls.give_back(node.ref, [claim.number for claim in current])
         except (PrefixdError, OSError):
-            self._remote.give_back(mine)
-
-    def forget(self, claim: Holding) -> None:
-        self._remote.forget(claim)
-
-    def suspect(self, keys: Sequence[Key]) -> None:
-        self._remote.suspect(keys)
+            self._remote.give_back(current)
 
     # ---- the write side
 
@@ -402,16 +381,12 @@ class LocalTransport:
     ) -> list[Granted]:
         return self._remote.reserve(items, self._with_touches(terms), deadline)
 
-    def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        return self._remote.cancel(reservations, deadline)
-
     def write(
         self,
         reservations: Sequence[tuple[Holding, Key]],
         payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """From where they lie, or through staging memory, if the daemon can."""
         staged = self._staged(
             payloads,
             deadline,
@@ -424,7 +399,6 @@ class LocalTransport:
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        """From where they lie, or through staging memory, if the daemon can."""
         terms = self._with_touches(terms)
         staged = self._staged(
             [saving.payload for saving in items],
@@ -439,13 +413,14 @@ class LocalTransport:
         deadline: Deadline,
         save: Callable[[LocalNode, Stage], list[SaveOutcome]],
     ) -> list[SaveOutcome] | None:
-        """None: this can be saved in neither way, and nothing has happened."""
+        """Save lent payloads, or through staging memory. None: neither is possible, and nothing has
+        happened."""
         node = self._current(deadline)
         if node is None:
             return None
-        if node.lends and lending.can_lend(payloads):
+        if node.lends and can_lend(payloads):
             try:
-                return save(node, partial(lending.save, node.calls))
+                return save(node, partial(save_lent, node.calls))
             except UnreadableMemory as problem:
                 node.lends = False
                 logger.info("saving through staging memory from now on: %s", problem)
@@ -455,17 +430,17 @@ class LocalTransport:
         if memory is None:
             return None
         try:
-            return save(node, partial(staging.save, memory, node.calls))
+            return save(node, partial(save_staged, memory, node.calls))
         except (UnknownStaging, OSError) as problem:
             logger.info("saving over gRPC: %s", problem)
         return None
 
     def _with_touches(self, terms: SaveTerms) -> SaveTerms:
-        """A save makes room: what was read before it has to count before it."""
+        """Report reads with the save, so that they count before it makes room."""
         return terms._replace(touched=self._take_touches())
 
     def close(self, within_s: float) -> None:
-        # Not with the lock: a call that takes a node at this moment sees it when it has one.
+        # Without the lock: a call that is taking a node checks `_closed` when it has it.
         self._closed = True
         self._report_touches()
         self._remote.close(within_s)
@@ -478,7 +453,7 @@ class LocalTransport:
 
 
 def _hand_over(link: Link, within_s: float) -> LocalNode | None:
-    """Ask the daemon of `link` for its descriptors. None: it has none for us.
+    """Ask the daemon of `link` for its descriptors. None: it has none for this client.
 
     Raises DeadlineExceeded.
     """
@@ -487,8 +462,8 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
         return None
     calls = LocalCalls(path, link.ref, link.connection)
     try:
-        with calls.line(within_s) as line:
-            descriptors, refused = line.hand_over(link.ref, within_s, IN_PLACE)
+        with calls.connection(within_s) as connection:
+            descriptors, refused = connection.hand_over(link.ref, within_s, IN_PLACE)
         node = LocalNode(descriptors, refused, link.ref, calls)
     except DeadlineExceeded:
         raise

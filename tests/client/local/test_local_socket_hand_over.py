@@ -1,4 +1,4 @@
-"""Descriptors over the local socket: none is lost, whatever the daemon or the kernel does."""
+"""Descriptors over the local socket: none leaks, whatever the daemon or the kernel does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.local.calls import Line
+from prefixd.client.local.local_socket import LocalConnection
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DeadlineExceeded, MalformedMessage, PrefixdError
 from tests.support.fakes_local import (
@@ -48,7 +48,7 @@ def named(names: Sequence[str]) -> pb.HandOverResponse:
 def hand_over_with(
     names: Sequence[str], files: Sequence[str] = FILES, cut: int | None = None
 ) -> Callable[[Peer], None]:
-    """Answers with these descriptors; `cut`: with the first bytes of the message only."""
+    """Answers with these descriptors; `cut`: with only the first bytes of the message."""
 
     def serve(peer: Peer) -> None:
         assert peer.receive() is not None
@@ -65,7 +65,7 @@ def hand_over_with(
 
 def test_a_hand_over_names_its_descriptors(daemon: Daemon) -> None:
     daemon.serve = hand_over_with(["ram", "index"], ["/dev/null", "/dev/zero"])
-    with closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
         handed, refused = line.hand_over(SESSION, PATIENCE_S)
     assert refused == {}
     files = {
@@ -86,7 +86,7 @@ def test_a_hand_over_says_who_asks(daemon: Daemon) -> None:
         peer.socket.sendall(response(hand_over=pb.HandOverResponse(refused={"ram": "no"})))
 
     daemon.serve = serve
-    with closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
         assert line.hand_over(SESSION, PATIENCE_S) == ({}, {"ram": "no"})
     expected = pb.HandOverRequest(session=SESSION)
     assert asked == [pb.LocalRequest(hand_over=expected)]
@@ -117,7 +117,7 @@ def test_a_hand_over_that_fails_leaves_no_descriptor(daemon: Daemon, case: str) 
     before = open_descriptors(daemon.path)
     with (
         pytest.raises(PrefixdError, match=words),
-        closing(Line(daemon.path, SESSION, PATIENCE_S)) as line,
+        closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line,
     ):
         line.hand_over(SESSION, PATIENCE_S)
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -133,7 +133,10 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
 
     daemon.serve = serve
     before = open_descriptors(daemon.path)
-    with pytest.raises(DeadlineExceeded), closing(Line(daemon.path, SESSION, PATIENCE_S)) as line:
+    with (
+        pytest.raises(DeadlineExceeded),
+        closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line,
+    ):
         line.hand_over(SESSION, 0.01)
     enough.set()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -142,13 +145,13 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
 
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_a_process_without_room_for_descriptors_keeps_none(tmp_path: Path, room: int) -> None:
-    """The kernel then hands over only some of them, or none."""
+    """The kernel then hands over only some descriptors, or none."""
     path = str(tmp_path / "l")
-    # No other thread: one that waits for a connection takes a descriptor for it in advance.
+    # No other thread may run: one that accepts connections takes a descriptor in advance.
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, ExitStack() as opened:
         listening.bind(path)
         listening.listen()
-        line = opened.enter_context(closing(Line(path, SESSION, PATIENCE_S)))
+        line = opened.enter_context(closing(LocalConnection(path, SESSION, PATIENCE_S)))
         peer, _ = listening.accept()
         fds = [opened.enter_context(Path(file).open()).fileno() for file in FILES]
         message = response(hand_over=named(["a", "b", "c"]))

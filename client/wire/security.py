@@ -1,13 +1,13 @@
-"""Who a client is and whom it trusts, over TCP; and how a channel to a daemon is opened: plainly
-over a Unix socket, over TCP with TLS if that is asked for.
+"""TLS and tokens of a client, and gRPC channels that use them: over TCP, and never over a Unix
+socket.
 
-Unless it is told otherwise, a client takes these from the environment:
+By default a client takes the names of the files from the environment:
 
 | variable | a file with |
 |---|---|
-| `PREFIXD_TLS_CA` | the certificates that signed the daemon's, as PEM: asks for TLS |
-| `PREFIXD_TLS_CERT`, `PREFIXD_TLS_KEY` | this client's own, where the daemon asks for one |
-| `PREFIXD_TOKEN_FILE` | the token, which goes with every call, and over TLS only |
+| `PREFIXD_TLS_CA` | the certificates that signed the daemon's, as PEM; switches TLS on |
+| `PREFIXD_TLS_CERT`, `PREFIXD_TLS_KEY` | its own certificate and key, if the daemon asks |
+| `PREFIXD_TOKEN_FILE` | the token, which is sent with every call, over TLS only |
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ TOKEN: Final = "PREFIXD_TOKEN_FILE"
 
 @dataclass(frozen=True, slots=True)
 class Security:
-    """Names of files, which are read whenever a connection is made; empty: there is none."""
+    """Names of files, which are read for each new connection. Empty: there is no such file."""
 
-    #: Asks for TLS.
+    #: Switches TLS on.
     ca: str = ""
     cert: str = ""
     key: str = ""
     token_file: str = ""
-    #: What to call them in a sentence.
+    #: What error messages call them.
     names: tuple[str, str, str, str] = (CA, CERT, KEY, TOKEN)
 
     @classmethod
@@ -47,7 +47,7 @@ class Security:
         return cls(ca, cert, key, token_file)
 
     def check(self) -> None:
-        """Raises ConfigError: what identifies a client is never sent over less than TLS."""
+        """Raises ConfigError if there is a certificate or a token without TLS to send it over."""
         others = zip((self.cert, self.key, self.token_file), self.names[1:], strict=True)
         given = [name for file, name in others if file]
         if given and not self.ca:
@@ -75,7 +75,7 @@ class Security:
         return credentials
 
     def context(self) -> ssl.SSLContext | None:
-        """The same for a data socket. Raises ConfigError."""
+        """For data sockets. None: without TLS. Raises ConfigError."""
         if not self.ca:
             return None
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -89,20 +89,17 @@ class Security:
         return context
 
 
-def is_secured(address: str) -> bool:
-    """Will the channel to it use TLS?"""
-    return socket_path(address) is None and bool(os.environ.get(CA))
-
-
 def operators_of(address: str) -> str | None:
-    """Where the operators of the daemon at `address` are served: beside its socket, or over TCP
-    with TLS. None: not from here."""
-    return admin_address(address) or (address if is_secured(address) else None)
+    """The address for operators of the daemon at `address`: the socket beside its own, or the same
+    one if that is TCP with TLS. None: operators can't reach the daemon this way."""
+    secured = socket_path(address) is None and bool(os.environ.get(CA))
+    return admin_address(address) or (address if secured else None)
 
 
 def open_channel(address: str, options: Any, security: Security | None = None) -> grpc.Channel:
-    """Connects with the first call. `security` None: that of the environment. Raises ConfigError
-    where it is wrong: a token is never sent, nor a call made, over less than was asked for."""
+    """Open a channel, which connects with the first call. `security` None: that of the environment.
+    Raises ConfigError if it is wrong, so that no call or token goes over a weaker channel than
+    requested."""
     if socket_path(address) is not None:
         return grpc.insecure_channel(address, options)
     credentials = (security or Security.of_environment()).channel_credentials()

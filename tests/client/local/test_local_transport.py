@@ -1,4 +1,4 @@
-"""The hand-over: what a client gets, what it may do with it, and what it does without it."""
+"""The hand-over: what a client gets, what it may do with that, and what it does without."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.calls import Line
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.link import Link
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
@@ -34,7 +36,7 @@ from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 from tests.support.fakes_local import room_for
 
-#: What a test waits for at most before it fails.
+#: How long a test waits for anything before it fails.
 PATIENCE_S = 60.0
 EVERYTHING = {local.INDEX, local.RAM, local.SHM, local.DISK, local.STAGING}
 
@@ -65,16 +67,16 @@ def link_of(client: Client) -> Link:
 
 
 @contextmanager
-def line_of(client: Client) -> Iterator[Line]:
-    """Another one to the client's daemon."""
+def line_of(client: Client) -> Iterator[LocalConnection]:
+    """Another connection to the client's daemon."""
     link = link_of(client)
-    with closing(Line(link.welcome.local_socket, link.ref, PATIENCE_S)) as line:
+    with closing(LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)) as line:
         yield line
 
 
 @contextmanager
 def handed_over(client: Client) -> Iterator[dict[str, tuple[int, int]]]:
-    """A second time, for what a client never does with it: descriptors and sizes by name."""
+    """Descriptors and sizes by name, handed over again, for things that a client never does."""
     with line_of(client) as line:
         handed, refused = line.hand_over(link_of(client).ref, PATIENCE_S)
     try:
@@ -103,19 +105,19 @@ def test_nothing_that_is_handed_over_is_inherited(client: Client) -> None:
         assert not any(os.get_inheritable(fd) for fd, _ in handed.values())
 
 
-#: In anonymous memory, which takes seals.
+#: Parts in anonymous memory, which can be sealed.
 SEALED = (local.RAM, local.INDEX)
-#: Files, which the daemon's user may write; the descriptor may not.
+#: Parts in files. The daemon's user may write to them, but not through these descriptors.
 FILES = (local.SHM, local.DISK)
 
 
 @pytest.mark.parametrize("name", SEALED)
 def test_sealed_memory_cannot_be_written(client: Client, name: str) -> None:
-    """By the kernel, whatever the descriptor's mode: nobody but the daemon writes to it."""
+    """The kernel refuses it, whatever the mode of the descriptor. Only the daemon can write."""
     with handed_over(client) as handed:
         fd, size = handed[name]
         for attempt in attempts_to_write(fd, size):
-            # A descriptor that can only read fails for that reason where it is looked at first.
+            # Where the kernel checks the mode first, a read-only descriptor fails for that reason.
             with pytest.raises(OSError, match=r"not permitted|denied|descriptor|argument"):
                 attempt()
         with mmap.mmap(fd, size, prot=mmap.PROT_READ) as mapping:
@@ -124,7 +126,7 @@ def test_sealed_memory_cannot_be_written(client: Client, name: str) -> None:
 
 @pytest.mark.parametrize("name", SEALED)
 def test_sealed_memory_cannot_be_opened_anew_for_writing(client: Client, name: str) -> None:
-    """It can be opened, since we are the same user; the seals are those of the memory."""
+    """The same user can open it, but the seals belong to the memory, not to a descriptor."""
     with handed_over(client) as handed:
         fd, size = handed[name]
         again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)
@@ -172,7 +174,7 @@ def test_staging_cannot_be_resized(client: Client) -> None:
 
 
 def test_what_was_mapped_cannot_be_made_writable(client: Client) -> None:
-    """mprotect of a mapping that began read-only: F_SEAL_FUTURE_WRITE takes VM_MAYWRITE."""
+    """By mprotect of a read-only mapping: F_SEAL_FUTURE_WRITE takes VM_MAYWRITE away."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [
@@ -193,7 +195,7 @@ def test_what_was_mapped_cannot_be_made_writable(client: Client) -> None:
 # ---- refusals
 
 
-#: What is asked instead.
+#: What the request contains instead.
 REFUSALS: dict[str, dict[str, Any]] = {
     "another start": {"session": {"incarnation": b"x" * 16}},
     "no session": {"session": {"session_id": 10**9}},
@@ -212,15 +214,15 @@ def changed(request: pb.HandOverRequest, case: str) -> pb.HandOverRequest:
 def test_a_client_that_is_refused_goes_on_over_grpc(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    """With the same results, and says what it can't do in place."""
-    send = Line.send
+    """With the same results, and it says what it can't do in place."""
+    send = LocalConnection.send
 
-    def send_changed(line: Line, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send_changed(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
         if request.HasField("hand_over"):
             request = pb.LocalRequest(hand_over=changed(request.hand_over, case))
         send(line, request, timeout_s)
 
-    monkeypatch.setattr(Line, "send", send_changed)
+    monkeypatch.setattr(LocalConnection, "send", send_changed)
     with Client(daemon.address) as client:
         keys = save(client, [f"{case} {n}" for n in range(2)], 700_000, Tier.SHM)
         assert set(client._transport.refused()) == {local.INDEX, local.STAGING}
@@ -239,7 +241,7 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
 
 @pytest.mark.parametrize("data", [b"rubbish", bytes(4), b"\x01\0\0\0\xff"], ids=repr)
 def test_rubbish_is_no_request(client: Client, data: bytes) -> None:
-    """The daemon hangs up and goes on."""
+    """The daemon hangs up and keeps serving."""
     with line_of(client) as line:
         line._socket.sendall(data)
         with pytest.raises(MalformedMessage):
@@ -268,7 +270,7 @@ def test_a_hand_over_that_fails(
     def hand_over(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(Line, "hand_over", hand_over)
+    monkeypatch.setattr(LocalConnection, "hand_over", hand_over)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -280,7 +282,7 @@ def test_nobody_at_the_local_socket(
     def connect(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(Line, "__init__", connect)
+    monkeypatch.setattr(LocalConnection, "__init__", connect)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -288,18 +290,18 @@ def test_nobody_at_the_local_socket(
 def test_a_hand_over_that_takes_too_long_is_tried_again(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by every call, and it is not the reason that one misses its deadline."""
+    """But not by every call, and no call misses its deadline because of it."""
     asked: list[float] = []
 
     def hand_over(
-        _line: Line, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
+        _line: LocalConnection, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
     ) -> None:
         asked.append(timeout_s)
         raise DeadlineExceeded("not yet")
 
     with Client(daemon.address) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(Line, "hand_over", hand_over)
+            patch.setattr(LocalConnection, "hand_over", hand_over)
             for _ in range(3):
                 assert client.exists([key_of("nobody")], deadline_ms=400) == [False]
         assert len(asked) == 1
@@ -315,14 +317,14 @@ def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = Line.hand_over
+    hand_over = LocalConnection.hand_over
 
-    def slow(line: Line, *asking: Any) -> Any:
+    def slow(line: LocalConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(Line, "hand_over", slow)
+    monkeypatch.setattr(LocalConnection, "hand_over", slow)
     with Client(daemon.address) as client:
         assert client.wait_connected()
         transport = transport_of(client)
@@ -331,7 +333,7 @@ def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
         assert asked.wait(PATIENCE_S)
         assert client.exists([key_of("nobody")]) == [False]
         assert rpcs(client) == {"Lookup": 1}, "it had time for that"
-        assert transport._lock.locked(), "the other is still at it"
+        assert transport._lock.locked(), "the other call is still waiting for it"
         may_go_on.set()
         first.join(PATIENCE_S)
         assert client.exists([key_of("nobody")]) == [False]
@@ -342,14 +344,14 @@ def test_closing_waits_for_no_hand_over(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = Line.hand_over
+    hand_over = LocalConnection.hand_over
 
-    def slow(line: Line, *asking: Any) -> Any:
+    def slow(line: LocalConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(Line, "hand_over", slow)
+    monkeypatch.setattr(LocalConnection, "hand_over", slow)
     client = Client(daemon.address)
     assert client.wait_connected()
     transport = transport_of(client)
@@ -365,7 +367,7 @@ def test_closing_waits_for_no_hand_over(
 
 
 def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
-    """Its rows stand, and its arena is mapped, until there is a session with another start."""
+    """Its rows stand and its arena stays mapped until there is a session with the next start."""
     with private_daemon() as daemon, Client(daemon.address) as client:
         assert client.wait_connected()
         keys = save(client, "abc", 5_000, Tier.RAM)
@@ -375,7 +377,7 @@ def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
         eventually(lambda: transport._remote.current is None)
         result, restored = restore(hit)
         assert (result.run, restored) == (3, [payload_of(key, 5_000) for key in keys])
-        assert client.exists(keys) == [False] * 3, "nobody looks for anything there"
+        assert client.exists(keys) == [False] * 3, "no look-up goes there"
         assert hit.release()
         daemon.start()
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
@@ -383,7 +385,7 @@ def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
 
 
 def test_a_process_without_room_for_descriptors_goes_on_over_grpc(daemon: PrivateDaemon) -> None:
-    """The kernel then hands over only some of them, or there is none left to open them with."""
+    """The kernel then hands over only some descriptors, or none is left for a connection."""
     with Client(daemon.address) as client:
         keys = save(client, ["room"], 1_000, Tier.RAM)
     in_place = []
@@ -395,16 +397,16 @@ def test_a_process_without_room_for_descriptors_goes_on_over_grpc(daemon: Privat
                 looked = client.longest_run(keys, claim=False)
                 assert restore(looked)[1] == [payload_of(key, 1_000) for key in keys]
             in_place.append("Lookup" not in rpcs(client))
-    assert in_place == sorted(in_place), "with enough room"
+    assert in_place == sorted(in_place), "with room for descriptors"
     assert in_place[0] is False
     assert in_place[-1] is True
 
 
-# ---- lines
+# ---- connections
 
 
-def test_a_save_without_a_slot_takes_no_line(client: Client) -> None:
-    """The daemon hangs up on whoever connects and then says nothing for long."""
+def test_a_save_without_a_slot_takes_no_connection(client: Client) -> None:
+    """The daemon hangs up on a client that connects and then sends nothing for long."""
     save(client, ["before"], 1_000, Tier.RAM)
     node = transport_of(client)._node
     assert node is not None
@@ -419,10 +421,10 @@ def test_a_save_without_a_slot_takes_no_line(client: Client) -> None:
     assert line._socket.fileno() >= 0
 
 
-def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
+def test_a_claim_is_held_on_when_its_connection_ends_with_another_call(
     daemon: PrivateDaemon, client: Client
 ) -> None:
-    """A call that has waited too long gives up before it has asked for anything."""
+    """A call that has waited too long gives up before it has sent anything."""
     keys = save(client, ["claimed"], 1_000, Tier.RAM)
     node = transport_of(client)._node
     assert node is not None
@@ -430,7 +432,7 @@ def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
     with daemon.admin() as admin, client.claim(keys) as hit:
         (line,) = node.calls._idle
         there = descriptors_of(daemon)
-        with pytest.raises(DeadlineExceeded), node.calls.line(60.0):
+        with pytest.raises(DeadlineExceeded), node.calls.connection(60.0):
             raise DeadlineExceeded("a test took it")
         assert line._socket.fileno() == -1
         assert node.calls._idle == []
@@ -446,7 +448,7 @@ def test_a_claim_is_held_on_when_its_line_ends_with_another_call(
 
 
 def test_clients_that_come_and_go_leave_no_descriptor(daemon: PrivateDaemon) -> None:
-    """Neither here nor at the daemon's."""
+    """Neither in this process nor in the daemon."""
 
     def come_and_go(name: str) -> None:
         with Client(daemon.address) as client:
@@ -480,21 +482,16 @@ def test_refusals_leave_no_descriptor(daemon: PrivateDaemon, client: Client) -> 
     eventually(lambda: descriptors_of(daemon) <= there)
 
 
-class _Remote:
-    """The next session's daemon shares."""
-
-    shares = True
-
-
 class _Session:
-    """One with a daemon that did not share."""
+    """A session with a daemon that did not share."""
 
     why_ended = ""
     welcome = pb.Welcome(shares=False)
 
 
 def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
-    transport = LocalTransport(_Remote())  # type: ignore[arg-type]
+    next_session = Mock(GrpcTransport, shares=True)
+    transport = LocalTransport(next_session)
     assert transport.shares
     session = _Session()
     transport._link = session  # type: ignore[assignment]

@@ -1,10 +1,10 @@
-"""The client's way to the daemon over gRPC: any host, a Unix socket or TCP."""
+"""The transport over gRPC: a Unix socket or TCP, to any host."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import grpc
 
@@ -28,14 +28,17 @@ from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
 from ..results import Entry, Found, SaveOutcome
 from . import messages
-from .backoff import Backoff
-from .channel import Security
 from .connection import unanswered
 from .deadline import Deadline
 from .link import Holding, Link
-from .not_in_place import NothingInPlace
-from .packing import check_header, pack
-from .session import DEFAULT_CONNECT_TIMEOUT_MS, SessionKeeper, check_answering, hello_of
+from .security import Security
+from .session import (
+    DEFAULT_CONNECT_TIMEOUT_MS,
+    Backoff,
+    SessionKeeper,
+    check_answering,
+    hello_of,
+)
 from .trace_context import CallSpans, trace_metadata
 from .transport import (
     Claimed,
@@ -46,21 +49,23 @@ from .transport import (
     Saving,
     Share,
     Sink,
+    Transport,
 )
 
 T = TypeVar("T")
 
-#: Makes a staged save: its opening, the payloads, until when. Raises PrefixdError, OSError.
+#: (first message without parts, payloads, deadline) -> results of a save through local memory.
+#: Raises PrefixdError, OSError.
 Stage: TypeAlias = Callable[
     [pb.SaveStagedRequest, Sequence[FlatBytes], Deadline], list[pb.SaveResult]
 ]
 
 
-class RemoteTransport(NothingInPlace):
-    """`transport.Transport` over one connection that is opened again when it breaks.
+class GrpcTransport(Transport):
+    """`transport.Transport` over one connection, which is opened again when it breaks.
 
-    A call that the daemon refuses because it does not know the session gets a new session and
-    is repeated once; it had no effect before. No other failure is repeated.
+    When the daemon refuses a call because it does not know the session, the call is repeated once
+    in a new session: the first attempt had no effect. No other failure is retried.
     """
 
     def __init__(
@@ -75,10 +80,10 @@ class RemoteTransport(NothingInPlace):
         security: Security | None = None,
     ) -> None:
         """`address` None: the default one. `name` None: that of the program. `label`: see
-        `Client`. `security`: see `channel.open_channel`. Raises ConfigError for what is no address,
-        InvalidSize for a name or a label that can't be one."""
+        `Client`. `security`: see `security.open_channel`. Raises ConfigError for a malformed
+        address, InvalidSize for a malformed name or label."""
         self._counters = counters
-        #: Makes a span of each rpc; None: nothing is traced.
+        #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
         self._address = default_address() if address is None else normalize_address(address)
         self._keeper = SessionKeeper(
@@ -92,17 +97,17 @@ class RemoteTransport(NothingInPlace):
         )
 
     def _opened(self, link: Link) -> None:
-        """Before a session is used. In the keeper's thread; `_keeper` may not be there yet."""
+        """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""
 
     @property
     def max_batch_keys(self) -> int:
         link = self._keeper.current
         return (link.welcome.max_batch_keys if link else 0) or MAX_BATCH_KEYS
 
-    def _batches(self, things: Sequence[T]) -> Iterator[Sequence[T]]:
-        """As many at once as one call takes."""
+    def _batches(self, items: Sequence[T]) -> Iterator[Sequence[T]]:
+        """`items`, as many at a time as one call takes."""
         size = self.max_batch_keys
-        return (things[start : start + size] for start in range(0, len(things), size))
+        return (items[start : start + size] for start in range(0, len(items), size))
 
     @property
     def connected(self) -> bool:
@@ -139,19 +144,38 @@ class RemoteTransport(NothingInPlace):
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         found: list[Found] = []
         for batch in self._batches(keys):
-            found += self._lookup(batch, wait_ms, deadline)
+            response = self._lookup(pb.LookupRequest(keys=batch, wait_ms=wait_ms), deadline)
+            with messages.understanding():
+                found += [
+                    messages.found_of(key, result)
+                    for key, result in zip(batch, response.results, strict=True)
+                ]
         return found
 
-    def _lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
-        request = pb.LookupRequest(keys=keys, wait_ms=wait_ms)
-        _, response = self._call(
-            "Lookup", deadline, lambda link, s: link.calls.Lookup(request, timeout=s)
-        )
-        with messages.understanding():
-            return [
-                messages.found_of(key, result)
-                for key, result in zip(keys, response.results, strict=True)
-            ]
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+        found: list[bool] = []
+        for batch in self._batches(keys):
+            response = self._lookup(pb.LookupRequest(keys=batch, brief=True), deadline)
+            found += messages.present_of(batch, response)
+        return found
+
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+        run = 0
+        for batch in self._batches(keys):
+            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
+            presences = self._lookup(request, deadline).presences
+            present = [presence == pb.PRESENCE_PRESENT for presence in presences]
+            found = present.index(False) if False in present else len(present)
+            run += found
+            if found < len(batch):
+                break
+        return run
+
+    def _lookup(self, request: pb.LookupRequest, deadline: Deadline) -> pb.LookupResponse:
+        def ask(link: Link, timeout_s: float) -> pb.LookupResponse:
+            return link.calls.Lookup(request, timeout=timeout_s)
+
+        return self._call("Lookup", deadline, ask)[1]
 
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
@@ -159,12 +183,9 @@ class RemoteTransport(NothingInPlace):
         request = pb.ClaimRequest(
             keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms, lease_ms=lease_ms
         )
-
-        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
-            request.session.CopyFrom(link.ref)
-            return link.calls.Claim(request, timeout=timeout_s)
-
-        link, response = self._call("Claim", deadline, ask)
+        link, response = self._call_as_session(
+            "Claim", deadline, request, lambda link: link.calls.Claim
+        )
         number = response.claim_id
         holding = link.claims.hold(link, number) if number else None
         try:
@@ -180,7 +201,7 @@ class RemoteTransport(NothingInPlace):
     def claim_known(
         self, entries: Sequence[Entry], lease_ms: int, deadline: Deadline
     ) -> Holding | None:
-        """Pin entries that an index told of. None: some of them are no longer the same; then
+        """Pin entries that were found in an index. None: some of them have changed since, and
         nothing is pinned."""
         request = pb.ClaimRequest(
             keys=[entry.key for entry in entries],
@@ -188,12 +209,9 @@ class RemoteTransport(NothingInPlace):
             lease_ms=lease_ms,
             brief=True,
         )
-
-        def ask(link: Link, timeout_s: float) -> pb.ClaimResponse:
-            request.session.CopyFrom(link.ref)
-            return link.calls.Claim(request, timeout=timeout_s)
-
-        link, response = self._call("Claim", deadline, ask)
+        link, response = self._call_as_session(
+            "Claim", deadline, request, lambda link: link.calls.Claim
+        )
         if not response.claim_id:
             return None
         holding = link.claims.hold(link, response.claim_id)
@@ -205,9 +223,7 @@ class RemoteTransport(NothingInPlace):
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
-        request = pb.ReadRequest(
-            session=link.ref, claim_id=claim.number, ranges=map(messages.range_of, ranges)
-        )
+        request = messages.read_request(claim, ranges)
         timeout_s = deadline.left_s()
         self._call_held(
             "Read", link, lambda: link.connection.read(request, len(ranges), sink, timeout_s)
@@ -237,7 +253,7 @@ class RemoteTransport(NothingInPlace):
         ]
 
     def give_back(self, claims: Sequence[Holding]) -> None:
-        """Release claims of the current session without waiting for the answer."""
+        """Release claims of the current session without waiting for the response."""
         link = self._keeper.current
         if link is not None:
             for numbers in self._batches([c.number for c in claims if c.link is link]):
@@ -247,35 +263,13 @@ class RemoteTransport(NothingInPlace):
         give_back = pb.GiveBack(claim_ids=[claim.number])
         claim.link.send(pb.SessionRequest(give_back=give_back))
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        found: list[bool] = []
-        for batch in self._batches(keys):
-            request = pb.LookupRequest(keys=batch, brief=True)
-            _, response = self._call("Lookup", deadline, partial(_lookup, request))
-            found += messages.present_of(batch, response)
-        return found
-
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
-        run = 0
-        for batch in self._batches(keys):
-            request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
-            _, response = self._call("Lookup", deadline, partial(_lookup, request))
-            present = [presence == pb.PRESENCE_PRESENT for presence in response.presences]
-            run += present.index(False) if False in present else len(present)
-            if len(present) < len(batch) or not all(present):
-                break
-        return run
-
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
-        request = pb.DeleteRequest(keys=keys)
-
-        def ask(link: Link, timeout_s: float) -> pb.DeleteResponse:
-            request.session.CopyFrom(link.ref)
-            return link.connection.stub.Delete(
-                request, timeout=timeout_s, metadata=trace_metadata()
-            )
-
-        _, response = self._call("Delete", deadline, ask)
+        _, response = self._call_as_session(
+            "Delete",
+            deadline,
+            pb.DeleteRequest(keys=keys),
+            lambda link: partial(link.connection.stub.Delete, metadata=trace_metadata()),
+        )
         with messages.understanding():
             return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
 
@@ -285,20 +279,19 @@ class RemoteTransport(NothingInPlace):
         return link is not None and link.welcome.shares
 
     def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
-        request = pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
-
-        def ask(link: Link, timeout_s: float) -> pb.PullResponse:
-            request.session.CopyFrom(link.ref)
-            return link.connection.stub.Pull(request, timeout=timeout_s, metadata=trace_metadata())
-
-        _, response = self._call("Pull", deadline, ask)
+        _, response = self._call_as_session(
+            "Pull",
+            deadline,
+            pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms),
+            lambda link: partial(link.connection.stub.Pull, metadata=trace_metadata()),
+        )
         return response.pulled
 
     def touch(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:
-            for told in self._batches(keys):
-                link.send(pb.SessionRequest(touch=pb.Touch(keys=told)))
+            for batch in self._batches(keys):
+                link.send(pb.SessionRequest(touch=pb.Touch(keys=batch)))
 
     def suspect(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
@@ -310,11 +303,10 @@ class RemoteTransport(NothingInPlace):
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
     ) -> list[Granted]:
-        header = messages.header_of(items, terms)
+        request = pb.ReserveRequest(header=messages.header_of(items, terms))
 
         def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
-            header.session.CopyFrom(link.ref)
-            request = pb.ReserveRequest(header=header)
+            request.header.session.CopyFrom(link.ref)
             return link.calls.Reserve(request, timeout=timeout_s)
 
         link, response = self._call("Reserve", deadline, ask)
@@ -345,14 +337,9 @@ class RemoteTransport(NothingInPlace):
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
-        tokens = [holding.number for holding, _ in reservations]
-        packed = pack(
-            pb.WriteRequest(session=link.ref).SerializeToString(),
-            [pb.WritePart(token=token) for token in tokens],
-            payloads,
-            chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-            max_message_bytes=link.max_message_bytes,
-        )
+        opening = pb.WriteRequest(session=link.ref).SerializeToString()
+        labels = [pb.WritePart(token=holding.number) for holding, _ in reservations]
+        packed = _packed(link, opening, labels, payloads)
         timeout_s = deadline.left_s()
         response = self._call_held("Write", link, lambda: link.connection.write(packed, timeout_s))
         with messages.understanding():
@@ -364,22 +351,13 @@ class RemoteTransport(NothingInPlace):
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        header = messages.header_of([saving.item for saving in items], terms)
         labels = [pb.WritePart(item=index) for index in range(len(items))]
         payloads = [saving.payload for saving in items]
 
         def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
-            header.session.CopyFrom(link.ref)
+            header = messages.header_in(link, items, terms)
             opening = pb.SaveRequest(header=header).SerializeToString()
-            check_header(header, link.max_message_bytes)
-            packed = pack(
-                opening,
-                labels,
-                payloads,
-                chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
-                max_message_bytes=link.max_message_bytes,
-            )
-            return link.connection.save(packed, timeout_s)
+            return link.connection.save(_packed(link, opening, labels, payloads), timeout_s)
 
         _, response = self._call("Save", deadline, send)
         return messages.outcomes_of([saving.item.key for saving in items], response.results)
@@ -392,18 +370,15 @@ class RemoteTransport(NothingInPlace):
         terms: SaveTerms,
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """`save`, with the payloads in the staging memory of session `ref`.
+        """`save` through the staging memory of session `ref`.
 
-        Raises UnknownStaging, before anything happened, if that session has ended.
+        Raises UnknownStaging, before anything is sent, if that session has ended.
         """
-        header = messages.header_of([saving.item for saving in items], terms)
         payloads = [saving.payload for saving in items]
 
         def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
-            if link.ref != ref:
-                raise UnknownStaging("the session that it was handed to has ended")
-            header.session.CopyFrom(ref)
-            check_header(header, link.max_message_bytes)
+            _check_same(link, ref)
+            header = messages.header_in(link, items, terms)
             return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
 
         _, results = self._call("SaveStaged", deadline, send)
@@ -417,17 +392,15 @@ class RemoteTransport(NothingInPlace):
         payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        """`write`, in the same way."""
+        """`write` through the staging memory of session `ref`; see `save_staged`."""
         link = self._writer(reservations, deadline)
-        if link.ref != ref:
-            raise UnknownStaging("the session that it was handed to has ended")
-        tokens = [holding.number for holding, _ in reservations]
-        opening = pb.SaveStagedRequest(reserved=pb.StagedReservations(session=ref, tokens=tokens))
+        _check_same(link, ref)
+        opening = pb.SaveStagedRequest(reserved=messages.reserved_of(ref, reservations))
         results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
         return messages.outcomes_of([key for _, key in reservations], results)
 
     def _writer(self, reservations: Sequence[tuple[Holding, Key]], deadline: Deadline) -> Link:
-        """The session in use, which is the one that the reservations are of."""
+        """The session in use. Raises UnknownReservation if a reservation is of another one."""
         link = self._keeper.link(deadline)
         if any(holding.link is not link for holding, _ in reservations):
             raise UnknownReservation("it was made in a session that has ended")
@@ -438,7 +411,8 @@ class RemoteTransport(NothingInPlace):
     def _call(
         self, name: str, deadline: Deadline, ask: Callable[[Link, float], T]
     ) -> tuple[Link, T]:
-        """`ask` in the current session; once more in a new one if the daemon lost that."""
+        """Make a call in the current session; again in a new one if the daemon does not know that
+        session."""
         try:
             return self._ask(name, deadline, ask)
         except (UnknownSession, StaleIncarnation):
@@ -451,8 +425,23 @@ class RemoteTransport(NothingInPlace):
         timeout_s = deadline.left_s()
         return link, self._call_held(name, link, lambda: ask(link, timeout_s))
 
+    def _call_as_session(
+        self,
+        name: str,
+        deadline: Deadline,
+        request: Any,
+        method: Callable[[Link], Callable[..., T]],
+    ) -> tuple[Link, T]:
+        """`_call` with a request that names its session."""
+
+        def ask(link: Link, timeout_s: float) -> T:
+            request.session.CopyFrom(link.ref)
+            return method(link)(request, timeout=timeout_s)
+
+        return self._call(name, deadline, ask)
+
     def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
-        """One rpc in this very session. Raises PrefixdError."""
+        """Make a call that only this session can make. Raises PrefixdError."""
         check_answering(link)
         self._counters.rpc(name)
         silent = False
@@ -460,10 +449,10 @@ class RemoteTransport(NothingInPlace):
             return ask() if self.spans is None else self.spans.call(name, ask)
         except grpc.RpcError as problem:
             error, silent = from_grpc(problem), unanswered(problem)
-        except PrefixdError as problem:  # from the local socket
+        except PrefixdError as problem:  # from the local or data socket
             error, silent = problem, isinstance(problem, DeadlineExceeded)
         except ValueError as problem:
-            # The channel was closed between being looked up and being used.
+            # Another thread closed the channel after this one had looked it up.
             error = DaemonUnavailable(f"the connection closed: {problem}")
         if isinstance(error, UnknownSession | StaleIncarnation):
             self._keeper.renew(link, str(error))
@@ -477,5 +466,18 @@ class RemoteTransport(NothingInPlace):
         return claim.link
 
 
-def _lookup(request: pb.LookupRequest, link: Link, timeout_s: float) -> pb.LookupResponse:
-    return link.calls.Lookup(request, timeout=timeout_s)
+def _packed(
+    link: Link, opening: bytes, labels: Sequence[pb.WritePart], payloads: Sequence[FlatBytes]
+) -> Iterator[bytes]:
+    return messages.pack(
+        opening,
+        labels,
+        payloads,
+        chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
+        max_message_bytes=link.max_message_bytes,
+    )
+
+
+def _check_same(link: Link, ref: pb.SessionRef) -> None:
+    if link.ref != ref:
+        raise UnknownStaging("the session that it was handed to has ended")

@@ -1,4 +1,4 @@
-"""Saves from this process's own memory: what lies there is found, or they go another way."""
+"""Saves that lend this process's memory: they are stored right, or go another way."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from prefixd.client import Client, ReserveItem, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local import lending
-from prefixd.client.local.calls import Line
-from prefixd.client.local.transport import LocalTransport
+from prefixd.client.local import staging
+from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.local.local_transport import LocalTransport
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DeadlineExceeded, LimitReached, UnreadableMemory
 from prefixd.proto.keys import Key
@@ -30,7 +30,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def client(daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Client]:
-    monkeypatch.setattr(lending, "LEND_BYTES", 1)
+    monkeypatch.setattr(staging, "LEND_BYTES", 1)
     with Client(daemon.address) as connected:
         assert connected.wait_connected()
         yield connected
@@ -49,7 +49,7 @@ def lends(client: Client) -> bool:
 
 
 def staged(client: Client) -> bool:
-    """Was anything saved through staging memory?"""
+    """Whether anything was saved through staging memory."""
     node = transport_of(client)._node
     return node is not None and node.staging is not None
 
@@ -98,30 +98,30 @@ def test_a_reservation_is_written_from_where_its_payload_lies(client: Client) ->
 
 
 def test_few_bytes_and_very_many_pieces_are_not_lent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lending, "LEND_BYTES", 1_000)
-    monkeypatch.setattr(lending, "MAX_LENT_PIECES", 10)
-    assert not lending.can_lend([memoryview(bytes(500)), memoryview(bytes(499))])
-    assert lending.can_lend([memoryview(bytes(500)), memoryview(bytes(500))])
-    assert lending.can_lend([Pieces([memoryview(bytes(200))] * 10)])
-    assert not lending.can_lend([Pieces([memoryview(bytes(200))] * 11)])
+    monkeypatch.setattr(staging, "LEND_BYTES", 1_000)
+    monkeypatch.setattr(staging, "MAX_LENT_PIECES", 10)
+    assert not staging.can_lend([memoryview(bytes(500)), memoryview(bytes(499))])
+    assert staging.can_lend([memoryview(bytes(500)), memoryview(bytes(500))])
+    assert staging.can_lend([Pieces([memoryview(bytes(200))] * 10)])
+    assert not staging.can_lend([Pieces([memoryview(bytes(200))] * 11)])
 
 
 @pytest.mark.parametrize("problem", [UnreadableMemory, LimitReached])
 def test_what_cant_be_lent_is_staged(
     client: Client, monkeypatch: pytest.MonkeyPatch, problem: type[Exception]
 ) -> None:
-    """A daemon that may not read this process is not asked again; one that was busy is."""
+    """Lending is tried again if the daemon was busy, but not if it may not read this process."""
     asked = []
 
-    real_send = Line.send
+    real_send = LocalConnection.send
 
-    def send(line: Line, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
         if request.HasField("save_lent"):
             asked.append(1)
             raise problem("no")
         real_send(line, request, timeout_s)
 
-    monkeypatch.setattr(Line, "send", send)
+    monkeypatch.setattr(LocalConnection, "send", send)
     for _ in range(2):
         wanted = items(2)
         outcomes = client.save_many(wanted, tier=Tier.RAM)
@@ -135,12 +135,12 @@ def test_what_cant_be_lent_is_staged(
 def test_memory_is_taken_back_before_a_save_that_gave_up_returns(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The daemon reads the token again when it has copied: the buffer is the caller's now."""
+    """The daemon reads the token again after its copy, and finds that the caller has the buffer."""
     lent: list[bytes] = []
     tokens: list[bytearray] = []
-    real_send, real_address_of = Line.send, lending.address_of
+    real_send, real_address_of = LocalConnection.send, staging.address_of
 
-    def send(line: Line, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
         if not request.HasField("save_lent"):
             real_send(line, request, timeout_s)
             return
@@ -152,8 +152,8 @@ def test_memory_is_taken_back_before_a_save_that_gave_up_returns(
         tokens.append(token)
         return real_address_of(token)
 
-    monkeypatch.setattr(Line, "send", send)
-    monkeypatch.setattr(lending, "address_of", address_of)
+    monkeypatch.setattr(LocalConnection, "send", send)
+    monkeypatch.setattr(staging, "address_of", address_of)
     (outcome,) = client.save_many(items(1), tier=Tier.RAM, reason=SaveReason.EVICT)
     assert outcome.status is SaveStatus.DEADLINE
     assert tokens == [bytearray(16)] != lent

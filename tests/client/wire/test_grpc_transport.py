@@ -1,4 +1,4 @@
-"""Calls over gRPC: what is repeated, what is not, what an answer that makes no sense is."""
+"""Calls over gRPC: which are repeated, and what malformed responses lead to."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from prefixd.client.counters import Counters
 from prefixd.client.results import ReserveStatus
-from prefixd.client.wire.backoff import Backoff
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.remote import RemoteTransport
+from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.session import Backoff
 from prefixd.client.wire.transport import Range, ReserveItem, SaveTerms, Saving
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -54,8 +54,8 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[RemoteTransport]:
-    remote = RemoteTransport(
+def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[GrpcTransport]:
+    remote = GrpcTransport(
         daemon.address, "tester", counters=counters, backoff=Backoff(0, 0), connect_timeout_ms=5_000
     )
     assert remote.wait(long())
@@ -70,7 +70,7 @@ def saving(key: Key, payload: bytes, **item: Any) -> Saving:
 # ---- the session
 
 
-def test_a_client_has_a_name(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_a_client_has_a_name(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     assert remote.connected
     assert daemon.hellos[0].client_name == "tester"
     assert daemon.hellos[0].pid > 0
@@ -79,16 +79,16 @@ def test_a_client_has_a_name(daemon: FakeDaemon, remote: RemoteTransport) -> Non
 @pytest.mark.parametrize("name", ["", "n" * 121])
 def test_a_name_has_a_length(name: str, counters: Counters) -> None:
     with pytest.raises(InvalidSize, match="name"):
-        RemoteTransport("/tmp/x.sock", name, counters=counters)
+        GrpcTransport("/tmp/x.sock", name, counters=counters)
 
 
 def test_an_address_is_checked(counters: Counters) -> None:
     with pytest.raises(ConfigError):
-        RemoteTransport("nonsense", counters=counters)
+        GrpcTransport("nonsense", counters=counters)
 
 
-#: Each call that needs nothing but a session.
-CALLS: dict[str, Callable[[RemoteTransport], object]] = {
+#: Calls that need nothing but a session.
+CALLS: dict[str, Callable[[GrpcTransport], object]] = {
     "Lookup": lambda remote: remote.lookup([ONE], 0, long()),
     "Claim": lambda remote: remote.claim([ONE], ClaimMode.ANY, 0, 0, long()),
     "Reserve": lambda remote: remote.reserve([ReserveItem(TWO, 5)], TERMS, long()),
@@ -100,7 +100,7 @@ CALLS: dict[str, Callable[[RemoteTransport], object]] = {
 @pytest.mark.parametrize("error", [UnknownSession, StaleIncarnation])
 def test_a_lost_session_is_renewed_and_the_call_repeated_once(
     daemon: FakeDaemon,
-    remote: RemoteTransport,
+    remote: GrpcTransport,
     counters: Counters,
     name: str,
     error: type[PrefixdError],
@@ -115,7 +115,7 @@ def test_a_lost_session_is_renewed_and_the_call_repeated_once(
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("error", [LimitReached, UnknownTier, DaemonUnavailable])
 def test_no_other_failure_is_repeated(
-    daemon: FakeDaemon, remote: RemoteTransport, name: str, error: type[PrefixdError]
+    daemon: FakeDaemon, remote: GrpcTransport, name: str, error: type[PrefixdError]
 ) -> None:
     daemon.fail(name, error("no"))
     with pytest.raises(error, match="no"):
@@ -125,7 +125,7 @@ def test_no_other_failure_is_repeated(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_ends_by_its_deadline(
-    daemon: FakeDaemon, remote: RemoteTransport, name: str, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, remote: GrpcTransport, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.long", lambda: Deadline(20))
     daemon.hold(name)
@@ -135,10 +135,10 @@ def test_every_call_ends_by_its_deadline(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_fails_when_the_daemon_goes_away_meanwhile(
-    daemon: FakeDaemon, remote: RemoteTransport, name: str
+    daemon: FakeDaemon, remote: GrpcTransport, name: str
 ) -> None:
     def leave(message: Any) -> Any:
-        daemon.end_sessions()  # the client closes its connection, in the middle of the call
+        daemon.end_sessions()  # the client closes its connection during the call
         daemon.wait_until(lambda: len(daemon.hellos) > 1)
         return message
 
@@ -160,7 +160,7 @@ def test_a_call_fails_when_the_daemon_goes_away_meanwhile(
     ],
 )
 def test_an_answer_against_the_contract_is_a_failed_call(
-    daemon: FakeDaemon, remote: RemoteTransport, name: str, answer: object
+    daemon: FakeDaemon, remote: GrpcTransport, name: str, answer: object
 ) -> None:
     daemon.mangle(name, lambda _: answer)
     with pytest.raises(PrefixdError, match="does not follow the contract") as caught:
@@ -171,7 +171,7 @@ def test_an_answer_against_the_contract_is_a_failed_call(
 # ---- reading
 
 
-def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     daemon.put(ONE, b"12345", tier=pb.TIER_DISK, token_count=7, layer_count=5)
     remote.reserve([ReserveItem(TWO, 5)], TERMS, long())
     present, in_flight, absent = remote.lookup([ONE, TWO, THREE], 0, long())
@@ -199,7 +199,7 @@ def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: RemoteTransport)
 )
 def test_claims_say_where_each_entry_stood(
     daemon: FakeDaemon,
-    remote: RemoteTransport,
+    remote: GrpcTransport,
     mode: ClaimMode,
     there: list[Key],
     positions: list[int],
@@ -214,7 +214,7 @@ def test_claims_say_where_each_entry_stood(
 
 
 def test_reads_come_in_parts_of_the_ranges_asked_for(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
     daemon.chunk_bytes = 100
     one, two = payloads([250, 120])
@@ -238,7 +238,7 @@ def test_reads_come_in_parts_of_the_ranges_asked_for(
     ]
 
 
-def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     daemon.put(ONE, b"bytes")
     daemon.mangle(
         "Read",
@@ -252,7 +252,7 @@ def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: RemoteT
     assert received == [None]
 
 
-def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     daemon.put(ONE, b"bytes")
     claimed = remote.claim([ONE], ClaimMode.ANY, 0, 0, long())
     assert claimed.holding is not None
@@ -263,7 +263,7 @@ def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: RemoteTransport) -
     assert daemon.rpcs["Read"] == 0
 
 
-def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     for key in (ONE, TWO):
         daemon.put(key, b"bytes")
     old = remote.claim([ONE], ClaimMode.ANY, 0, 0, long()).holding
@@ -275,13 +275,11 @@ def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: Remot
     assert remote.release([old], long()) == [False]
     assert daemon.rpcs["Release"] == 0
     assert remote.release([old, new], long()) == [False, True]
-    assert remote.release([new], long()) == [False]  # the daemon had it back before
+    assert remote.release([new], long()) == [False]  # the daemon had taken it back before
 
 
-def test_more_than_a_call_takes_goes_in_several(
-    daemon: FakeDaemon, remote: RemoteTransport
-) -> None:
-    """Releases, and what the session stream carries."""
+def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+    """Releases, and messages on the session stream."""
     daemon.put(ONE, b"bytes")
     link = remote.current
     assert link is not None
@@ -300,7 +298,7 @@ def test_more_than_a_call_takes_goes_in_several(
 # ---- writing
 
 
-def test_saves_carry_everything(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_saves_carry_everything(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     terms = SaveTerms(Tier.SHM, SaveReason.EVICT, ancestors=[THREE], wait_ms=3, ttl_ms=9)
     outcomes = remote.save(
         [
@@ -323,7 +321,7 @@ def test_saves_carry_everything(daemon: FakeDaemon, remote: RemoteTransport) -> 
 
 
 def test_messages_stay_below_what_the_daemon_takes(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
     daemon.max_message_bytes, daemon.chunk_bytes = 50_000, 20_000
     daemon.fail("Lookup", UnknownSession("learn the new limits"))
@@ -341,7 +339,7 @@ def test_messages_stay_below_what_the_daemon_takes(
         remote.save([saving(ONE, b"1", token_ids=bytes(60_000))], TERMS, long())
 
 
-def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: RemoteTransport) -> None:
+def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: GrpcTransport) -> None:
     daemon.put(THREE, b"there")
     one, two, three = remote.reserve(
         [ReserveItem(ONE, 3), ReserveItem(TWO, 4), ReserveItem(THREE, 5)], TERMS, long()
@@ -362,7 +360,7 @@ def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: Remot
 
 
 def test_a_reservation_of_an_earlier_session_is_unknown(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
     (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     daemon.fail("Lookup", UnknownSession("who?"))
@@ -374,7 +372,7 @@ def test_a_reservation_of_an_earlier_session_is_unknown(
     assert daemon.rpcs["Write"] == daemon.rpcs["Cancel"] == 0
 
 
-def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None:
+def test_somebody_elses_save_in_flight_is_named(remote: GrpcTransport) -> None:
     remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     assert granted.status is ReserveStatus.IN_FLIGHT
@@ -385,9 +383,9 @@ def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None
 
 
 def test_a_claim_that_is_granted_too_late_is_given_back(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
-    """It would be held as long as the session: nobody knows its number."""
+    """Otherwise it would be held as long as the session, because no caller knows its number."""
     daemon.put(ONE, b"abc")
     gate = daemon.hold("Claim")
     with pytest.raises(DeadlineExceeded):
@@ -402,7 +400,7 @@ def test_a_claim_that_is_granted_too_late_is_given_back(
 
 
 def test_a_reservation_that_is_granted_too_late_is_given_back(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
     gate = daemon.hold("Reserve")
     with pytest.raises(DeadlineExceeded):
@@ -412,7 +410,7 @@ def test_a_reservation_that_is_granted_too_late_is_given_back(
 
 
 def test_what_is_granted_too_late_ends_with_the_session(
-    daemon: FakeDaemon, remote: RemoteTransport
+    daemon: FakeDaemon, remote: GrpcTransport
 ) -> None:
     daemon.put(ONE, b"abc")
     gate = daemon.hold("Claim")

@@ -1,4 +1,4 @@
-"""Calls to the daemon over its local socket (proto.local), which take a fraction of gRPC's time."""
+"""Calls over the daemon's local socket (proto.local), which take a fraction of gRPC's time."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
 from ..wire.connection import Calls
-from ..wire.data_wire import NoLine
-from ..wire.lines import CONNECT_S, Lines
+from ..wire.pool import CONNECT_S, ConnectionPool, NoConnection
 from ..wire.trace_context import TRACEPARENT
 
-#: More than most answers need.
+#: More than most responses need.
 _RECEIVE_BYTES: Final = 64 * 2**10
 
 
-class Line:
+class LocalConnection:
     """One connection. Not thread-safe."""
 
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
-        """Says whose it is before anything else. Raises OSError if no daemon listens there."""
+        """Connects and names its session. Raises OSError if no daemon listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._frames = local.Frames(pb.LocalResponse.FromString)
         try:
@@ -40,14 +39,14 @@ class Line:
         """Raises DaemonUnavailable, DeadlineExceeded, InvalidSize."""
         if parent := TRACEPARENT.get():
             request.traceparent = parent
-        with _in_our_words():
+        with _translated_errors():
             self._socket.settimeout(timeout_s)
             self._socket.sendall(local.frame(request))
 
     def receive(self, timeout_s: float) -> pb.LocalResponse:
-        """The next response. Raises PrefixdError, also what the daemon refuses the call with."""
+        """The next response. Raises PrefixdError, also for a failure that the daemon reports."""
         until_s = time.monotonic() + timeout_s
-        with _in_our_words():
+        with _translated_errors():
             while (response := self._frames.next()) is None:
                 self._socket.settimeout(max(until_s - time.monotonic(), 1e-6))
                 data = self._socket.recv(_RECEIVE_BYTES)
@@ -60,25 +59,27 @@ class Line:
         return response
 
     def hand_over(
-        self, session: pb.SessionRef, timeout_s: float, wanted: Sequence[str] = ()
+        self, session: pb.SessionRef, timeout_s: float, names: Sequence[str] = ()
     ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
-        """The daemon's descriptors by name, each with its size in bytes, which the caller then
-        owns; and what was refused, with the reasons. `wanted`: of which; none: of everything.
-        Raises PrefixdError."""
-        asked = pb.HandOverRequest(session=session, wanted=wanted)
-        self.send(pb.LocalRequest(hand_over=asked), timeout_s)
+        """Ask for the daemon's descriptors; `names`: of some, or empty for all.
+
+        Returns the descriptors by name, each with its size in bytes, which the caller then owns;
+        and what was refused, with the reasons. Raises PrefixdError.
+        """
+        request = pb.HandOverRequest(session=session, wanted=names)
+        self.send(pb.LocalRequest(hand_over=request), timeout_s)
         fds: list[int] = []
         try:
-            with _in_our_words():
-                # They come with the first byte of the answer.
+            with _translated_errors():
+                # They come with the first byte of the response.
                 data, fds, _, _ = socket.recv_fds(
                     self._socket, _RECEIVE_BYTES, local.MAX_DESCRIPTORS
                 )
             for fd in fds:
-                os.set_inheritable(fd, False)  # Python 3.11 does not pass MSG_CMSG_CLOEXEC on
+                os.set_inheritable(fd, False)  # Python 3.11 does not pass on MSG_CMSG_CLOEXEC
             self._frames.feed(data)
             response = self.receive(timeout_s).hand_over
-            # The kernel leaves out descriptors for which this process has no room.
+            # The kernel drops descriptors beyond the limit of this process.
             if len(response.descriptors) != len(fds):
                 raise MalformedMessage(
                     f"{len(fds)} descriptors came instead of {len(response.descriptors)}"
@@ -91,7 +92,7 @@ class Line:
         return {each.name: (fd, each.size_bytes) for each, fd in handed}, dict(response.refused)
 
     def shut_down(self) -> None:
-        """Make the call that is under way fail. From another thread."""
+        """Make the call in progress fail. Callable from another thread."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -99,30 +100,30 @@ class Line:
         self._socket.close()
 
 
-class LocalCalls(Lines[Line]):
-    """Calls over the local socket."""
+class LocalCalls(ConnectionPool[LocalConnection]):
+    """Small calls over the local socket, and connections for saves and hand-overs. Thread-safe."""
 
-    def __init__(self, path: str, session: pb.SessionRef, instead: Calls) -> None:
-        super().__init__(instead)
+    def __init__(self, path: str, session: pb.SessionRef, fallback: Calls) -> None:
+        super().__init__(fallback)
         self._path = path
         self._session = session
 
-    def _connect(self, timeout_s: float) -> Line:
+    def _connect(self, timeout_s: float) -> LocalConnection:
         try:
-            return Line(self._path, self._session, min(timeout_s, CONNECT_S))
+            return LocalConnection(self._path, self._session, min(timeout_s, CONNECT_S))
         except OSError as problem:
-            raise NoLine(str(problem)) from None
+            raise NoConnection(str(problem)) from None
 
-    def _send(self, line: Line, kind: str, request: Any, timeout_s: float) -> None:
-        line.send(pb.LocalRequest(**{kind: request}), timeout_s)
+    def _send(self, connection: LocalConnection, kind: str, request: Any, timeout_s: float) -> None:
+        connection.send(pb.LocalRequest(**{kind: request}), timeout_s)
 
-    def _receive(self, line: Line, timeout_s: float) -> pb.LocalResponse:
-        return line.receive(timeout_s)
+    def _receive(self, connection: LocalConnection, timeout_s: float) -> pb.LocalResponse:
+        return connection.receive(timeout_s)
 
 
 @contextmanager
-def _in_our_words() -> Iterator[None]:
-    """What a socket raises, as gRPC's failures are told."""
+def _translated_errors() -> Iterator[None]:
+    """Raise a socket's errors as those that gRPC would have raised."""
     try:
         yield
     except TimeoutError:
