@@ -1,7 +1,7 @@
-"""The policy lab's commands: make, convert and analyse traces; curves and advice.
+"""Commands that need only a trace: `trace generate`, `trace convert` and `analyze`.
 
-Only `replay-live` and `curve-live` need a daemon. Every one takes `--json FILE` (`-`: standard
-output) beside the tables that people read.
+All commands over traces share the options and the output that are defined here. Each takes
+`--json FILE` (`-`: standard output) besides the tables for people.
 """
 
 from __future__ import annotations
@@ -10,21 +10,23 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Ctl, ExitCode, fail, make_console, print_json
-from .options import parse_size
+from .command import Ctl, ExitCode, fail, make_console, parse_size, print_json, root_options
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LAB = "Traces and policies"
-STDOUT = "-"
-PROFILE_NAMES = "chatbot|multi-turn|rag|code|batch|random"
+#: Standard input or output, as the name of a file.
+STDOUT: Final = "-"
+PROFILE_NAMES: Final = "chatbot|multi-turn|rag|code|batch|random"
+
+
+# ---- options
 
 TraceArgument = Annotated[
     str,
@@ -56,16 +58,15 @@ BlockBytesOption = Annotated[
     typer.Option(
         metavar="SIZE",
         parser=parse_size,
-        help="Size of a block's KV state: shows capacities in bytes too.",
+        help="Size of a block's KV state: shows capacities in bytes, too.",
     ),
 ]
 PoliciesOption = Annotated[
-    str | None,
-    typer.Option("--policy", metavar="NAME,...", help="Policies; unless named, all five."),
+    str | None, typer.Option("--policy", metavar="NAME,...", help="Policies (default: all five).")
 ]
 CapacityBlocksOption = Annotated[
     str | None,
-    typer.Option(metavar="N,...", help="Where to replay them, in blocks: 4096,30000."),
+    typer.Option(metavar="N,...", help="Capacities to replay at, in blocks: 4096,30000."),
 ]
 CapacityOption = Annotated[
     str | None,
@@ -76,9 +77,13 @@ CapacityFractionOption = Annotated[
     typer.Option(metavar="SHARE,...", help="The same as shares of the different blocks."),
 ]
 TouchOrderOption = Annotated[
-    str, typer.Option(metavar="in-order|root-mru", help="How a request touches its blocks.")
+    str,
+    typer.Option(
+        metavar="in-order|root-mru",
+        help="The order in which a request uses its blocks: root first, or root last.",
+    ),
 ]
-JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes; unless named, one a core.")]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes (default: one per core).")]
 JsonFileOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
@@ -86,7 +91,7 @@ JsonFileOption = Annotated[
 
 
 class JsonCommand(TyperCommand):
-    """Lets `--json` stand alone for `--json -`."""
+    """Accepts `--json` without a value as `--json -`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         given = []
@@ -97,24 +102,20 @@ class JsonCommand(TyperCommand):
         return super().parse_args(ctx, given)
 
 
-def register(app: typer.Typer) -> None:
-    """Add `trace` and `analyze`."""
-    trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
-    trace.command("generate", cls=JsonCommand)(generate)
-    trace.command("convert", cls=JsonCommand)(convert)
-    app.add_typer(trace, name="trace", rich_help_panel=LAB)
-    app.command("analyze", cls=JsonCommand, rich_help_panel=LAB)(analyze)
+# ---- commands
 
 
 def generate(
     ctx: typer.Context,
     profile: Annotated[str, typer.Option("--profile", metavar=PROFILE_NAMES, help="The workload.")],
     output: OutputOption,
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 10_000,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same bytes.")] = 0,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", min=1, help="How many requests.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same bytes.")] = 0,
     sessions_per_s: Annotated[
         float | None,
-        typer.Option(help="How many sessions begin in a second; each profile has its own rate."),
+        typer.Option(help="How many sessions begin per second (default: the profile's own rate)."),
     ] = None,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     json_file: JsonFileOption = None,
@@ -131,10 +132,10 @@ def generate(
     from ..lab import generate as generator
     from ..lab.analyze import Analyzer
     from ..lab.trace import write_trace
-    from . import lab_views as views
-    from .progress import counting
+    from .views.lab import written
+    from .views.progress import counting
 
-    target = json_target(ctx, json_file, taken=output == STDOUT)
+    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
     with bad_input():
         made = generator.generate(
             profile,
@@ -146,7 +147,7 @@ def generate(
         analyzer = Analyzer(block_tokens)
         write_trace(output, analyzer.watch(counting(made, requests, f"making {profile}")))
     data = {"profile": profile, "seed": seed, "output": output, **analyzer.finish().to_json()}
-    show(data, target, lambda: views.written(data), stderr=output == STDOUT)
+    show(data, target, lambda: written(data), stderr=output == STDOUT)
 
 
 def convert(
@@ -155,32 +156,34 @@ def convert(
         str,
         typer.Argument(
             metavar="FILE",
-            help="JSONL or a JSON array: token ids, text, messages, dialogues; gzip and zstd "
-            "too; - reads standard input.",
+            help="JSONL or a JSON array: token ids, text, messages, dialogues; plain, gzip or "
+            "zstd; - reads standard input.",
             show_default=False,
         ),
     ],
     output: OutputOption,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: Annotated[
-        float, typer.Option(help="Text has no tokens: how many bytes stand for one.")
+        float, typer.Option(help="How many bytes of text count as one token.")
     ] = 4.0,
     source_block_tokens: Annotated[
         int | None,
-        typer.Option(help="Block size of hash_ids in FILE: 16 for Bailian, else --block-tokens."),
+        typer.Option(
+            help="Block size of the hash_ids in FILE: 16 for Bailian (default: --block-tokens)."
+        ),
     ] = None,
     time_unit: Annotated[
         str | None,
         typer.Option(
             metavar="s|ms|us",
-            help="Unit of the times in FILE: ms for Mooncake's, else s.",
+            help="Unit of the times in FILE (default: ms for the Mooncake format, else s).",
         ),
     ] = None,
     requests_per_s: Annotated[
         float, typer.Option(help="How fast requests without a time arrive.")
     ] = 1.0,
     dialogues_in_flight: Annotated[
-        int, typer.Option(min=1, help="Dialogues without times take turns, this many at once.")
+        int, typer.Option(min=1, help="How many dialogues without times take turns at once.")
     ] = 32,
     first_turn_only: Annotated[
         bool, typer.Option("--first-turn-only", help="Only the first question of a dialogue.")
@@ -191,18 +194,18 @@ def convert(
 ) -> None:
     """Turn a request file of another kind into a trace.
 
-    Reads what vLLM and SGLang benchmarks, OpenAI requests and batch files,
-    ShareGPT dialogues, Bailian traces and gateway logs hold. Blocks get their ids
-    from chained SHA-256 hashes of token ids or, without a tokeniser, of the
-    text's bytes.
+    Reads the files of vLLM and SGLang benchmarks, OpenAI requests and batch files,
+    ShareGPT dialogues, Bailian traces and gateway logs. The ids of blocks are
+    chained SHA-256 hashes of token ids, or of the text's bytes where there are no
+    token ids.
     """
     from ..lab.analyze import Analyzer
     from ..lab.convert import Converter, ConvertOptions
     from ..lab.trace import write_trace
-    from . import lab_views as views
-    from .progress import reading
+    from .views.lab import written
+    from .views.progress import reading
 
-    target = json_target(ctx, json_file, taken=output == STDOUT)
+    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
     with bad_input():
         if source != STDOUT and Path(source).resolve() == Path(output).resolve():
             raise ValueError(f"{output} is the file to read; write the trace to another one")
@@ -226,7 +229,7 @@ def convert(
         **analyzer.finish().to_json(),
     }
     warn(converter.warnings())
-    show(data, target, lambda: views.written(data), stderr=output == STDOUT)
+    show(data, target, lambda: written(data), stderr=output == STDOUT)
 
 
 def analyze(
@@ -237,28 +240,31 @@ def analyze(
     skip_bad: SkipBadOption = False,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Show what a trace offers a prefix cache.
+    """Show how much of a trace a prefix cache can reuse.
 
     Unique, shared and reusable blocks, shared-prefix lengths, reuse distances,
     popularity, session depth, and what a cache without limits would save.
     """
     from ..lab import analyze as analysis
     from ..lab.trace import read_trace
-    from . import lab_views as views
-    from .progress import reading
+    from .views.lab import analysis as analysis_view
+    from .views.progress import reading
 
-    target = json_target(ctx, json_file)
+    target = json_target(root_options(ctx), json_file)
     with bad_input():
         reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
     data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())
-    show(data, target, lambda: views.analysis(data))
+    show(data, target, lambda: analysis_view(data))
+
+
+# ---- input and output of all commands over traces
 
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """What the user gave is wrong: one sentence, exit code 2."""
+    """Report a ValueError as bad input: one sentence, exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -266,18 +272,18 @@ def bad_input() -> Iterator[None]:
 
 
 def warn(notes: Iterable[str]) -> None:
-    """Say on standard error what the results don't."""
+    """Print notes on the input on standard error."""
     for note in notes:
         typer.echo(f"prefixctl: note: {note}", err=True)
 
 
-def json_target(ctx: typer.Context, json_file: str | None, *, taken: bool = False) -> str | None:
-    """Where the JSON goes: what --json says, after the command's name or before it.
+def json_target(ctl: Ctl, json_file: str | None, *, taken: bool = False) -> str | None:
+    """The file for the JSON: the command's own `--json FILE`, or standard output for a `--json`
+    before its name.
 
-    `taken`: the trace itself goes to standard output, so the JSON cannot.
+    `taken`: standard output is for the trace, so that the JSON cannot go there.
     """
-    before_name = cast(Ctl, ctx.find_root().obj or Ctl()).as_json
-    target = STDOUT if json_file is None and before_name else json_file
+    target = STDOUT if json_file is None and ctl.as_json else json_file
     if taken and target == STDOUT:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)
     return target
@@ -300,7 +306,7 @@ def show(
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file, or leave with one sentence about why not."""
+    """Write a file. When that fails, exit with a sentence that says why."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -308,6 +314,6 @@ def write_text(path: str, text: str) -> None:
 
 
 def cannot_write(path: str, error: OSError) -> NoReturn:
-    """Leave with one sentence about why a file cannot be written."""
+    """Exit with a sentence that says why a file cannot be written."""
     why = (error.strerror or str(error)).lower()
     fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)

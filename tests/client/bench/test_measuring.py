@@ -11,20 +11,29 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.bench import crowd
-from prefixd.client.bench.crowd import Crowd, work
-from prefixd.client.bench.evicting import EVICTED, OPS, Evictions
-from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
+from prefixd.client.bench import transfers
 from prefixd.client.bench.run import (
+    EVICTED,
     MOVERS,
+    OPS,
     PARTS,
+    Evictions,
     OverData,
     Plan,
     measure,
     measure_evictions,
 )
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
+from prefixd.client.bench.searches import CHAIN_BLOCKS, HASHING, Walks, lookups_of, rpcs_of
+from prefixd.client.bench.transfers import (
+    Batch,
+    Buffers,
+    Crowd,
+    Subject,
+    memcpy_case,
+    new_keys,
+    work,
+)
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.bench import bench
@@ -182,20 +191,20 @@ def test_searches_find_what_is_there_and_ask_nobody(client: Client, daemon: Priv
         "chain-miss-16": 1,
     }
     with daemon.admin() as admin:
-        before = rpcs_of(client), questions_of(admin.stats())
+        before = rpcs_of(client), lookups_of(admin.stats())
         for case in cases:
             case.action()
-        assert (rpcs_of(client), questions_of(admin.stats())) == before
+        assert (rpcs_of(client), lookups_of(admin.stats())) == before
         assert client.exists(new_keys(1)) == [False]
 
 
 def test_the_daemon_counts_what_it_is_asked(remote: Client, daemon: PrivateDaemon) -> None:
     with daemon.admin() as admin:
-        before = rpcs_of(remote), questions_of(admin.stats())
+        before = rpcs_of(remote), lookups_of(admin.stats())
         remote.probe(new_keys(3))
         remote.claim(new_keys(3))
         assert rpcs_of(remote) == before[0] + 2
-        assert questions_of(admin.stats()) == before[1] + 2
+        assert lookups_of(admin.stats()) == before[1] + 2
 
 
 def test_a_search_that_finds_something_else_is_noticed(
@@ -269,7 +278,7 @@ def hurried(*arguments: Any) -> None:
 
 
 def test_a_crowd_without_a_daemon_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "work", hurried)
+    monkeypatch.setattr(transfers, "work", hurried)
     with (
         pytest.raises(PrefixdError, match="no daemon answers"),
         Crowd(1, "unix:/nowhere/at/all", new_keys(1), 10, "disk"),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from prefixd.client.bench.report import Table, as_markdown, tables
-from prefixd.client.bench.rows import Rows
+from prefixd.client.bench.report import Rows, Table, as_markdown, tables
 from prefixd.client.bench.samples import Row
 
 OURS = Rows(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.bench.rows import Rows, read_rows
+from prefixd.client.bench.report import Rows, read_rows
 from prefixd.client.bench.samples import Row
 from prefixd.proto.errors import CallerError
 

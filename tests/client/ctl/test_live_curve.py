@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from prefixd.client.ctl.live_curve import live_curves
+from prefixd.client.ctl.live import live_curves
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.generate import generate

@@ -1,0 +1,134 @@
+"""Searches for the longest prefix and the longest chain, beside the hashing that both need."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from ...proto.errors import PrefixdError
+from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_keys
+from ...proto.vocabulary import SaveReason, SaveStatus, Tier
+from ..client import Client
+from ..saves import SaveItem
+from ..search import boundaries
+from .samples import Case
+
+if TYPE_CHECKING:
+    from ...proto import prefixd_pb2 as pb
+
+WALK_TOKENS: Final = 30_000
+CHAIN_BLOCKS: Final = 256
+#: Tokens of a block in traces, and in engines.
+CHAIN_BLOCK_TOKENS: Final = (512, 16)
+HASHING: Final = "hashing"
+#: How many entries are saved. Each takes a slab.
+ENTRIES: Final = 1 + CHAIN_BLOCKS * len(CHAIN_BLOCK_TOKENS)
+_VOCABULARY: Final = 128_000
+
+
+class Walks:
+    """Prompts with a few entries in one tier, and searches that hit and miss."""
+
+    def __init__(self, client: Client, peer: str, tier: Tier, seed: int = 0) -> None:
+        self._client = client
+        self._peer = peer
+        self._tier = tier
+        self._random = random.Random(seed)
+        # Each run has its own namespace, which is empty at first.
+        self._namespace = Namespace(
+            bytes(32), "", bytes(32), salt=random.SystemRandom().randbytes(8)
+        )
+
+    def cases(self) -> Iterator[Case]:
+        """Saves the entries to find, then yields the cases, hashing first."""
+        yield from self._walks()
+        for block_tokens in CHAIN_BLOCK_TOKENS:
+            yield from self._chains(block_tokens)
+
+    def _walks(self) -> Iterator[Case]:
+        known, unknown = self._tokens(WALK_TOKENS), self._tokens(WALK_TOKENS)
+        stride_tokens = self._client.policy.boundary_align_tokens
+        lengths = boundaries(WALK_TOKENS, stride_tokens)
+        middle = lengths[len(lengths) // 2]
+        self._save(prefix_keys(self._namespace, known, [middle]))
+
+        def hash_all() -> list[Key]:
+            return prefix_keys(self._namespace, known, lengths)
+
+        def search(tokens: array[int], expected: int) -> Callable[[], None]:
+            def walk() -> None:
+                hit = self._client.longest_prefix(self._namespace, tokens, claim=False)
+                _expect(self._peer, expected, hit.token_count if hit else 0)
+
+            return walk
+
+        blocks = len(lengths)
+        yield Case(HASHING, "walk", blocks, hash_all, light=True)
+        yield Case(self._peer, "walk-hit", blocks, search(known, middle), light=True)
+        yield Case(self._peer, "walk-miss", blocks, search(unknown, 0), light=True)
+
+    def _chains(self, block_tokens: int) -> Iterator[Case]:
+        tokens = CHAIN_BLOCKS * block_tokens
+        known, unknown = self._tokens(tokens), self._tokens(tokens)
+        self._save(block_keys(self._namespace, known, block_tokens))
+
+        def hash_all() -> list[Key]:
+            return block_keys(self._namespace, known, block_tokens)
+
+        def hash_first() -> Key:
+            return next(iter_block_keys(self._namespace, unknown, block_tokens))
+
+        def search(tokens: array[int], expected: int) -> Callable[[], None]:
+            def walk() -> None:
+                chain = self._client.chain(self._namespace, tokens, block_tokens)
+                hit = self._client.longest_run(chain, claim=False)
+                _expect(self._peer, expected, len(hit))
+
+            return walk
+
+        whole, first = f"chain-{block_tokens}", f"chain-miss-{block_tokens}"
+        yield Case(HASHING, whole, CHAIN_BLOCKS, hash_all, light=True)
+        yield Case(self._peer, whole, CHAIN_BLOCKS, search(known, CHAIN_BLOCKS), light=True)
+        yield Case(HASHING, first, 1, hash_first, light=True)
+        yield Case(self._peer, first, 1, search(unknown, 0), light=True)
+
+    def _tokens(self, count: int) -> array[int]:
+        return array("I", (self._random.randrange(_VOCABULARY) for _ in range(count)))
+
+    def _save(self, keys: list[Key]) -> None:
+        items = [SaveItem(key, b"state") for key in keys]
+        outcomes = self._client.save_many(items, tier=self._tier, reason=SaveReason.EVICT)
+        if any(one.status is not SaveStatus.SAVED for one in outcomes):
+            raise PrefixdError(f"{self._peer}: the entries to find could not be saved")
+
+
+def searches() -> list[tuple[str, str, str]]:
+    """(title, operation, operation of the hashing beside it) of each search."""
+    found = [
+        (f"longest prefix of {WALK_TOKENS:,} tokens, {kind}", f"walk-{kind}", "walk")
+        for kind in ("hit", "miss")
+    ]
+    for block_tokens in CHAIN_BLOCK_TOKENS:
+        whole, miss = f"chain-{block_tokens}", f"chain-miss-{block_tokens}"
+        blocks = f"blocks of {block_tokens} tokens"
+        found.append((f"chain of {CHAIN_BLOCKS} {blocks}, all there", whole, whole))
+        found.append((f"chain of {CHAIN_BLOCKS} {blocks}, miss on the first", miss, miss))
+    return found
+
+
+def _expect(peer: str, expected: int, found: int) -> None:
+    if found != expected:
+        raise PrefixdError(f"{peer}: a walk found {found} where {expected} are there")
+
+
+def rpcs_of(client: Client) -> int:
+    """How many rpcs a client has made so far."""
+    return sum(cast(dict[str, int], client.counters["rpcs"]).values())
+
+
+def lookups_of(stats: pb.StatsResponse) -> int:
+    """How many look-ups and claims a daemon has answered so far, for all clients."""
+    counters: Any = stats.counters
+    return int(counters["prefixd_lookups_total"]) + int(counters["prefixd_claims_total"])
