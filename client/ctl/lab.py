@@ -1,4 +1,4 @@
-"""Commands that need only a trace: `trace generate`, `trace convert` and `analyze`.
+"""Commands over traces: `trace generate`, `trace convert`, `analyze` and `simulate`.
 
 All commands over traces share the options and the output that are defined here. Each takes
 `--json FILE` (`-`: standard output) besides the tables for people.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
 from typer.core import TyperCommand
@@ -21,8 +22,14 @@ from .command import Ctl, ExitCode, fail, make_console, parse_size, print_json, 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from ..lab.trace import Request
+
+T = TypeVar("T")
+Name = TypeVar("Name", bound=StrEnum)
+
 #: Standard input or output, as the name of a file.
 STDOUT: Final = "-"
+SHARING: Final = "What the nodes share; without any of these, nothing"
 PROFILE_NAMES: Final = "chatbot|multi-turn|rag|code|batch|random"
 
 
@@ -259,6 +266,142 @@ def analyze(
     show(data, target, lambda: analysis_view(data))
 
 
+def simulate(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 16,
+    route: Annotated[
+        str,
+        typer.Option(
+            metavar="round-robin|hash|least-loaded|prefix-aware", help="Which node gets a request."
+        ),
+    ] = "round-robin",
+    capacity_blocks: Annotated[
+        int, typer.Option(metavar="N", help="Blocks that each node holds.")
+    ] = 4096,
+    shared_blocks: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Blocks that a shared tier holds; 0 means no shared tier.",
+            rich_help_panel=SHARING,
+        ),
+    ] = 0,
+    write: Annotated[
+        str,
+        typer.Option(
+            metavar="all|second-use",
+            help="What enters the shared tier: every block that was not found, or only blocks that "
+            "were used before.",
+            rich_help_panel=SHARING,
+        ),
+    ] = "all",
+    peer_reads: Annotated[
+        bool,
+        typer.Option(
+            "--peer-reads", help="Nodes also read from each other.", rich_help_panel=SHARING
+        ),
+    ] = False,
+    bytes_per_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="KV state of a token, all layers, as 128KiB: shows bytes and bandwidth.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also simulate every route: without sharing, with peer reads, with a shared tier.",
+        ),
+    ] = False,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    limit: LimitOption = None,
+    skip_bad: SkipBadOption = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
+    ] = None,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Say what a fleet of nodes would hit.
+
+    Each node has its own LRU. A request's blocks are looked up from the root on: a
+    block in its node's LRU is a local hit, one in the shared tier's LRU a shared
+    hit and, with --peer-reads, one in another node's LRU a peer hit. The first
+    block in none of them ends the look-up. Then the places that gave blocks count
+    these as used, all blocks of the request enter the node's LRU, and the blocks
+    that --write names enter the shared one; always leaf first, root last.
+
+    [bold]round-robin[/]: request r (from 0) goes to node r mod N.
+    [bold]hash[/]: by the CRC32 of the first two blocks.
+    [bold]least-loaded[/]: to the node that has prefilled the fewest tokens so far.
+    [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
+    """
+    from ...proto.units import parse_bytes
+    from ..lab.columns import TraceColumns
+    from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
+    from ..lab.fleet_page import render_fleet
+    from ..lab.trace import read_trace
+    from .views.lab import fleet_view
+    from .views.progress import counting, reading
+
+    target = json_target(root_options(ctx), json_file)
+    with bad_input():
+        requested = Fleet(
+            nodes,
+            capacity_blocks,
+            parse_name("route", route, Route),
+            shared_blocks,
+            parse_name("write policy", write, Write),
+            peer_reads,
+        )
+        token_bytes = None if bytes_per_token is None else parse_bytes(bytes_per_token)
+        if token_bytes is not None and token_bytes < 1:
+            raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        timed = _Timed(reading(reader, "reading"))
+        columns = TraceColumns.load(timed)
+        others = requested.alternatives() if compare else []
+        fleets = dict.fromkeys([requested, *others])
+        results = {
+            fleet: simulate_fleet(columns, fleet, block_tokens=block_tokens)
+            for fleet in counting(fleets, len(fleets), "simulating")
+        }
+        data = fleet_document(
+            title_of(trace),
+            {**columns.summary(block_tokens).to_json(), "duration_s": timed.duration_s},
+            results[requested],
+            compared=[results[fleet] for fleet in others],
+            block_tokens=block_tokens,
+            bytes_per_token=token_bytes,
+        )
+    warn(reader.warnings())
+    if html is not None:
+        write_text(html, render_fleet(data))
+    show(data, target, lambda: fleet_view(data))
+
+
+class _Timed:
+    """Passes requests on, and measures the time from the earliest to the latest of them."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self._first_ms: int | None = None
+        self._last_ms = 0
+
+    @property
+    def duration_s(self) -> float:
+        return 0.0 if self._first_ms is None else (self._last_ms - self._first_ms) / 1000
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            time_ms = request.timestamp_ms
+            self._first_ms = time_ms if self._first_ms is None else min(self._first_ms, time_ms)
+            self._last_ms = max(self._last_ms, time_ms)
+            yield request
+
+
 # ---- input and output of all commands over traces
 
 
@@ -317,3 +460,33 @@ def cannot_write(path: str, error: OSError) -> NoReturn:
     """Exit with a sentence that says why a file cannot be written."""
     why = (error.strerror or str(error)).lower()
     fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)
+
+
+def title_of(trace: str) -> str:
+    """The name of a trace in reports."""
+    return "standard input" if trace == STDOUT else Path(trace).name
+
+
+def parse_list(what: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
+    """The values of a comma-separated list, each once. None is an empty list.
+
+    Raises ValueError that says `what` an item should be.
+    """
+    values = []
+    for part in (text or "").split(","):
+        try:
+            if part.strip():
+                values.append(kind(part.strip()))
+        except ValueError:
+            raise ValueError(f"{part.strip()!r} is no {what}") from None
+    if text is not None and not values:
+        raise ValueError(f"no {what} given")
+    return list(dict.fromkeys(values))
+
+
+def parse_name(what: str, text: str, names: type[Name]) -> Name:
+    """The member with this value. Raises ValueError with the known values."""
+    try:
+        return names(text)
+    except ValueError:
+        raise ValueError(f"unknown {what} {text!r}, known are {', '.join(names)}") from None

@@ -175,12 +175,11 @@ def curve_live(
     have hit at a quarter, half, twice and four times that, estimated from a sample of the keys.
     """
     from ...proto.units import parse_bytes
-    from .policy_runs import parse_list
     from .views.live import live_view
 
     target = lab.json_target(ctl, json_file)
     with lab.bad_input():
-        budgets_bytes = [parse_bytes(size) for size in parse_list("size", capacity, str)]
+        budgets_bytes = [parse_bytes(size) for size in lab.parse_list("size", capacity, str)]
     with ctl.connect() as daemon:
         data = live_curves(daemon, chosen(tier), budgets_bytes)
     lab.show(data, target, lambda: live_view(data, by_size=bool(budgets_bytes)))

@@ -136,7 +136,7 @@ _lab_command(app, "analyze", panel=LAB)(lab.analyze)
 _lab_command(app, "curve", panel=LAB)(policies.curve)
 command(app, "curve-live", panel=LAB, cls=lab.JsonCommand, own_json=True)(live.curve_live)
 _lab_command(app, "advise", panel=LAB)(policies.advise)
-_lab_command(app, "simulate", panel=LAB)(policies.simulate)
+_lab_command(app, "simulate", panel=LAB)(lab.simulate)
 
 config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
 command(config, "show")(change.show)

@@ -1,9 +1,9 @@
-"""What policies, capacities and fleets would hit of a trace: replay, curve, advise, simulate."""
+"""What policies would hit of a trace at which capacity: `replay`, `curve` and `advise`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Annotated, Final
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -12,6 +12,9 @@ from . import lab
 from .command import parse_seconds, parse_size, root_options
 
 if TYPE_CHECKING:
+    from ..lab.columns import TraceColumns
+    from ..lab.curve import LruCurve
+    from ..lab.simulate import Cell, ReplayResult, TouchOrder
     from ..lab.trace import Request
 
 #: Panels of options in --help.
@@ -19,7 +22,8 @@ PICTURES: Final = "Pictures and pages"
 SAMPLE: Final = "Sampling"
 LIMITS: Final = "The most of each tier; without any of these, all is RAM"
 GOAL: Final = "The goal"
-SHARING: Final = "What the nodes share; without any of these, nothing"
+#: The capacities when none is named, as shares of the different blocks.
+DEFAULT_FRACTIONS: Final = "0.01,0.05,0.1,0.2,0.5"
 
 
 def replay(
@@ -44,26 +48,22 @@ def replay(
 
     Exact, and without a daemon: replay-live sends a trace through one.
     """
-    from .policy_runs import ALL_POLICIES, run_replay
+    from ..lab.columns import TraceColumns
+    from ..lab.simulate import TouchOrder, replay_document
+    from ..lab.trace import read_trace
     from .views.lab import replay_view
+    from .views.progress import reading
 
     target = lab.json_target(root_options(ctx), json_file)
     with lab.bad_input():
-        data, notes = run_replay(
-            trace,
-            policy=policy or ALL_POLICIES,
-            capacity_blocks=capacity_blocks,
-            capacity=capacity,
-            block_bytes=block_bytes,
-            capacity_fraction=capacity_fraction,
-            block_tokens=block_tokens,
-            touch_order=touch_order,
-            per_request=per_request,
-            limit=limit,
-            skip_bad=skip_bad,
-            jobs=jobs,
-        )
-    lab.warn(notes)
+        order = lab.parse_name("touch order", touch_order, TouchOrder)
+        cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        columns = TraceColumns.load(reading(reader, "reading"))
+        results = _replays(columns, cells, block_tokens, per_request, jobs)
+        document = replay_document(columns.summary(block_tokens), results)
+        data = {"block_tokens": block_tokens, **document}
+    lab.warn(reader.warnings())
     lab.show(data, target, lambda: replay_view(data, block_bytes))
 
 
@@ -127,38 +127,151 @@ def curve(
     some shares of the different blocks.
     """
     from ..lab.charts import curve_picture
-    from ..lab.report import render_report
-    from .policy_runs import ALL_POLICIES, DEFAULT_FRACTIONS, run_curve
+    from ..lab.columns import TraceColumns, TraceSummary
+    from ..lab.curve import exact_curve, sampled_curve
+    from ..lab.report import render_report, report_data
+    from ..lab.simulate import TouchOrder
+    from ..lab.trace import read_trace
     from .views.lab import curve_view
+    from .views.progress import reading
 
     target = lab.json_target(root_options(ctx), json_file)
     if html is not None and not sample_only and not (capacity_blocks or capacity):
         capacity_fraction = capacity_fraction or DEFAULT_FRACTIONS
+    with_replays = any((capacity_blocks, capacity, capacity_fraction))
     with lab.bad_input():
-        data, notes = run_curve(
-            trace,
-            exact=not sample_only,
-            sample_rate=sample_rate,
-            sample_blocks=sample_blocks,
-            seed=seed,
-            points=points,
-            policy=policy or ALL_POLICIES,
-            capacity_blocks=capacity_blocks,
-            capacity=capacity,
+        samplings = _samplings(sample_rate, sample_blocks, seed)
+        if sample_only and (len(samplings) != 1 or with_replays):
+            raise ValueError("without the exact curve it takes one sample, and no capacities")
+        order = lab.parse_name("touch order", touch_order, TouchOrder)
+        cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        settings: dict[str, Any] = {"block_tokens": block_tokens, "touch_order": order}
+        results: list[ReplayResult] = []
+        sampled: list[LruCurve] = []
+        if sample_only:
+            stream = _Stream(reading(reader, "sampling"))
+            found = sampled_curve(stream, **samplings[0], **settings)
+            summary = TraceSummary(
+                found.requests,
+                stream.blocks,
+                found.unique_blocks,
+                found.prompt_tokens,
+                found.infinite_hit_tokens,
+            )
+        else:
+            columns = TraceColumns.load(reading(reader, "reading"))
+            found = exact_curve(columns, **settings)
+            summary = columns.summary(block_tokens)
+            sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
+            if with_replays:
+                results = _replays(columns, cells, block_tokens, False, jobs)
+        data = report_data(
+            lab.title_of(trace),
+            summary.to_json(),
+            found,
+            results=results,
+            sampled=sampled,
             block_bytes=block_bytes,
-            capacity_fraction=capacity_fraction,
-            block_tokens=block_tokens,
-            touch_order=touch_order,
-            limit=limit,
-            skip_bad=skip_bad,
-            jobs=jobs,
+            most_points=points,
         )
-    lab.warn(notes)
+    lab.warn(reader.warnings())
     if svg is not None:
         lab.write_text(svg, curve_picture(data))
     if html is not None:
         lab.write_text(html, render_report(data))
     lab.show(data, target, lambda: curve_view(data))
+
+
+def _cells(
+    policy: str | None,
+    order: TouchOrder,
+    capacity_blocks: str | None,
+    capacity: str | None,
+    block_bytes: int | None,
+    capacity_fraction: str | None,
+) -> Callable[[int], list[Cell]]:
+    """A function from the number of different blocks to the cells to replay. Raises ValueError for
+    bad options, before the trace is read."""
+    from ...proto.units import parse_bytes
+    from ...tiers.eviction import POLICIES
+    from ..lab.simulate import Cell
+
+    if capacity is not None and block_bytes is None:
+        raise ValueError("a capacity in bytes needs the bytes of a block (--block-bytes)")
+    if capacity_blocks is capacity is capacity_fraction is None:
+        capacity_fraction = DEFAULT_FRACTIONS
+    blocks = lab.parse_list("number of blocks", capacity_blocks, int)
+    sizes = [parse_bytes(size) for size in lab.parse_list("size", capacity, str)]
+    fractions = lab.parse_list("fraction", capacity_fraction, float)
+    policies = [*POLICIES] if policy is None else lab.parse_list("policy", policy, str)
+    for name in policies:
+        for count in (0, *blocks):
+            Cell(name, count)  # checks both
+    for fraction in fractions:
+        if not 0 <= fraction < float("inf"):
+            raise ValueError(f"a fraction of the blocks must not be negative, got {fraction}")
+
+    def cells(unique_blocks: int) -> list[Cell]:
+        capacities = [
+            *blocks,
+            *(size // (block_bytes or 1) for size in sizes),
+            *(round(fraction * unique_blocks) for fraction in fractions),
+        ]
+        return [Cell(p, c, order) for p in policies for c in dict.fromkeys(capacities)]
+
+    return cells
+
+
+def _replays(
+    columns: TraceColumns,
+    cells_for: Callable[[int], list[Cell]],
+    block_tokens: int,
+    per_request: bool,
+    jobs: int | None,
+) -> list[ReplayResult]:
+    from rich.progress import MofNCompleteColumn
+
+    from ..lab.simulate import available_jobs, replay_all
+    from .views.progress import bar
+
+    cells = cells_for(columns.unique_blocks)
+    with bar(MofNCompleteColumn()) as progress:
+        task = progress.add_task("replaying", total=len(cells))
+        return replay_all(
+            columns,
+            cells,
+            block_tokens=block_tokens,
+            per_request=per_request,
+            jobs=available_jobs() if jobs is None else jobs,
+            on_result=lambda _result: progress.advance(task),
+        )
+
+
+def _samplings(rates: str | None, sizes: str | None, seed: int) -> list[dict[str, Any]]:
+    """Keyword arguments for `sampled_curve`. Raises ValueError for bad ones."""
+    from ..lab.curve import sampled_curve
+
+    samplings: list[dict[str, Any]] = [
+        *({"rate": rate} for rate in lab.parse_list("sampling rate", rates, float)),
+        *({"max_blocks": size} for size in lab.parse_list("number of blocks", sizes, int)),
+    ]
+    for sampling in samplings:
+        sampled_curve((), **sampling)  # checks them
+    return [{**sampling, "seed": seed} for sampling in samplings]
+
+
+class _Stream:
+    """The blocks and lengths of requests, as a curve takes them. Counts the blocks."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self.blocks = 0
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        for request in self._requests:
+            self.blocks += len(request.hash_ids)
+            yield request.hash_ids, request.input_length
 
 
 def advise(
@@ -273,140 +386,3 @@ def _share(text: str) -> float:
         return float(text[:-1]) / 100 if text.endswith("%") else float(text)
     except ValueError:
         raise ValueError(f"{text!r} is no share: write 0.3 or 30%") from None
-
-
-def simulate(
-    ctx: typer.Context,
-    trace: lab.TraceArgument,
-    nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 16,
-    route: Annotated[
-        str,
-        typer.Option(
-            metavar="round-robin|hash|least-loaded|prefix-aware", help="Which node gets a request."
-        ),
-    ] = "round-robin",
-    capacity_blocks: Annotated[
-        int, typer.Option(metavar="N", help="Blocks that each node holds.")
-    ] = 4096,
-    shared_blocks: Annotated[
-        int,
-        typer.Option(
-            metavar="N",
-            help="Blocks that a shared tier holds; 0 means no shared tier.",
-            rich_help_panel=SHARING,
-        ),
-    ] = 0,
-    write: Annotated[
-        str,
-        typer.Option(
-            metavar="all|second-use",
-            help="What enters the shared tier: every block that was not found, or only blocks that "
-            "were used before.",
-            rich_help_panel=SHARING,
-        ),
-    ] = "all",
-    peer_reads: Annotated[
-        bool,
-        typer.Option(
-            "--peer-reads", help="Nodes also read from each other.", rich_help_panel=SHARING
-        ),
-    ] = False,
-    bytes_per_token: Annotated[
-        str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="KV state of a token, all layers, as 128KiB: shows bytes and bandwidth.",
-        ),
-    ] = None,
-    compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare",
-            help="Also simulate every route: without sharing, with peer reads, with a shared tier.",
-        ),
-    ] = False,
-    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
-    limit: lab.LimitOption = None,
-    skip_bad: lab.SkipBadOption = False,
-    html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
-    ] = None,
-    json_file: lab.JsonFileOption = None,
-) -> None:
-    """Say what a fleet of nodes would hit.
-
-    Each node has its own LRU. A request's blocks are looked up from the root on: a
-    block in its node's LRU is a local hit, one in the shared tier's LRU a shared
-    hit and, with --peer-reads, one in another node's LRU a peer hit. The first
-    block in none of them ends the look-up. Then the places that gave blocks count
-    these as used, all blocks of the request enter the node's LRU, and the blocks
-    that --write names enter the shared one; always leaf first, root last.
-
-    [bold]round-robin[/]: request r (from 0) goes to node r mod N.
-    [bold]hash[/]: by the CRC32 of the first two blocks.
-    [bold]least-loaded[/]: to the node that has prefilled the fewest tokens so far.
-    [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
-    """
-    from ...proto.units import parse_bytes
-    from ..lab.columns import TraceColumns
-    from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
-    from ..lab.fleet_page import render_fleet
-    from ..lab.trace import read_trace
-    from .policy_runs import parse_name, title_of
-    from .views.lab import fleet_view
-    from .views.progress import counting, reading
-
-    target = lab.json_target(root_options(ctx), json_file)
-    with lab.bad_input():
-        requested = Fleet(
-            nodes,
-            capacity_blocks,
-            parse_name("route", route, Route),
-            shared_blocks,
-            parse_name("write policy", write, Write),
-            peer_reads,
-        )
-        token_bytes = None if bytes_per_token is None else parse_bytes(bytes_per_token)
-        if token_bytes is not None and token_bytes < 1:
-            raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
-        timed = _Timed(reading(reader, "reading"))
-        columns = TraceColumns.load(timed)
-        others = requested.alternatives() if compare else []
-        fleets = dict.fromkeys([requested, *others])
-        results = {
-            fleet: simulate_fleet(columns, fleet, block_tokens=block_tokens)
-            for fleet in counting(fleets, len(fleets), "simulating")
-        }
-        data = fleet_document(
-            title_of(trace),
-            {**columns.summary(block_tokens).to_json(), "duration_s": timed.duration_s},
-            results[requested],
-            compared=[results[fleet] for fleet in others],
-            block_tokens=block_tokens,
-            bytes_per_token=token_bytes,
-        )
-    lab.warn(reader.warnings())
-    if html is not None:
-        lab.write_text(html, render_fleet(data))
-    lab.show(data, target, lambda: fleet_view(data))
-
-
-class _Timed:
-    """Passes requests on, and measures the time from the earliest to the latest of them."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self._first_ms: int | None = None
-        self._last_ms = 0
-
-    @property
-    def duration_s(self) -> float:
-        return 0.0 if self._first_ms is None else (self._last_ms - self._first_ms) / 1000
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            time_ms = request.timestamp_ms
-            self._first_ms = time_ms if self._first_ms is None else min(self._first_ms, time_ms)
-            self._last_ms = max(self._last_ms, time_ms)
-            yield request

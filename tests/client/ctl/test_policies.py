@@ -1,6 +1,5 @@
 """`curve` and `advise` as people call them: tables, JSON, pictures, one sentence on bad input."""
 
-import inspect
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from prefixd.client.ctl import policies
 from prefixd.client.ctl.main import app
-from prefixd.client.ctl.policy_runs import run_curve
 from prefixd.client.lab.trace import Request, write_trace
 
 
@@ -31,11 +28,6 @@ def trace(tmp_path: Path) -> Path:
     requests = [Request(1000 * n, 1200, 10, (0, 1 + n % 5, 100 + n)) for n in range(40)]
     write_trace(path, requests)
     return path
-
-
-def test_everything_that_can_be_asked_of_a_curve_is_an_option() -> None:
-    asked = set(inspect.signature(run_curve).parameters) - {"exact"}
-    assert asked <= set(inspect.signature(policies.curve).parameters)
 
 
 class EmbeddedData(HTMLParser):
