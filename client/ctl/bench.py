@@ -50,7 +50,9 @@ def bench(
             "the largest batch.",
         ),
     ] = "64KiB,192KiB,640KiB,5MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Samples of each operation, at least.")] = 8,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Samples of each operation; the median counts.")
+    ] = 8,
     verify: Annotated[
         str,
         typer.Option(

@@ -16,12 +16,14 @@ from .command import (
     ExitCode,
     TiersOption,
     chosen,
+    exit_if,
     fail,
     make_console,
-    parse_seconds,
     parse_size,
     parse_tier,
     print_json,
+    size_option,
+    time_option,
 )
 from .look import find_key, least_recent_first
 
@@ -35,12 +37,7 @@ if TYPE_CHECKING:
 
 def evict(
     ctl: Ctl,
-    free: Annotated[
-        int,
-        typer.Option(
-            "--bytes", metavar="SIZE", parser=parse_size, help="How much to free, in each tier."
-        ),
-    ],
+    free: Annotated[int, size_option("How much to free, in each tier.", "--bytes")],
     tier: TiersOption = None,
     all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
     dry_run: Annotated[
@@ -70,8 +67,7 @@ def evict(
         ],
     }
     ctl.show(data, lambda: evicted_table(rows, dry_run=dry_run))
-    if any(freed < free for _, _, freed in rows):
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(any(freed < free for _, _, freed in rows))
 
 
 def _victims(daemon: AdminConnection, tier: Tier, free_bytes: int) -> tuple[int, int]:
@@ -112,15 +108,12 @@ def delete(
         (status,) = daemon.drop([found])
     word = enum_label(pb.DeleteStatus.DESCRIPTOR, status)
     ctl.show({"key": found.hex(), "status": word}, lambda: f"{found.hex()}: {word}")
-    if status != pb.DELETE_STATUS_DELETED:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(status != pb.DELETE_STATUS_DELETED)
 
 
 def clear(
     ctl: Ctl,
-    namespace: Annotated[
-        str, typer.Option("--namespace", metavar="LABEL", help="A namespace as stats lists it.")
-    ],
+    namespace: Annotated[str, typer.Option(metavar="LABEL", help="A namespace as stats lists it.")],
     tier: TiersOption = None,
 ) -> None:
     """Drop the entries that clients with a label saved since the daemon's start.
@@ -133,8 +126,7 @@ def clear(
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.clear(namespace, chosen(tier))
     ctl.show(response, lambda: cleared_view(namespace, response))
-    if response.pinned_entries:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(response.pinned_entries)
 
 
 def gc(ctl: Ctl) -> None:
@@ -163,10 +155,7 @@ def kick(
 
 def drain(
     ctl: Ctl,
-    within: Annotated[
-        float,
-        typer.Option("--within", metavar="TIME", parser=parse_seconds, help="The longest wait."),
-    ] = 60.0,
+    within: Annotated[float, time_option("The longest wait.")] = 60.0,
     stop: Annotated[
         bool, typer.Option("--stop", help="Stop the daemon once it is drained, or after TIME.")
     ] = False,
@@ -184,8 +173,7 @@ def drain(
     with ctl.connect(within + LONG_TIMEOUT_S) as daemon:
         response = daemon.drain(0.0 if resume else within, stop=stop, resume=resume)
     ctl.show(response, lambda: "serving again" if resume else drained_view(response, stop=stop))
-    if not resume and not response.drained:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(not resume and not response.drained)
 
 
 class LogLevel(StrEnum):
@@ -254,8 +242,7 @@ def reload(ctl: Ctl) -> None:
     with ctl.connect() as daemon:
         response = daemon.configure(apply=True)
     _show_changed(ctl, response, "changed")
-    if not all(each.live for each in response.changed):
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(not all(each.live for each in response.changed))
 
 
 def _show_changed(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:

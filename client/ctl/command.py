@@ -134,6 +134,12 @@ def fail(sentence: str, code: ExitCode) -> NoReturn:
     raise typer.Exit(code)
 
 
+def exit_if(condition: object, code: ExitCode = ExitCode.PROBLEM) -> None:
+    """Exit with `code` if the condition is true. Raises typer.Exit."""
+    if condition:
+        raise typer.Exit(code)
+
+
 # ---- values of options
 
 
@@ -196,30 +202,32 @@ def parse_targets(text: str | None) -> tuple[str, ...]:
         raise typer.BadParameter(f"--targets: {problem}") from None
 
 
+def size_option(help_text: str, *names: str, panel: str | None = None) -> Any:
+    """An option with a size, passed as a number of bytes."""
+    return typer.Option(
+        *names, metavar="SIZE", parser=parse_size, help=help_text, rich_help_panel=panel
+    )
+
+
+def time_option(help_text: str, *names: str, **how: Any) -> Any:
+    """An option with a time, passed as a number of seconds."""
+    return typer.Option(*names, metavar="TIME", parser=parse_seconds, help=help_text, **how)
+
+
+def _tier_option(help_text: str) -> Any:
+    # Typer would show a default as its number.
+    return typer.Option(
+        "--tier", metavar=TIER_NAMES, parser=parse_tier, show_default=False, help=help_text
+    )
+
+
 TIER_NAMES: Final = "|".join(tier.label for tier in Tier)
 REASON_NAMES: Final = "|".join(reason.label for reason in SaveReason)
-TierOption = Annotated[
-    Tier, typer.Option("--tier", metavar=TIER_NAMES, parser=parse_tier, help="Which tier.")
-]
-#: For the default `Tier.DISK`, which Typer would show as its number.
-DiskTierOption = Annotated[
-    Tier,
-    typer.Option(
-        "--tier",
-        metavar=TIER_NAMES,
-        parser=parse_tier,
-        show_default=False,
-        help="Which tier (default: disk).",
-    ),
-]
+TierOption = Annotated[Tier, _tier_option("Which tier.")]
+#: For the default `Tier.DISK`.
+DiskTierOption = Annotated[Tier, _tier_option("Which tier (default: disk).")]
 TiersOption = Annotated[
-    list[Tier] | None,
-    typer.Option(
-        "--tier",
-        metavar=TIER_NAMES,
-        parser=parse_tier,
-        help="Which tier; may be repeated (default: all).",
-    ),
+    list[Tier] | None, _tier_option("Which tier; may be repeated (default: all).")
 ]
 _COMMON: Final = "Common options"
 AddressOption = Annotated[
@@ -245,13 +253,7 @@ TargetsOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_COMMON)]
 TimeoutOption = Annotated[
     float | None,
-    typer.Option(
-        "--timeout",
-        metavar="TIME",
-        parser=parse_seconds,
-        help="How long one call may take: 5, 500ms, 2m.",
-        rich_help_panel=_COMMON,
-    ),
+    time_option("How long one call may take: 5, 500ms, 2m.", "--timeout", rich_help_panel=_COMMON),
 ]
 
 

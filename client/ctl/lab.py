@@ -17,7 +17,15 @@ import typer
 from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Ctl, ExitCode, fail, make_console, parse_size, print_json, root_options
+from .command import (
+    Ctl,
+    ExitCode,
+    fail,
+    make_console,
+    print_json,
+    root_options,
+    size_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,12 +69,7 @@ SkipBadOption = Annotated[
     bool, typer.Option("--skip-bad", help="Count bad lines and go on instead of stopping.")
 ]
 BlockBytesOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="SIZE",
-        parser=parse_size,
-        help="Size of a block's KV state: shows capacities in bytes, too.",
-    ),
+    int | None, size_option("Size of a block's KV state: shows capacities in bytes, too.")
 ]
 PoliciesOption = Annotated[
     str | None, typer.Option("--policy", metavar="NAME,...", help="Policies (default: all five).")
@@ -114,12 +117,12 @@ class JsonCommand(TyperCommand):
 
 def generate(
     ctx: typer.Context,
-    profile: Annotated[str, typer.Option("--profile", metavar=PROFILE_NAMES, help="The workload.")],
+    profile: Annotated[str, typer.Option(metavar=PROFILE_NAMES, help="The workload.")],
     output: OutputOption,
     requests: Annotated[
         int, typer.Option("--requests", "-n", min=1, help="How many requests.")
     ] = 10_000,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed gives the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     sessions_per_s: Annotated[
         float | None,
         typer.Option(help="How many sessions begin per second (default: the profile's own rate)."),

@@ -19,12 +19,13 @@ from .command import (
     ExitCode,
     TiersOption,
     chosen,
+    exit_if,
     make_console,
     parse_reason,
-    parse_seconds,
-    parse_size,
     parse_tier,
     print_json,
+    size_option,
+    time_option,
 )
 
 if TYPE_CHECKING:
@@ -56,9 +57,7 @@ def replay_live(
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
     block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
-    block_bytes: Annotated[
-        int, typer.Option(metavar="SIZE", parser=parse_size, help="Payload of a block.")
-    ] = DEFAULT_BLOCK_BYTES,
+    block_bytes: Annotated[int, size_option("Payload of a block.")] = DEFAULT_BLOCK_BYTES,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Client processes.")] = 1,
     tier: Annotated[
         Any,
@@ -67,14 +66,12 @@ def replay_live(
         ),
     ] = Tier.RAM.label,
     reason: Annotated[
-        SaveReason,
-        typer.Option(metavar=REASON_NAMES, parser=parse_reason, help="The save reason."),
+        SaveReason, typer.Option(metavar=REASON_NAMES, parser=parse_reason, help="The save reason.")
     ] = SaveReason.FINISH.label,  # type: ignore[assignment]  # parsed like a given value
     speed: Annotated[
         float,
         typer.Option(
-            min=0,
-            help="0: as fast as possible; 1: as the timestamps say; 10: ten times faster.",
+            min=0, help="0: as fast as possible; 1: as the timestamps say; 10: ten times faster."
         ),
     ] = 0.0,
     path: Annotated[
@@ -85,12 +82,7 @@ def replay_live(
     ] = PathName.LOCAL,
     salt: Annotated[str, typer.Option(help="Replays with different salts share nothing.")] = "",
     reconnect_wait: Annotated[
-        float,
-        typer.Option(
-            metavar="TIME",
-            parser=parse_seconds,
-            help="How long to wait, in all, for a daemon that went away.",
-        ),
+        float, time_option("How long to wait, in all, for a daemon that went away.")
     ] = 60.0,
     json_file: lab.JsonFileOption = None,
 ) -> None:
@@ -127,12 +119,9 @@ def replay_live(
     lab.warn(reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}
     lab.show(data, target, lambda: totals_view(totals, f"live replay of {trace}"))
-    if totals.gave_up:
-        raise typer.Exit(ExitCode.UNREACHABLE)
-    if not totals.good:
-        raise typer.Exit(ExitCode.PROBLEM)
-    if totals.interrupted:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    exit_if(totals.gave_up, ExitCode.UNREACHABLE)
+    exit_if(not totals.good)
+    exit_if(totals.interrupted, ExitCode.INTERRUPTED)
 
 
 def run_live(reader: TraceReader, options: LiveOptions) -> Totals:
@@ -164,8 +153,7 @@ def curve_live(
     ctl: Ctl,
     tier: TiersOption = None,
     capacity: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE,...", help="The budgets to estimate: 64GiB,1TiB."),
+        str | None, typer.Option(metavar="SIZE,...", help="The budgets to estimate: 64GiB,1TiB.")
     ] = None,
     json_file: lab.JsonFileOption = None,
 ) -> None:
@@ -257,7 +245,5 @@ def demo(
     result = run_demo(DemoOptions(requests, workers, seed), console, picture)
     if ctl.as_json:
         print_json(result.as_dict())
-    if not result.good:
-        raise typer.Exit(ExitCode.PROBLEM)
-    if result.totals.interrupted:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    exit_if(not result.good)
+    exit_if(result.totals.interrupted, ExitCode.INTERRUPTED)

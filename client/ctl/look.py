@@ -19,11 +19,12 @@ from .command import (
     TierOption,
     TiersOption,
     chosen,
+    exit_if,
     fail,
     make_console,
-    parse_seconds,
-    parse_size,
     print_json,
+    size_option,
+    time_option,
 )
 
 if TYPE_CHECKING:
@@ -44,12 +45,7 @@ _BEGINNING: Final = re.compile(rf"[0-9a-f]{{{MIN_KEY_DIGITS},64}}")
 
 def stats(
     ctl: Ctl,
-    watch: Annotated[
-        float | None,
-        typer.Option(
-            "--watch", metavar="TIME", parser=parse_seconds, help="The same as top --every TIME."
-        ),
-    ] = None,
+    watch: Annotated[float | None, time_option("The same as top --every TIME.")] = None,
     counters: Annotated[
         bool, typer.Option("--counters", help="Show every counter of the daemon, too.")
     ] = False,
@@ -84,10 +80,7 @@ def stats(
 
 def top(
     ctl: Ctl,
-    every: Annotated[
-        float,
-        typer.Option("--every", metavar="TIME", parser=parse_seconds, help="How often to refresh."),
-    ] = 2.0,
+    every: Annotated[float, time_option("How often to refresh.")] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Take two samples, show what happened between, and exit.")
     ] = False,
@@ -185,8 +178,7 @@ def check(ctl: Ctl) -> None:
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.check()
     ctl.show(response, lambda: check_view(response))
-    if response.problems:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(response.problems)
 
 
 def verify(ctl: Ctl, tier: TiersOption = None) -> None:
@@ -207,10 +199,8 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
         for step in permille_bar(steps, "verifying", verified_so_far):
             found = step
     ctl.show(found, lambda: verify_view(found))
-    if found.problems:
-        raise typer.Exit(ExitCode.PROBLEM)
-    if not found.done:
-        raise typer.Exit(ExitCode.INTERRUPTED)
+    exit_if(found.problems)
+    exit_if(not found.done, ExitCode.INTERRUPTED)
 
 
 # ---- entries
@@ -219,7 +209,7 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
 def ls(
     ctl: Ctl,
     tier: TiersOption = None,
-    limit: Annotated[int, typer.Option("--limit", min=0, help="Entries per tier, 0 for all.")] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Entries per tier, 0 for all.")] = 20,
 ) -> None:
     """List the next victims of eviction, the first first; pinned entries come last.
 
@@ -275,8 +265,7 @@ def inspect(
     with ctl.connect(LONG_TIMEOUT_S if verify else DEFAULT_TIMEOUT_S) as daemon:
         response = daemon.inspect(find_key(daemon, key), verify=verify)
     ctl.show(response, lambda: entry_view(response, time.time_ns(), verify=verify))
-    if verify and (response.problem or not response.verified):
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(verify and (response.problem or not response.verified))
 
 
 def find_key(daemon: AdminConnection, text: str) -> bytes:
@@ -340,16 +329,11 @@ def why(
 
 def preview(
     ctl: Ctl,
-    payload: Annotated[
-        int,
-        typer.Option("--bytes", metavar="SIZE", parser=parse_size, help="Of one entry: 5MiB."),
-    ],
+    payload: Annotated[int, size_option("Of one entry: 5MiB.", "--bytes")],
     tier: TierOption,
-    entries: Annotated[
-        int, typer.Option("--entries", min=1, max=4096, help="How many of that size.")
-    ] = 1,
+    entries: Annotated[int, typer.Option(min=1, max=4096, help="How many of that size.")] = 1,
     namespace: Annotated[
-        str, typer.Option("--namespace", help="Namespace of the client's token (default: none).")
+        str, typer.Option(help="Namespace of the client's token (default: none).")
     ] = "",
 ) -> None:
     """Say whether entries of SIZE could be admitted, and what they would evict.
@@ -361,8 +345,7 @@ def preview(
     with ctl.connect() as daemon:
         response = daemon.preview(tier, payload, entries, namespace)
     ctl.show(response, lambda: preview_view(response, tier.label, time.time_ns()))
-    if not response.admissible:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(not response.admissible)
 
 
 # ---- clients
@@ -388,12 +371,7 @@ def reservations(ctl: Ctl) -> None:
 
 def sessions(
     ctl: Ctl,
-    every: Annotated[
-        float | None,
-        typer.Option(
-            "--every", metavar="TIME", parser=parse_seconds, help="Take two samples, TIME apart."
-        ),
-    ] = None,
+    every: Annotated[float | None, time_option("Take two samples, TIME apart.")] = None,
 ) -> None:
     """List connected clients, and how much each holds, saves and restores.
 

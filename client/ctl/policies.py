@@ -9,7 +9,7 @@ import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
-from .command import parse_seconds, parse_size, root_options
+from .command import root_options, size_option, time_option
 
 if TYPE_CHECKING:
     from ..lab.columns import TraceColumns
@@ -44,7 +44,7 @@ def replay(
     jobs: lab.JobsOption = None,
     json_file: lab.JsonFileOption = None,
 ) -> None:
-    """Replay a trace through the policies, and show what each hits at each capacity.
+    """Replay a trace through the policies: what each hits at each capacity.
 
     Exact, and without a daemon: replay-live sends a trace through one.
     """
@@ -108,8 +108,7 @@ def curve(
         int, typer.Option(help="Another seed takes another sample.", rich_help_panel=SAMPLE)
     ] = 0,
     svg: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="Draw the curve.", rich_help_panel=PICTURES),
+        str | None, typer.Option(metavar="FILE", help="Draw the curve.", rich_help_panel=PICTURES)
     ] = None,
     html: Annotated[
         str | None,
@@ -306,26 +305,11 @@ def advise(
             rich_help_panel=GOAL,
         ),
     ] = "0.9",
-    ram: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=parse_size, help="As 64GiB.", rich_help_panel=LIMITS),
-    ] = None,
-    shm: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=parse_size, help="As 64GiB.", rich_help_panel=LIMITS),
-    ] = None,
-    disk: Annotated[
-        int | None,
-        typer.Option(metavar="SIZE", parser=parse_size, help="As 2TiB.", rich_help_panel=LIMITS),
-    ] = None,
+    ram: Annotated[int | None, size_option("As 64GiB.", panel=LIMITS)] = None,
+    shm: Annotated[int | None, size_option("As 64GiB.", panel=LIMITS)] = None,
+    disk: Annotated[int | None, size_option("As 2TiB.", panel=LIMITS)] = None,
     reorder_window: Annotated[
-        float,
-        typer.Option(
-            metavar="TIME",
-            parser=parse_seconds,
-            help="How long requests may wait to be sorted by prefix.",
-            show_default="10s",
-        ),
+        float, time_option("How long requests may wait to be sorted by prefix.", show_default="10s")
     ] = 10.0,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,

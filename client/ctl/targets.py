@@ -13,13 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeAlias, TypeVar
 
-import typer
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
-from .command import DEFAULT_TIMEOUT_S, Ctl, ExitCode, make_console
+from .command import DEFAULT_TIMEOUT_S, Ctl, ExitCode, exit_if, make_console
 from .connection import AdminConnection
 from .message_json import tier_label
 from .views.daemon import check_view
@@ -65,8 +64,7 @@ def check(ctl: Ctl, timeout_s: float) -> None:
     """Exits 1 when something is wrong with one daemon, else 3 when one does not answer."""
     answers = ask_all(ctl, AdminConnection.check, timeout_s)
     ctl.show(_json_of(answers), lambda: _check_view(answers))
-    if any(response.problems for response in _answered(answers).values()):
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(any(response.problems for response in _answered(answers).values()))
     _exit_on_silence(answers)
 
 
@@ -214,5 +212,4 @@ def _json_of(answers: Mapping[str, object]) -> dict[str, object]:
 
 
 def _exit_on_silence(answers: Mapping[str, object]) -> None:
-    if _errors(answers):
-        raise typer.Exit(ExitCode.UNREACHABLE)
+    exit_if(_errors(answers), ExitCode.UNREACHABLE)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 import typer
 
 from ...proto.vocabulary import Tier
-from .command import LONG_TIMEOUT_S, Ctl, DiskTierOption, ExitCode, fail
+from .command import LONG_TIMEOUT_S, Ctl, DiskTierOption, ExitCode, exit_if, fail
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -109,8 +109,7 @@ def export(
         if file != _PIPE:
             os.fsync(out.fileno())
     _show(ctl, moved, "exported", to_stderr=file == _PIPE)
-    if moved.others["unreadable"]:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(moved.others["unreadable"])
 
 
 @contextmanager
@@ -236,8 +235,7 @@ def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> N
     _show(ctl, moved, "imported")
     if broken:
         fail(f"{file}: {broken}", ExitCode.PROBLEM)
-    if set(moved.others) - {"there already"}:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(set(moved.others) - {"there already"})
 
 
 @contextmanager
