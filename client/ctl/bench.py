@@ -272,7 +272,7 @@ def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown
         return
     console = make_console()
     for table in found:
-        shown = make_table(*table.columns, title=table.title, right=table.columns[1:])
+        shown = make_table("|>".join(table.columns), title=table.title)
         for line in table.rows:
             shown.add_row(*line)
         console.print(shown)

@@ -8,12 +8,13 @@ host, so the sockets of other hosts have to be brought here, by `ssh -L` or a sh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeAlias, TypeVar
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
@@ -111,17 +112,10 @@ class FleetBoard:
 
     def __rich__(self) -> RenderableType:
         numbers = ("hit ratio", "look-ups/s", "restored/s", "saved/s", "evicted/s", "brought/s")
-        table = make_table("daemon", "health", *numbers, "full", right=numbers)
-        found: list[Rates] = []
-        for target, answer in self.answers.items():
-            if isinstance(answer, PrefixdError):
-                table.add_row(target, _NO_ANSWER, *[""] * len(numbers), "")
-                continue
-            rates = self.boards[target].rates()
-            found.append(rates)
-            table.add_row(target, health_text(answer), *_cells(rates), _tiers_full(answer))
-        if found:
-            total = Rates(*map(sum, zip(*found, strict=True)))
+        rates = {target: self.boards[target].rates() for target in _answered(self.answers)}
+        table = _targets_table(self.answers, numbers, lambda target, _: _cells(rates[target]))
+        if rates:
+            total = Rates(*map(sum, zip(*rates.values(), strict=True)))
             table.add_row(Text("all of them", "bold"), "", *_cells(total), "")
         return Group(table, *_notices(self.answers), *_errors(self.answers))
 
@@ -129,24 +123,20 @@ class FleetBoard:
 def stats_view(answers: Answers[pb.StatsResponse]) -> RenderableType:
     """A line for each daemon, and the hit ratio of all together."""
     numbers = ("hit tokens", "look-ups", "entries", "used", "budget", "sessions", "claims")
-    table = make_table("daemon", "health", *numbers, "full", right=numbers)
-    for target, answer in answers.items():
-        if isinstance(answer, PrefixdError):
-            table.add_row(target, _NO_ANSWER, *[""] * len(numbers), "")
-            continue
-        usage = total_usage(answer.usage.values())
-        table.add_row(
-            target,
-            health_text(answer),
+
+    def cells(_target: str, stats: pb.StatsResponse) -> list[str]:
+        usage = total_usage(stats.usage.values())
+        return [
             percent(hit_tokens(usage), usage.lookup_tokens),
             f"{usage.lookups:,}",
-            f"{sum(tier.entries for tier in answer.tiers):,}",
-            size(sum(map(used_bytes, answer.tiers))),
-            size(sum(tier.budget_bytes for tier in answer.tiers)),
-            f"{answer.sessions:,}",
-            f"{answer.claims:,}",
-            _tiers_full(answer),
-        )
+            f"{sum(tier.entries for tier in stats.tiers):,}",
+            size(sum(map(used_bytes, stats.tiers))),
+            size(sum(tier.budget_bytes for tier in stats.tiers)),
+            f"{stats.sessions:,}",
+            f"{stats.claims:,}",
+        ]
+
+    table = _targets_table(answers, numbers, cells)
     lines: list[RenderableType] = [table]
     found = _answered(answers).values()
     total = total_usage(usage for answer in found for usage in answer.usage.values())
@@ -162,7 +152,23 @@ def _check_view(answers: Answers[pb.CheckResponse]) -> RenderableType:
     return Group(*lines, *_errors(answers))
 
 
-_NO_ANSWER: Final = Text("no answer", "bold red")
+def _targets_table(
+    answers: Answers[pb.StatsResponse],
+    numbers: Sequence[str],
+    cells: Callable[[str, pb.StatsResponse], Sequence[str]],
+) -> Table:
+    """A row for each daemon: its health, `cells`, which are `numbers`, and how full it is."""
+    table = make_table(f"daemon|health|>{'|>'.join(numbers)}|full")
+    for target, answer in answers.items():
+        if isinstance(answer, PrefixdError):
+            table.add_row(target, Text("no answer", "bold red"), *[""] * len(numbers), "")
+        else:
+            full = " ".join(
+                f"{tier_label(tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
+                for tier in answer.tiers
+            )
+            table.add_row(target, health_text(answer), *cells(target, answer), full)
+    return table
 
 
 def _cells(rates: Rates) -> list[str]:
@@ -171,13 +177,6 @@ def _cells(rates: Rates) -> list[str]:
         f"{rates.lookups_per_s:,.0f}",
         *(size(count) for count in rates[3:]),
     ]
-
-
-def _tiers_full(stats: pb.StatsResponse) -> str:
-    return " ".join(
-        f"{tier_label(tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
-        for tier in stats.tiers
-    )
 
 
 def _notices(answers: Answers[pb.StatsResponse]) -> list[Text]:

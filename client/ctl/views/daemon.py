@@ -28,7 +28,7 @@ SHARED_WORDS: Final = {
 def counters_table(counters: Mapping[str, int]) -> Table:
     """Every counter of the daemon, by its metric name."""
     caption = "calls to the daemon: what clients look up and read in place is not among them"
-    table = make_table("counter", "value", caption=caption, right=("value",))
+    table = make_table("counter|>value", caption=caption)
     for name, value in sorted(counters.items()):
         table.add_row(name, f"{value:,}")
     return table
@@ -39,8 +39,9 @@ def counters_table(counters: Mapping[str, int]) -> Table:
 
 def entries_table(entries: Iterable[pb.EntryDetail], now_unix_ns: int, title: str) -> Table:
     """Entries, one per line, in the order given."""
-    numbers = ("tokens", "payload", "stored", "age", "last used", "hits", "pins")
-    table = make_table("key", "tier", *numbers, "reason", title=title, right=numbers)
+    table = make_table(
+        "key|tier|>tokens|>payload|>stored|>age|>last used|>hits|>pins|reason", title=title
+    )
     for entry in entries:
         table.add_row(
             entry.key.hex()[:KEY_DIGITS],
@@ -121,9 +122,7 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
     if response.present:
         lines.append(entries_table(response.present, now_unix_ns, "there now"))
     if response.events:
-        table = make_table(
-            "key", "tier", "when", "what", "by", "namespace", right=("when",), name_columns=3
-        )
+        table = make_table("key|tier|>when|what|by|namespace", name_columns=3)
         for event in response.events:
             table.add_row(
                 event.key.hex()[:KEY_DIGITS],
@@ -137,7 +136,7 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
             )
         lines.append(table)
     if response.shared:
-        table = make_table("key", "when", "what", "where", right=("when",))
+        table = make_table("key|>when|what|where")
         for shared in response.shared:
             table.add_row(
                 shared.key.hex()[:KEY_DIGITS],
@@ -198,8 +197,7 @@ def claims_table(claims: Sequence[pb.ClaimDetail]) -> RenderableType:
     """Claims, with their owners and leases."""
     if not claims:
         return Text("no claims")
-    numbers = ("entries", "bytes", "age", "lease left")
-    table = make_table("claim", "owner", "session", *numbers, right=("claim", *numbers))
+    table = make_table(">claim|owner|session|>entries|>bytes|>age|>lease left")
     for claim in claims:
         table.add_row(
             f"{claim.claim_id}",
@@ -217,8 +215,7 @@ def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> Renderab
     """Saves that are not published yet."""
     if not reservations:
         return Text("no reservations")
-    numbers = ("payload", "stored", "age", "time left", "waiters")
-    table = make_table("key", "tier", "stage", "owner", "session", *numbers, right=numbers)
+    table = make_table("key|tier|stage|owner|session|>payload|>stored|>age|>time left|>waiters")
     for held in reservations:
         table.add_row(
             held.key.hex()[:KEY_DIGITS],
@@ -277,14 +274,13 @@ def sessions_table(
     """Sessions with their rates over the last `between_s`, or since they were opened if it is 0."""
     if not sessions:
         return Text("no sessions")
-    numbers = (
-        "age", "last heartbeat", "claims", "reservations",
-        "look-ups/s", "hits/s", "restores/s", "restored/s", "restored",
-        "saves/s", "saved/s", "saved",
-    )  # fmt: skip
     over = f"the last {between_s:.3g} s" if between_s else "the time since a session was opened"
     caption = f"rates are of {over}; clients report with their heartbeats"
-    table = make_table("session", "owner", "namespace", *numbers, caption=caption, right=numbers)
+    table = make_table(
+        "session|owner|namespace|>age|>last heartbeat|>claims|>reservations|"
+        ">look-ups/s|>hits/s|>restores/s|>restored/s|>restored|>saves/s|>saved/s|>saved",
+        caption=caption,
+    )
     for session, rate in zip(sessions, rates, strict=True):
         table.add_row(
             f"{session.session_id}",
@@ -316,7 +312,7 @@ def _per_second(count: float) -> str:
 def evicted_table(rows: Iterable[tuple[str, int, int]], *, dry_run: bool) -> Table:
     """(tier, entries, stored bytes) of an eviction."""
     verb = "would be evicted" if dry_run else "evicted"
-    table = make_table("tier", verb, "freed", right=(verb, "freed"))
+    table = make_table(f"tier|>{verb}|>freed")
     for tier, entries, freed_bytes in rows:
         table.add_row(tier_name(tier), f"{entries:,}", size(freed_bytes))
     return table
@@ -365,7 +361,7 @@ def drained_view(response: pb.DrainResponse, *, stop: bool) -> RenderableType:
 
 def gc_table(response: pb.GcResponse) -> Table:
     """What was released and dropped."""
-    table = make_table("reaped", "count", right=("count",))
+    table = make_table("reaped|>count")
     for name, count in as_dict(response).items():
         table.add_row(name.replace("_", " "), f"{count:,}")
     return table
@@ -413,7 +409,7 @@ def _problems(problems: Sequence[str], count: int, counted: str) -> RenderableTy
 
 def changed_table(changed: Iterable[pb.ChangedOption], live: str) -> RenderableType:
     """Options that differ. `live` is what the last column says of those that need no restart."""
-    table = make_table("option", "running", "configured", "")
+    table = make_table("option|running|configured|")
     for each in changed:
         table.add_row(
             each.option, each.running, each.configured, live if each.live else "needs a restart"

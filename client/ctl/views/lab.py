@@ -78,7 +78,7 @@ def analysis(data: Json) -> RenderableType:
         ]
     )  # fmt: skip
     figures = ("mean", "p10", "p50", "p90", "p99", "max")
-    spread = make_table("distribution", *figures, right=figures)
+    spread = make_table("distribution|>" + "|>".join(figures))
     for name, row in (
         ("prompt, tokens", trace["input_length_tokens"]),
         ("output, tokens", trace["output_length_tokens"]),
@@ -108,8 +108,7 @@ def advice(data: Json) -> RenderableType:
                        "headroom: saves in flight, pinned entries, another day's traffic)"),
         ]
     )  # fmt: skip
-    numbers = ("budget", "at most", "share of the saves", "hit rate up to here")
-    table = make_table("tier", *numbers, right=numbers)
+    table = make_table("tier|>budget|>at most|>share of the saves|>hit rate up to here")
     for tier in data["tiers"]:
         limit = tier["limit_bytes"]
         table.add_row(
@@ -158,12 +157,12 @@ def replay_view(data: Json, block_bytes: int | None = None) -> RenderableType:
 
 def results_table(results: Sequence[Json], block_bytes: int | None = None) -> Table:
     """A row for each replay."""
-    sizes = ("size",) if block_bytes else ()
-    numbers = (
-        "capacity", *sizes, "hit rate", "hit tokens", "p10", "p50", "p90",
-        "resident", "evictions", "ghosts", "moves per access", "seconds",
-    )  # fmt: skip
-    table = make_table("policy", *numbers, right=numbers, name_columns=2)
+    sizes = ">size|" if block_bytes else ""
+    table = make_table(
+        f"policy|>capacity|{sizes}>hit rate|>hit tokens|>p10|>p50|>p90"
+        "|>resident|>evictions|>ghosts|>moves per access|>seconds",
+        name_columns=2,
+    )
     for row in results:
         capacity, spread = row["capacity_blocks"], row["hit_tokens_per_request"]
         order = row["touch_order"]
@@ -186,9 +185,8 @@ def curve_view(data: Json) -> RenderableType:
     """The trace in a line, the curve at some capacities, its knee, the samples, the replays."""
     block_bytes, knee = data["block_bytes"], data["curve"]["knee"]
     best = data["trace"]["infinite_hit_tokens"]
-    sizes = ("size",) if block_bytes else ()
-    numbers = ("capacity", *sizes, "LRU hit rate", "hit tokens", "of unlimited")
-    table = make_table(*numbers, "mark", right=numbers)
+    sizes = ">size|" if block_bytes else ""
+    table = make_table(f">capacity|{sizes}>LRU hit rate|>hit tokens|>of unlimited|mark")
     points = data["curve"]["points"]
     last, steps = len(points) - 1, max(1, min(CURVE_ROWS, len(points)) - 1)
     shown = [points[last * step // steps] for step in range(steps + 1)]
@@ -212,8 +210,7 @@ def curve_view(data: Json) -> RenderableType:
 
 
 def _samples_table(sampled: Sequence[Json]) -> Table:
-    numbers = ("sampled", "blocks", "mean error", "largest error", "knee", "seconds")
-    table = make_table(*numbers, right=numbers)
+    table = make_table(">sampled|>blocks|>mean error|>largest error|>knee|>seconds")
     for sample in sampled:
         knee = sample["knee"]
         table.add_row(
@@ -266,8 +263,7 @@ def _fleet_line(data: Json) -> str:
 
 def _sources_table(data: Json) -> Table:
     prompt_tokens = data["total_prompt_tokens"]
-    numbers = ("blocks", "tokens", "of the prompts")
-    table = make_table("hits from", *numbers, right=numbers)
+    table = make_table("hits from|>blocks|>tokens|>of the prompts")
     for said, _, name in fleet_page.SOURCES:
         tokens = data[f"{name}_tokens"]
         share = percent(tokens / prompt_tokens if prompt_tokens else 0.0)
@@ -281,9 +277,8 @@ def _sources_table(data: Json) -> Table:
 def _moves_table(data: Json) -> Table:
     total = data["moved"]["total"]
     sized, timed = total["bytes"] is not None, total["bytes_per_second"] is not None
-    numbers = ["blocks", "tokens"]
-    numbers += [*(["bytes"] if sized else []), *(["a second"] if timed else [])]
-    table = make_table("moved", *numbers, right=numbers)
+    bytes_ = ("|>bytes" if sized else "") + ("|>a second" if timed else "")
+    table = make_table(f"moved|>blocks|>tokens{bytes_}")
     for said, name in fleet_page.MOVES:
         moved = data["moved"][name]
         cells = [f"{moved['blocks']:,}", f"{moved['tokens']:,}"]
@@ -307,8 +302,8 @@ def _comparison_table(data: Json) -> Table:
         rows.setdefault(each["route"], {})[fleet_page.sharing(each)] = percent(
             each["overall_hit_rate"]
         )
-    ways = list(next(iter(rows.values())))
-    table = make_table("route", *ways, title="hit rate by route", right=ways)
+    ways = "|>".join(next(iter(rows.values())))
+    table = make_table(f"route|>{ways}", title="hit rate by route")
     table.columns[0].no_wrap = True
     for route, rates in rows.items():
         table.add_row(route, *rates.values())

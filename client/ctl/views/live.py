@@ -90,8 +90,7 @@ def _summary(totals: Totals, title: str) -> Table:
 
 
 def _latency_table(totals: Totals) -> Table:
-    numbers = ("calls", "p50 ms", "p99 ms")
-    table = make_table("latency", *numbers, right=numbers)
+    table = make_table("latency|>calls|>p50 ms|>p99 ms")
     for step in STEPS:
         latencies = totals.latencies[step]
         if latencies.count:
@@ -105,11 +104,13 @@ def live_view(data: Json, *, by_size: bool = False) -> RenderableType:
     budgets by their size instead of as multiples of the tier's own."""
     tiers = data["tiers"]
     labels = [
-        f"at {size(point['budget_bytes'])}" if by_size else f"at {point['times_budget'] or 0:.3g}x"
+        f">at {size(point['budget_bytes'])}"
+        if by_size
+        else f">at {point['times_budget'] or 0:.3g}x"
         for point in tiers[0]["points"]
     ]
-    numbers = ("budget", "looked for", "hit rate now", *labels, "sampled")
-    table = make_table("tier", "policy", *numbers, right=numbers)
+    estimates = "".join(f"{label}|" for label in labels)
+    table = make_table(f"tier|policy|>budget|>looked for|>hit rate now|{estimates}>sampled")
     for tier in tiers:
         share = tier["sample_rate"]
         table.add_row(

@@ -85,8 +85,7 @@ def shared_line(stats: pb.StatsResponse) -> Text:
 
 def shared_nodes_table(nodes: Iterable[pb.SharedNode]) -> Table:
     """The shared engine's nodes, as the daemon sees them."""
-    numbers = ("requests", "unanswered", "refused")
-    table = make_table("engine", "state", *numbers, "why", right=numbers)
+    table = make_table("engine|state|>requests|>unanswered|>refused|why")
     for node in nodes:
         table.add_row(
             node.name,
@@ -117,8 +116,7 @@ def headline(stats: pb.StatsResponse, address: str) -> Text:
 
 def budget_table(stats: pb.StatsResponse) -> Table:
     """How full the tiers are."""
-    numbers = ("full", "used", "budget", "pinned", "reserved", "entries")
-    table = make_table("tier", "policy", "", *numbers, right=numbers)
+    table = make_table("tier|policy||>full|>used|>budget|>pinned|>reserved|>entries")
     for t in stats.tiers:
         cap = f" of {t.max_entries:,}" if t.max_entries else ""
         budget = size(t.budget_bytes)
@@ -144,8 +142,7 @@ def budget_table(stats: pb.StatsResponse) -> Table:
 
 def namespaces_table(tier: pb.TierStats) -> Table:
     """What each namespace takes of a tier, and the share that it may take."""
-    numbers = ("share", "used", "pinned", "entries")
-    table = make_table(f"{tier_label(tier.tier)} of", *numbers, right=numbers)
+    table = make_table(f"{tier_label(tier.tier)} of|>share|>used|>pinned|>entries")
     for each in tier.namespaces:
         table.add_row(
             each.namespace or Text("(no share)", style="dim"),
@@ -159,8 +156,7 @@ def namespaces_table(tier: pb.TierStats) -> Table:
 
 def activity_table(stats: pb.StatsResponse) -> RenderableType:
     """What the tiers did since the daemon started, then recoveries, damage and scrubbing."""
-    numbers = ("hits", "hit tokens", "read by rpc", "saves", "saved", "evictions", "evicted")
-    table = make_table("tier", *numbers, right=numbers)
+    table = make_table("tier|>hits|>hit tokens|>read by rpc|>saves|>saved|>evictions|>evicted")
     notes: list[RenderableType] = []
     for t in stats.tiers:
         table.add_row(
@@ -303,8 +299,7 @@ def _left_tiers(usage: pb.Usage, because: str, named: int) -> str:
 
 
 def _labels_table(stats: pb.StatsResponse) -> Table:
-    numbers = ("by tokens", "by look-ups", "look-ups", "hit tokens")
-    table = make_table("namespace", *numbers, right=numbers)
+    table = make_table("namespace|>by tokens|>by look-ups|>look-ups|>hit tokens")
     for label, usage in busiest(stats.usage):
         table.add_row(
             label,
@@ -318,8 +313,7 @@ def _labels_table(stats: pb.StatsResponse) -> Table:
 
 def reasons_table(title: str, counts: Mapping[str, int], whole: int, of_what: str) -> Table:
     """Counts by reason. Each is shown as a share of `whole`, too, unless that is 0."""
-    columns = ["count", of_what] if whole else ["count"]
-    table = make_table(title, *columns, "", right=columns)
+    table = make_table(f"{title}|>count|>{of_what}|" if whole else f"{title}|>count|")
     for reason, count in Counter(counts).most_common():
         share = [percent(count, whole)] if whole else []
         table.add_row(reason, f"{count:,}", *share, Text(MISS_WORDS.get(reason, ""), style="dim"))

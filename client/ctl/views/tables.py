@@ -70,13 +70,10 @@ def used_bytes(tier: pb.TierStats) -> int:
 
 
 def make_table(
-    *columns: str,
-    title: str | None = None,
-    caption: str | None = None,
-    right: Iterable[str] = (),
-    name_columns: int = 1,
+    columns: str, *, title: str | None = None, caption: str | None = None, name_columns: int = 1
 ) -> Table:
-    """A plain table. `right` names the columns of numbers; a column without a name is for a bar.
+    """A plain table with columns such as `tier|policy||>entries`. A `>` aligns a column to the
+    right, as for numbers. A column without a name is for a bar.
 
     In a narrow terminal the table comes in several parts. Each begins with the first
     `name_columns`, which tell the rows apart.
@@ -91,12 +88,12 @@ def make_table(
         caption_justify="left",
     )
     table.name_columns = name_columns
-    aligned = set(right)
-    for column in columns:
+    for column in columns.split("|"):
+        right = column.startswith(">")
         table.add_column(
-            column,
-            justify="right" if column in aligned else "left",
-            no_wrap=column in aligned or column in ("key", "tier"),
+            column.removeprefix(">"),
+            justify="right" if right else "left",
+            no_wrap=right or column in ("key", "tier"),
             min_width=None if column else BAR_MIN_WIDTH,
         )
     return table

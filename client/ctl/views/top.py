@@ -142,9 +142,10 @@ class Board:
 
     def tiers_table(self) -> Table:
         """How full the tiers are, and what they do."""
-        numbers = ("full", "budget", "entries", "hits/s", "saved/s", "evicted/s")
         caption = "bright: claimed   plain: cached   white: being saved"
-        table = make_table("tier", "", *numbers, caption=caption, right=numbers)
+        table = make_table(
+            "tier||>full|>budget|>entries|>hits/s|>saved/s|>evicted/s", caption=caption
+        )
         before = {tier.tier: tier for tier in self._before.tiers}
         for tier in self._now.tiers:
             old = before.get(tier.tier, tier)
@@ -171,8 +172,9 @@ class Board:
 
     def _namespaces_table(self, between: pb.StatsResponse) -> Table:
         """The labels with the most look-ups between the samples."""
-        numbers = ("hit ratio", "look-ups/s", "hit tokens/s", "restored/s", "missed")
-        table = make_table("namespace", *numbers, "mostly", right=numbers)
+        table = make_table(
+            "namespace|>hit ratio|>look-ups/s|>hit tokens/s|>restored/s|>missed|mostly"
+        )
         labels = [label for label, _ in stats_views.busiest(self._now.usage)]
         labels.sort(key=lambda label: -between.usage[label].lookups)
         for label in labels[:NAMESPACES]:
@@ -191,8 +193,7 @@ class Board:
 
     def _stages_table(self, stages: Iterable[pb.StageTimes]) -> Table:
         """How long the stages took, the slowest first."""
-        numbers = ("half within", "99 of 100 within", "per second")
-        table = make_table("slowest stages", *numbers, right=numbers)
+        table = make_table("slowest stages|>half within|>99 of 100 within|>per second")
         timed = [stage for stage in stages if sum(stage.times)]
         for stage in sorted(timed, key=lambda stage: -quantile_ns(stage, 0.99)):
             table.add_row(

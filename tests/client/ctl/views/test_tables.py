@@ -88,7 +88,7 @@ def test_a_bar_fits_where_it_is_put_and_needs_no_unicode() -> None:
 def test_a_narrow_table_keeps_every_column_whole() -> None:
     """What does not fit comes below, with the first column again."""
     names = [f"column {number}" for number in range(9)]
-    table = tables.make_table("key", *names, right=names)
+    table = tables.make_table("key|>" + "|>".join(names))
     cells = [f"{number}" * 12 for number in range(9)]
     table.add_row("k" * 16, *cells)
     for width in (40, 80, 100, 200):
