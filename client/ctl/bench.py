@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from . import lab
-from .command import Ctl, make_console, parse_size
+from .command import STDOUT, Ctl, make_console, parse_size
 
 if TYPE_CHECKING:
     from ..bench.report import Rows, Table
@@ -98,7 +99,7 @@ def bench(
             for row in _measure(ctl, each, note):
                 measured.append(row.of_blocks(each.block_bytes))
                 write(json.dumps(measured[-1].as_dict()))
-    if target != lab.STDOUT:
+    if target != STDOUT:
         found = Rows(measured)
         shown = [
             table
@@ -236,18 +237,16 @@ def _output(target: str | None) -> Iterator[Callable[[str], None]]:
     if target is None:
         yield lambda _: None
         return
-    if target == lab.STDOUT:
-        yield lambda line: print(line, flush=True)
-        return
-    with _opened(target) as file:
-        yield lambda line: print(line, file=file, flush=True)
-
-
-def _opened(path: str) -> IO[str]:
     try:
-        return Path(path).open("w", encoding="utf-8")
+        output: AbstractContextManager[IO[str]] = (
+            nullcontext(sys.stdout)
+            if target == STDOUT
+            else Path(target).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
+        )
     except OSError as error:
-        lab.cannot_write(path, error)
+        lab.cannot_write(target, error)
+    with output as file:
+        yield lambda line: print(line, file=file, flush=True)
 
 
 @contextmanager
@@ -266,7 +265,10 @@ def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown
     from ..bench.report import as_markdown
     from .views.tables import make_table
 
-    notes = [machine(), _conditions(plan), *_drift(rows, peers)]
+    conditions = (
+        f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"
+    )
+    notes = [machine(), conditions, *_drift(rows, peers)]
     if markdown:
         print("\n\n".join(["\n".join(f"- {one}" for one in notes), *map(as_markdown, found)]))
         return
@@ -293,10 +295,6 @@ def machine() -> str:
         f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, Linux {platform.release()}, "
         f"Python {platform.python_version()}"
     )
-
-
-def _conditions(plan: Plan) -> str:
-    return f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"
 
 
 def _drift(rows: list[Row], peers: Rows) -> list[str]:

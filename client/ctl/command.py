@@ -27,7 +27,7 @@ from typing import (
 )
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from ...proto.units import parse_bytes, parse_duration_ns
 from ...proto.vocabulary import SaveReason, Tier
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Member = TypeVar("Member", bound=IntEnum)
 
+#: Standard input or output, as the name of a file.
+STDOUT: Final = "-"
 DEFAULT_TIMEOUT_S: Final = 10.0
 #: For calls that read every payload, or drop gigabytes.
 LONG_TIMEOUT_S: Final = 600.0
@@ -263,45 +265,38 @@ TimeoutOption = Annotated[
 def command(
     app: typer.Typer,
     name: str,
+    function: Callable[Concatenate[Ctl, P], None],
     *,
     panel: str | None = None,
-    cls: type[Any] | None = None,
-    own_json: bool = False,
-) -> Callable[[Callable[Concatenate[Ctl, P], None]], Callable[Concatenate[Ctl, P], None]]:
+    json_file: bool = False,
+) -> None:
     """Register a function as the command `name` of `app`.
 
-    `own_json`: the command has a different `--json` option of its own. `Ctl.as_json` then only
-    reflects a `--json` before the command's name.
+    `json_file`: the command has its own option `--json FILE`. `Ctl.as_json` then reflects only a
+    `--json` before the command's name.
     """
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
+    if not json_file:
+        common.insert(1, _option("as_json", JsonOption, default=False))
 
-    def register(
-        function: Callable[Concatenate[Ctl, P], None],
-    ) -> Callable[Concatenate[Ctl, P], None]:
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
-        if not own_json:
-            common.insert(1, _option("as_json", JsonOption, default=False))
+    def invoke(ctx: typer.Context, **given: Any) -> None:
+        ctl = _merged(ctx, given)
+        if ctl.targets and (ctl.given_address is not None or name not in FLEET_COMMANDS):
+            raise typer.BadParameter(
+                f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
+            )
+        function(ctl, **given)  # type: ignore[call-arg]  # keywords only
 
-        def invoke(ctx: typer.Context, **given: Any) -> None:
-            ctl = _merged(ctx, given)
-            if ctl.targets and (ctl.given_address is not None or name not in FLEET_COMMANDS):
-                raise typer.BadParameter(
-                    f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
-                )
-            function(ctl, **given)  # type: ignore[call-arg]  # keywords only
-
-        parameters = [_option("ctx", typer.Context, inspect.Parameter.empty), *own, *common]
-        for parameter in parameters:
-            _hide_value_of_flag(parameter.annotation)
-        invoke.__name__ = function.__name__
-        invoke.__doc__ = _unwrapped(function.__doc__)
-        # Typer reads the signature and the annotations.
-        vars(invoke)["__signature__"] = inspect.Signature(parameters)
-        invoke.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name, rich_help_panel=panel, cls=cls)(invoke)
-        return function
-
-    return register
+    parameters = [_option("ctx", typer.Context, inspect.Parameter.empty), *own, *common]
+    for parameter in parameters:
+        _hide_value_of_flag(parameter.annotation)
+    invoke.__name__ = function.__name__
+    invoke.__doc__ = _unwrapped(function.__doc__)
+    # Typer reads the signature and the annotations.
+    vars(invoke)["__signature__"] = inspect.Signature(parameters)
+    invoke.__annotations__ = {p.name: p.annotation for p in parameters}
+    app.command(name, rich_help_panel=panel, cls=JsonFileCommand if json_file else None)(invoke)
 
 
 def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
@@ -340,6 +335,18 @@ def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
         before.timeout_s if timeout_s is None else timeout_s,
         before.targets,
     )
+
+
+class JsonFileCommand(TyperCommand):
+    """Accepts `--json` without a value as `--json -`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for argument, following in zip(args, [*args, "--"][1:], strict=True):
+            given.append(argument)
+            if argument == "--json" and following.startswith("-") and following != STDOUT:
+                given.append(STDOUT)
+        return super().parse_args(ctx, given)
 
 
 class Group(TyperGroup):

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .command import (
+    STDOUT,
     Ctl,
     ExitCode,
     fail,
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Name = TypeVar("Name", bound=StrEnum)
 
-#: Standard input or output, as the name of a file.
-STDOUT: Final = "-"
 SHARING: Final = "What the nodes share; without any of these, nothing"
 PROFILE_NAMES: Final = "chatbot|multi-turn|rag|code|batch|random"
 
@@ -98,18 +96,6 @@ JsonFileOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
 ]
-
-
-class JsonCommand(TyperCommand):
-    """Accepts `--json` without a value as `--json -`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = []
-        for argument, following in zip(args, [*args, "--"][1:], strict=True):
-            given.append(argument)
-            if argument == "--json" and following.startswith("-") and following != STDOUT:
-                given.append(STDOUT)
-        return super().parse_args(ctx, given)
 
 
 # ---- commands

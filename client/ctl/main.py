@@ -9,7 +9,8 @@ The modules of this folder are groups of commands. What they print for people is
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final
+from collections.abc import Callable
+from typing import Annotated, Final
 
 import typer
 
@@ -18,6 +19,7 @@ from .command import (
     AddressOption,
     Ctl,
     Group,
+    JsonFileCommand,
     JsonOption,
     TargetsOption,
     TimeoutOption,
@@ -96,59 +98,61 @@ def version(ctl: Ctl) -> None:
     )
 
 
-def _lab_command(group: typer.Typer, name: str, *, panel: str | None = None) -> Any:
-    """Register a command that needs no daemon. It has its own `--json FILE`."""
-    return group.command(name, cls=lab.JsonCommand, rich_help_panel=panel)
+def _trace_command(
+    group: typer.Typer, name: str, function: Callable[..., None], *, panel: str | None = None
+) -> None:
+    """Register a command that needs no daemon. It has its own option `--json FILE`."""
+    group.command(name, cls=JsonFileCommand, rich_help_panel=panel)(function)
 
 
 # --help lists the panels, and the commands of each, in this order.
-command(app, "demo", panel=START)(live.demo)
-_lab_command(app, "replay", panel=LAB)(policies.replay)
-command(app, "replay-live", panel=LAB, cls=lab.JsonCommand, own_json=True)(live.replay_live)
-command(app, "bench", panel=START, cls=lab.JsonCommand, own_json=True)(bench.bench)
+command(app, "demo", live.demo, panel=START)
+_trace_command(app, "replay", policies.replay, panel=LAB)
+command(app, "replay-live", live.replay_live, panel=LAB, json_file=True)
+command(app, "bench", bench.bench, panel=START, json_file=True)
 
-command(app, "stats", panel=LOOK)(look.stats)
-command(app, "ls", panel=LOOK)(look.ls)
-command(app, "inspect", panel=LOOK)(look.inspect)
-command(app, "claims", panel=LOOK)(look.claims)
-command(app, "reservations", panel=LOOK)(look.reservations)
-command(app, "sessions", panel=LOOK)(look.sessions)
-command(app, "preview", panel=LOOK)(look.preview)
-command(app, "check", panel=LOOK)(look.check)
-command(app, "verify", panel=LOOK)(look.verify)
-command(app, "health", panel=LOOK)(look.health)
-command(app, "evict", panel=CHANGE)(change.evict)
-command(app, "gc", panel=CHANGE)(change.gc)
-command(app, "delete", panel=CHANGE)(change.delete)
-command(app, "clear", panel=CHANGE)(change.clear)
-command(app, "kick", panel=CHANGE)(change.kick)
-command(app, "drain", panel=CHANGE)(change.drain)
-command(app, "log-level", panel=CHANGE)(change.log_level)
-command(app, "why", panel=LOOK)(look.why)
-command(app, "top", panel=LOOK)(look.top)
-command(app, "export", panel=LOOK)(transfer.export)
-command(app, "import", panel=CHANGE)(transfer.import_)
-command(app, "watch", panel=LOOK)(watch.watch)
-command(app, "publish-kv-events", panel=LOOK)(watch.publish_kv_events)
-command(app, "version", panel=LOOK)(version)
+command(app, "stats", look.stats, panel=LOOK)
+command(app, "ls", look.ls, panel=LOOK)
+command(app, "inspect", look.inspect, panel=LOOK)
+command(app, "claims", look.claims, panel=LOOK)
+command(app, "reservations", look.reservations, panel=LOOK)
+command(app, "sessions", look.sessions, panel=LOOK)
+command(app, "preview", look.preview, panel=LOOK)
+command(app, "check", look.check, panel=LOOK)
+command(app, "verify", look.verify, panel=LOOK)
+command(app, "health", look.health, panel=LOOK)
+command(app, "evict", change.evict, panel=CHANGE)
+command(app, "gc", change.gc, panel=CHANGE)
+command(app, "delete", change.delete, panel=CHANGE)
+command(app, "clear", change.clear, panel=CHANGE)
+command(app, "kick", change.kick, panel=CHANGE)
+command(app, "drain", change.drain, panel=CHANGE)
+command(app, "log-level", change.log_level, panel=CHANGE)
+command(app, "why", look.why, panel=LOOK)
+command(app, "top", look.top, panel=LOOK)
+command(app, "export", transfer.export, panel=LOOK)
+command(app, "import", transfer.import_, panel=CHANGE)
+command(app, "watch", watch.watch, panel=LOOK)
+command(app, "publish-kv-events", watch.publish_kv_events, panel=LOOK)
+command(app, "version", version, panel=LOOK)
 
-_lab_command(app, "analyze", panel=LAB)(lab.analyze)
-_lab_command(app, "curve", panel=LAB)(policies.curve)
-command(app, "curve-live", panel=LAB, cls=lab.JsonCommand, own_json=True)(live.curve_live)
-_lab_command(app, "advise", panel=LAB)(policies.advise)
-_lab_command(app, "simulate", panel=LAB)(lab.simulate)
+_trace_command(app, "analyze", lab.analyze, panel=LAB)
+_trace_command(app, "curve", policies.curve, panel=LAB)
+command(app, "curve-live", live.curve_live, panel=LAB, json_file=True)
+_trace_command(app, "advise", policies.advise, panel=LAB)
+_trace_command(app, "simulate", lab.simulate, panel=LAB)
 
 config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
-command(config, "show")(change.show)
-command(config, "diff")(change.diff)
-command(config, "reload")(change.reload)
+command(config, "show", change.show)
+command(config, "diff", change.diff)
+command(config, "reload", change.reload)
 app.add_typer(config, name="config", rich_help_panel=CHANGE)
 tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
-command(tier, "resize")(change.resize)
+command(tier, "resize", change.resize)
 app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
 trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
-_lab_command(trace, "generate")(lab.generate)
-_lab_command(trace, "convert")(lab.convert)
+_trace_command(trace, "generate", lab.generate)
+_trace_command(trace, "convert", lab.convert)
 app.add_typer(trace, name="trace", rich_help_panel=LAB)
 
 

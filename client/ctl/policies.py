@@ -9,7 +9,7 @@ import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
-from .command import root_options, size_option, time_option
+from .command import STDOUT, root_options, size_option, time_option
 
 if TYPE_CHECKING:
     from ..lab.columns import TraceColumns
@@ -334,7 +334,7 @@ def advise(
         reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         requests = (
             list(reading(reader, "reading"))
-            if trace == lab.STDOUT  # standard input can be read only once
+            if trace == STDOUT  # standard input can be read only once
             else Rereading(reader, "measuring", "dividing", "reordering")
         )
         found = adviser.advise(

@@ -69,13 +69,7 @@ class Rereading(Generic[T]):
 def counting(items: Iterable[T], total: int, title: str) -> Iterator[T]:
     """The items, with a bar of how many of `total` have come."""
     with bar(MofNCompleteColumn()) as progress:
-        task = progress.add_task(title, total=total)
-        count = 0
-        for count, item in enumerate(items, 1):
-            if not count % _STRIDE:
-                progress.update(task, completed=count)
-            yield item
-        progress.update(task, completed=count)
+        yield from progress.track(items, total=total, description=title)
 
 
 class Permille(Protocol):

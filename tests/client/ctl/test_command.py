@@ -45,7 +45,7 @@ def made(function: Any, **options: Any) -> typer.Typer:
     """prefixctl with one command, `it`."""
     app = typer.Typer(cls=Group)
     app.callback()(root)
-    command(app, "it", **options)(function)
+    command(app, "it", function, **options)
     app.command("other")(lambda: None)
     return app
 
@@ -105,7 +105,7 @@ def test_options_may_be_before_and_after_the_name(arguments: list[str], ctl: Ctl
 
 def test_a_command_with_its_own_json_option_sees_the_one_before_its_name() -> None:
     seen.clear()
-    app = made(note, own_json=True)
+    app = made(note, json_file=True)
     assert run(app, "--json", "it").exit_code == 0
     assert seen == [(Ctl(as_json=True), 1)]
     assert run(app, "it", "--json").exit_code == ExitCode.BAD_INPUT
@@ -194,7 +194,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
         "from prefixd.client.ctl.command import command, print_json\n"
         "def much(ctl):\n"
         "    for _ in range(100): print_json(list(range(10_000)))\n"
-        "command(app, 'much')(much)\n"
+        "command(app, 'much', much)\n"
         "app(['much'])\n"
     )
     process = subprocess.Popen(
