@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from ...proto.errors import InvalidSize, PrefixdError, UnknownTier
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.vocabulary import SaveReason, SaveStatus, Tier
+from ...proto.vocabulary import Tier
 from ..client import Client
 from ..counters import Counters
 from ..local.transport import LocalTransport
@@ -21,7 +21,16 @@ from ..wire.data_transport import DataTransport
 from ..wire.remote import RemoteTransport
 from .samples import Case, Row, interleave
 from .searches import ENTRIES, HASHING, Walks, lookups_of, rpcs_of
-from .transfers import BATCHES_HELD, Batch, Buffers, Crowd, Subject, memcpy_case, new_keys
+from .transfers import (
+    BATCHES_HELD,
+    Batch,
+    Buffers,
+    Crowd,
+    Subject,
+    memcpy_case,
+    new_keys,
+    save_all,
+)
 
 if TYPE_CHECKING:
     from ..ctl.connection import AdminConnection
@@ -169,9 +178,7 @@ class Evictions:
         keys = new_keys(count)
         for some in _batches(keys):
             items = [SaveItem(key, b"state", 512) for key in some]
-            outcomes = self._client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
-            if any(one.status is not SaveStatus.SAVED for one in outcomes):
-                raise PrefixdError(f"{self._op}: the entries to evict could not be saved")
+            save_all(self._client, items, Tier.RAM, self._op)
         return keys
 
 

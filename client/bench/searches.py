@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_keys
-from ...proto.vocabulary import SaveReason, SaveStatus, Tier
+from ...proto.vocabulary import Tier
 from ..client import Client
 from ..saves import SaveItem
 from ..search import boundaries
 from .samples import Case
+from .transfers import save_all
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -54,54 +56,47 @@ class Walks:
         middle = lengths[len(lengths) // 2]
         self._save(prefix_keys(self._namespace, known, [middle]))
 
-        def hash_all() -> list[Key]:
-            return prefix_keys(self._namespace, known, lengths)
-
-        def search(tokens: array[int], expected: int) -> Callable[[], None]:
-            def walk() -> None:
-                hit = self._client.longest_prefix(self._namespace, tokens, claim=False)
-                _expect(self._peer, expected, hit.token_count if hit else 0)
-
-            return walk
-
         blocks = len(lengths)
+        hash_all = partial(prefix_keys, self._namespace, known, lengths)
+        hit, miss = partial(self._walk, known, middle), partial(self._walk, unknown, 0)
         yield Case(HASHING, "walk", blocks, hash_all, light=True)
-        yield Case(self._peer, "walk-hit", blocks, search(known, middle), light=True)
-        yield Case(self._peer, "walk-miss", blocks, search(unknown, 0), light=True)
+        yield Case(self._peer, "walk-hit", blocks, hit, light=True)
+        yield Case(self._peer, "walk-miss", blocks, miss, light=True)
+
+    def _walk(self, tokens: array[int], expected: int) -> None:
+        hit = self._client.longest_prefix(self._namespace, tokens, claim=False)
+        self._expect(expected, hit.token_count if hit else 0)
 
     def _chains(self, block_tokens: int) -> Iterator[Case]:
         tokens = CHAIN_BLOCKS * block_tokens
         known, unknown = self._tokens(tokens), self._tokens(tokens)
         self._save(block_keys(self._namespace, known, block_tokens))
 
-        def hash_all() -> list[Key]:
-            return block_keys(self._namespace, known, block_tokens)
-
         def hash_first() -> Key:
             return next(iter_block_keys(self._namespace, unknown, block_tokens))
 
-        def search(tokens: array[int], expected: int) -> Callable[[], None]:
-            def walk() -> None:
-                chain = self._client.chain(self._namespace, tokens, block_tokens)
-                hit = self._client.longest_run(chain, claim=False)
-                _expect(self._peer, expected, len(hit))
-
-            return walk
-
         whole, first = f"chain-{block_tokens}", f"chain-miss-{block_tokens}"
+        hash_all = partial(block_keys, self._namespace, known, block_tokens)
+        hit = partial(self._chain, known, block_tokens, CHAIN_BLOCKS)
+        miss = partial(self._chain, unknown, block_tokens, 0)
         yield Case(HASHING, whole, CHAIN_BLOCKS, hash_all, light=True)
-        yield Case(self._peer, whole, CHAIN_BLOCKS, search(known, CHAIN_BLOCKS), light=True)
+        yield Case(self._peer, whole, CHAIN_BLOCKS, hit, light=True)
         yield Case(HASHING, first, 1, hash_first, light=True)
-        yield Case(self._peer, first, 1, search(unknown, 0), light=True)
+        yield Case(self._peer, first, 1, miss, light=True)
+
+    def _chain(self, tokens: array[int], block_tokens: int, expected: int) -> None:
+        chain = self._client.chain(self._namespace, tokens, block_tokens)
+        self._expect(expected, len(self._client.longest_run(chain, claim=False)))
+
+    def _expect(self, expected: int, found: int) -> None:
+        if found != expected:
+            raise PrefixdError(f"{self._peer}: a walk found {found} where {expected} are there")
 
     def _tokens(self, count: int) -> array[int]:
         return array("I", (self._random.randrange(_VOCABULARY) for _ in range(count)))
 
     def _save(self, keys: list[Key]) -> None:
-        items = [SaveItem(key, b"state") for key in keys]
-        outcomes = self._client.save_many(items, tier=self._tier, reason=SaveReason.EVICT)
-        if any(one.status is not SaveStatus.SAVED for one in outcomes):
-            raise PrefixdError(f"{self._peer}: the entries to find could not be saved")
+        save_all(self._client, [SaveItem(key, b"state") for key in keys], self._tier, self._peer)
 
 
 def searches() -> list[tuple[str, str, str]]:
@@ -116,11 +111,6 @@ def searches() -> list[tuple[str, str, str]]:
         found.append((f"chain of {CHAIN_BLOCKS} {blocks}, all there", whole, whole))
         found.append((f"chain of {CHAIN_BLOCKS} {blocks}, miss on the first", miss, miss))
     return found
-
-
-def _expect(peer: str, expected: int, found: int) -> None:
-    if found != expected:
-        raise PrefixdError(f"{peer}: a walk found {found} where {expected} are there")
 
 
 def rpcs_of(client: Client) -> int:

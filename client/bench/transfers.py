@@ -143,13 +143,7 @@ class Batch:
 
     def save(self) -> None:
         items = [SaveItem(*each) for each in zip(self.keys, self._sources, strict=True)]
-        outcomes = self._subject.client.save_many(
-            items, tier=self._subject.tier, reason=SaveReason.EVICT
-        )
-        refused = [one for one in outcomes if one.status is not SaveStatus.SAVED]
-        if refused:
-            why = f"{refused[0].status.label} {refused[0].message}".strip()
-            raise PrefixdError(f"{self._subject.peer}: {len(refused)} blocks were not saved: {why}")
+        save_all(self._subject.client, items, self._subject.tier, self._subject.peer)
 
     def restore(self) -> None:
         """Restore with as few calls as possible."""
@@ -191,6 +185,15 @@ class Batch:
                 f"{self._subject.peer}: only {found} of {self._blocks} blocks are there; "
                 "is the tier large enough, and is it used by this alone?"
             )
+
+
+def save_all(client: Client, items: Sequence[SaveItem], tier: Tier, peer: str) -> None:
+    """Save items. Raises PrefixdError unless all of them are saved."""
+    outcomes = client.save_many(items, tier=tier, reason=SaveReason.EVICT)
+    refused = [one for one in outcomes if one.status is not SaveStatus.SAVED]
+    if refused:
+        why = f"{refused[0].status.label} {refused[0].message}".strip()
+        raise PrefixdError(f"{peer}: {len(refused)} blocks were not saved: {why}")
 
 
 def new_keys(count: int) -> list[Key]:
