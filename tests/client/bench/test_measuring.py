@@ -1,4 +1,4 @@
-"""What is measured, against real daemons: it does what it says, and notices what is wrong."""
+"""The measurements, against real daemons: they do what they say, and notice what is wrong."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def remote(daemon: PrivateDaemon) -> Iterator[Client]:
         yield connected
 
 
-# ---- moving
+# ---- transfers
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -104,7 +104,7 @@ def test_the_same_over_grpc(remote: Client) -> None:
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> None:
-    """Two trips for a restore: what is there, and then claim and bytes in one. Or all in one."""
+    """A restore takes two round trips: the search, then claim and bytes. By key it takes one."""
     counters = Counters()
     transport = OverData(daemon.address, counters=counters)
     with Client(transport=transport, counters=counters) as client:
@@ -155,8 +155,8 @@ def test_what_is_gone_is_noticed(client: Client, daemon: PrivateDaemon) -> None:
 
 
 def test_buffers_begin_where_an_engines_do() -> None:
-    """A tensor begins at a multiple of 64 bytes; what malloc gives does not, and costs memcpy half
-    of its speed."""
+    """Tensors begin at multiples of 64 bytes. Memory from malloc does not, which halves the
+    speed of memcpy."""
     buffers = Buffers(2, 64)
     for view in (*buffers.sources(2), *buffers.rooms(2)):
         assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % 64 == 0
@@ -176,7 +176,7 @@ def test_memcpy_copies() -> None:
     assert bytes(buffers.rooms(3)[2]) == b"\1" * 64
 
 
-# ---- searching
+# ---- searches
 
 
 def test_searches_find_what_is_there_and_ask_nobody(client: Client, daemon: PrivateDaemon) -> None:
@@ -218,11 +218,11 @@ def test_a_search_that_finds_something_else_is_noticed(
         hit.action()
 
 
-# ---- evicting
+# ---- evictions
 
 
 def test_evictions_pass_by_what_is_pinned() -> None:
-    """The tier holds just what is needed."""
+    """The tier is just large enough."""
     pinned, plan = 200, Plan(pinned=200, repeats=1)
     notes: list[str] = []
     flags = ("--shm.budget=0", "--disk.budget=0")
@@ -249,7 +249,7 @@ def test_evictions_pass_by_what_is_pinned() -> None:
     assert notes
 
 
-# ---- many
+# ---- many processes
 
 
 def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
@@ -270,7 +270,7 @@ def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
 
 
 def hurried(*arguments: Any) -> None:
-    """`work` in a process of the crowd, which waits for the daemon for a moment only."""
+    """`work`, but waiting only a moment for the daemon."""
     wait = Client.wait_connected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Client, "wait_connected", lambda client: wait(client, deadline_ms=100))
@@ -298,7 +298,7 @@ def test_one_that_dies_is_missed(client: Client, daemon: PrivateDaemon) -> None:
             crowd.restore(1)
 
 
-# ---- all of it
+# ---- plans
 
 
 def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:

@@ -1,4 +1,4 @@
-"""Cases by turns, and the rows that come of their times."""
+"""Timing cases by turns, and the rows that result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from prefixd.client.bench.samples import LIGHT_SAMPLES, ROUNDS, Case, Row, inter
 
 
 class Machine:
-    """Cases that write down when they ran, on a clock that they move."""
+    """Cases that record when they ran, and advance the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -21,7 +21,7 @@ class Machine:
         return self.now_s
 
     def case(self, name: str, seconds: list[float], **options: bool) -> Case:
-        """Takes these seconds, one after the other, again and again; preparing takes longer."""
+        """A case that takes these seconds in turn. Preparing it takes longer."""
         number = count()
 
         def action() -> None:
@@ -44,7 +44,7 @@ def test_cases_take_turns_and_each_turn_begins_with_one_that_does_not_count() ->
 
 
 def test_only_what_is_timed_counts() -> None:
-    """Of every turn the first second is of the warm-up; 3 and 5 and 4 are measured."""
+    """The first run of each turn is the warm-up. 3, 5 and 4 are measured."""
     machine = Machine()
     (row,) = interleave([machine.case("a", [100, 3, 5, 4])], 3 * ROUNDS, machine.clock)
     assert (row.p50_ms, row.gb_per_s) == (4000.0, 0.25)

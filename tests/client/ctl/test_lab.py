@@ -1,4 +1,4 @@
-"""The lab's commands as people call them: tables, JSON, exit codes, one clear sentence."""
+"""Commands over traces: tables, JSON, exit codes, one sentence on bad input."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`simulate` as people call it: tables, JSON, the page, one sentence on bad input."""
+"""`simulate` from the command line: tables, JSON, the page, one sentence on bad input."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_tables_are_whole_at_every_width(trace: Path, width: int) -> None:
     data = json_of(
         trace, "--shared-blocks", 9, "--peer-reads", "--compare", "--bytes-per-token", "128KiB"
     )
-    # As large as the figures of a real trace get.
+    # As large as the numbers of a real trace get.
     for name in ("local", "shared", "peer"):
         data[f"{name}_hit_tokens"] = data["total_hit_tokens"] = 987_654_321_012
     for moved in data["moved"].values():

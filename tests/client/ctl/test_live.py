@@ -1,4 +1,4 @@
-"""`prefixctl replay`: which way it goes, what it prints, how it exits; and `demo`'s end."""
+"""`prefixctl replay-live` and `replay`: what they print, and how they exit."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_the_policies_need_no_daemon(trace: Path) -> None:
 def test_blocks_that_are_not_what_they_must_be_are_mismatches(
     daemon: PrivateDaemon, tmp_path: Path
 ) -> None:
-    """Somebody saved other bytes under the keys of blocks 1 and 3."""
+    """Another client saved other bytes under the keys of blocks 1 and 3."""
     trace = tmp_path / "trace.jsonl"
     trace.write_text(
         '{"timestamp": 0, "input_length": 2048, "output_length": 1, "hash_ids": [0, 1, 2, 3]}\n'

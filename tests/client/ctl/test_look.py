@@ -1,4 +1,4 @@
-"""The operators' commands, against a real daemon."""
+"""The commands that look into a daemon, and `evict`, `gc`, on a real one."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def running() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def daemon(running: PrivateDaemon) -> Iterator[PrivateDaemon]:
-    """Empty at first; its state adds up at the end."""
+    """A daemon that is empty at first. Its state must be consistent at the end."""
     with running.admin() as admin:
         yield running
         assert admin.check().problems == []
@@ -53,12 +53,12 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
 
 @pytest.fixture
 def keys(client: Client) -> dict[Tier, list[Key]]:
-    """Thirty entries in every tier, in the order in which they were saved."""
+    """The keys of thirty entries in every tier, in the order of their saves."""
     saved = {}
     for tier in Tier:
         ids = range(1000 * tier, 1000 * tier + PER_TIER)
         saved[tier] = keys_of_ids(replay_namespace(4096, 512).root, ids)
-        # One at a time: the blocks of one save would be used leaf first.
+        # One at a time, because a save of several blocks uses them leaf first.
         for block_id, key in zip(ids, saved[tier], strict=True):
             (outcome,) = client.save_many(
                 [SaveItem(key, PAYLOADS.payload(block_id), 512)], tier=tier, reason=SaveReason.EVICT
@@ -289,7 +289,7 @@ def test_ctrl_c_ends_a_verification_and_shows_what_was_done(
 def test_verify_reports_a_flipped_bit_on_the_shm_tier(
     daemon: PrivateDaemon, keys: dict[Tier, list[Key]]
 ) -> None:
-    """Found by verify and by inspect --verify, with an exit code that scripts see."""
+    """verify and inspect --verify find it, and exit with a code that scripts see."""
     data = run_json(daemon, "inspect", keys[Tier.SHM][7].hex())
     arena = max(daemon.shm_directory.glob("**/*"), key=lambda path: path.stat().st_size)
     with arena.open("r+b") as file:

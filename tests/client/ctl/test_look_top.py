@@ -48,7 +48,7 @@ def test_once() -> None:
 
 
 class Interrupted(Exception):
-    """Stands for the Ctrl-C that ends watching."""
+    """Stands for Ctrl-C."""
 
 
 def answers(admin: AdminConnection) -> bool:

@@ -1,4 +1,4 @@
-"""What the daemon says, as JSON and in words."""
+"""Messages of the daemon as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`curve` and `advise` as people call them: tables, JSON, pictures, one sentence on bad input."""
+"""`curve` and `advise` from the command line: tables, JSON, pictures, one sentence on bad input."""
 
 import json
 from html.parser import HTMLParser
@@ -31,7 +31,7 @@ def trace(tmp_path: Path) -> Path:
 
 
 class EmbeddedData(HTMLParser):
-    """The JSON inside a page."""
+    """Finds the JSON in a page."""
 
     data: Any = None
     _inside = False

@@ -1,4 +1,4 @@
-"""`replay` and `curve` with all their options: the JSON, the tables, clear sentences."""
+"""`replay` and `curve` with all their options: JSON, tables, sentences on bad input."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from prefixd.tiers.eviction import POLICIES
 
 
 def run(command: str, trace: str, **options: Any) -> tuple[dict[str, Any], list[str]]:
-    """The JSON of a command, and its notes. Raises ValueError with what it says of bad input."""
+    """The JSON and the notes of a command. Raises ValueError with its sentence on bad input."""
     flags = []
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""Several daemons on one screen, one of which is not there, or is damaged."""
+"""Several daemons on one screen. One of them does not answer, or is damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `prefixctl watch` and `prefixctl publish-kv-events` say."""
+"""What `prefixctl watch` and `prefixctl publish-kv-events` print."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ OWNER = "vllm-worker-0 (pid 40123 on node-17.example)"
 
 
 def session(number: int, age_ms: int, scale: int) -> pb.SessionDetail:
-    """Sums that grow with `scale`."""
+    """A session whose sums grow with `scale`."""
     return pb.SessionDetail(
         session_id=number,
         owner=OWNER,

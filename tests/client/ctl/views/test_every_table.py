@@ -1,4 +1,4 @@
-"""Every table of `prefixctl`, at the widths of terminals: nothing is cut, nothing is lost."""
+"""Every table of `prefixctl` at the widths of terminals: nothing is cut or lost."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ NOW_NS = 1_800_000_000 * 10**9
 OWNER = "vllm-worker-0 (pid 4194303 on node-17.rack-3.example)"
 LABEL = "team-a/meta-llama-3.1-405b-instruct"
 KEY = bytes(range(200, 232))
-#: Lines and bars are as long as there is room.
+#: The characters of lines and bars, whose length depends on the width.
 DRAWN = set("━─ ")
 
 
 def tier(number: int) -> pb.TierStats:
-    """Nearly as large as its numbers get."""
+    """A tier with numbers near the largest possible."""
     return pb.TierStats(
         tier=pb.Tier.ValueType(number), policy="s3fifo", budget_bytes=900 * TIB,
         secured_bytes=899 * TIB, kept_bytes=99 * TIB, published_bytes=800 * TIB,
@@ -195,7 +195,7 @@ def events() -> pb.WhyResponse:
 
 
 def from_lab(directory: Path) -> dict[str, RenderableType]:
-    """What the commands over traces show, of what they find themselves."""
+    """What the commands over traces show of their own results."""
     trace = directory / "trace.jsonl"
     write_trace(trace, list(generate("multi-turn", requests=60, seed=3)))
 
@@ -207,7 +207,7 @@ def from_lab(directory: Path) -> dict[str, RenderableType]:
 
     capacities = ("--capacity-blocks", "10,100,987654321")
     replayed = data("replay", trace, *capacities, "--block-bytes", "5MiB")
-    for row in replayed["results"]:  # as large as the figures of a real trace get
+    for row in replayed["results"]:  # as large as the numbers of a real trace get
         row.update(total_hit_tokens=MANY, evictions=MANY, final_cache_blocks=987_654_321)
     curve = data("curve", trace, "--sample-rate", "0.5", *capacities, "--block-bytes", "5MiB")
     moved = data("simulate", trace, "--shared-blocks", 9, "--peer-reads", "--compare")
@@ -314,7 +314,7 @@ def test_nothing_is_cut_or_lost(views: dict[str, RenderableType], width: int) ->
 
 
 def test_every_row_says_which_it_is(views: dict[str, RenderableType]) -> None:
-    """In each part of a table that came in several."""
+    """Also in each part of a table that was split."""
     for name, view in views.items():
         for table in tables_of(view):
             rows = list(zip(*(map(str, column.cells) for column in table.columns), strict=True))
@@ -323,7 +323,7 @@ def test_every_row_says_which_it_is(views: dict[str, RenderableType]) -> None:
 
 
 def test_a_long_table_looks_like_a_short_one() -> None:
-    """Its rows are drawn by other means: styles and blanks are the same."""
+    """Its rows are not drawn by Rich, but with the same styles and blanks."""
     for width in WIDTHS:
         few, many = (
             drawn(entries(count), width, force_terminal=True).splitlines()
@@ -340,7 +340,7 @@ def entries(count: int) -> RenderableType:
 
 @pytest.mark.parametrize("name", ["[/]", "[red]x[/red]", ":smile:", "a\x1b[2J\x07b", "\u202e"])
 def test_names_that_clients_give_are_shown_as_they_are(name: str) -> None:
-    """And what a terminal might take for a command is not."""
+    """Except for characters that a terminal might take for a command."""
     one = pb.SessionDetail(session_id=1, owner=name, label=name)
     text = drawn(daemon.sessions_table([one], daemon.session_rates([one], [], 0.0), 0.0), 200)
     shown = "".join(each if each.isprintable() else "?" for each in name)
@@ -357,7 +357,7 @@ def tables_of(view: RenderableType) -> Iterator[FittedTable]:
 
 
 def test_no_table_is_left_out(views: dict[str, RenderableType]) -> None:
-    """Every public function of `prefixctl` that makes something to look at is called here."""
+    """Every public function of `prefixctl` that returns something to show is called here."""
     made = set()
     for module in pkgutil.walk_packages(ctl.__path__, f"{ctl.__name__}."):
         loaded = importlib.import_module(module.name)

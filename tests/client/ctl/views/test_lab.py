@@ -1,4 +1,4 @@
-"""Tables of the policy lab, also for traces with nothing in them."""
+"""The tables of commands over traces, also for empty traces."""
 
 from io import StringIO
 

@@ -1,4 +1,4 @@
-"""What a live replay shows while it runs and in the end."""
+"""What a live replay shows while it runs and at the end."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_everything_that_went_wrong_is_told() -> None:
 def test_a_terminal_gets_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
 ) -> None:
-    """Of the requests if their number is known, else of the bytes of the file."""
+    """The bar counts requests if their number is known, else bytes of the file."""
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, generate("chatbot", requests=20))
     file = io.StringIO()

@@ -1,4 +1,4 @@
-"""Progress bars: what goes through them is unchanged, and pipes see nothing of them."""
+"""Progress bars pass items on unchanged, and draw nothing into pipes."""
 
 import sys
 from io import StringIO
@@ -14,14 +14,15 @@ from prefixd.client.lab.trace import Request, read_trace, write_trace
 
 
 class Terminal(StringIO):
-    """Standard error that a person looks at."""
+    """Standard error as a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def looked_at(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Call it in the test itself: between fixtures and test pytest puts its own stream back."""
+    """Makes standard error a terminal. To be called in the test itself, because pytest replaces the
+    stream between fixtures and test."""
     for name in ("NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")

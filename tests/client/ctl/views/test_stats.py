@@ -59,7 +59,7 @@ def test_the_statistics_say_what_there_is() -> None:
 
 
 def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
-    """Each namespace of a token has one."""
+    """The daemon lists every namespace of a token, even before its first look-up."""
     told = stats()
     told.usage["team-a"].CopyFrom(pb.Usage())
     assert "team-a" not in drawn(stats_view(told, "unix:/x"), 120)

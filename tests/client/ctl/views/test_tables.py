@@ -19,7 +19,7 @@ def drawn(
     encoding: str = "utf-8",
     force_terminal: bool = False,
 ) -> str:
-    """As a terminal of that width would show it, with or without its colours and styles."""
+    """The view as a terminal of that width shows it, with or without colours and styles."""
     file = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     Console(
         file=file, width=width, no_color=not force_terminal, force_terminal=force_terminal
@@ -69,7 +69,7 @@ def cells(bar: TierBar, width: int, full: str = "━") -> int:
     ("part", "expected"), [(0, 0), (1, 1), (500, 5), (501, 6), (999, 10), (1000, 10), (2000, 10)]
 )
 def test_a_bar_shows_how_full(part: int, expected: int) -> None:
-    """A byte is seen, and a tier is not shown full before it is nearly so."""
+    """A single byte is visible, and a tier looks full only when it nearly is."""
     assert cells(TierBar(tier_stats(published_bytes=part)), 10) == expected
 
 
@@ -86,7 +86,7 @@ def test_a_bar_fits_where_it_is_put_and_needs_no_unicode() -> None:
 
 
 def test_a_narrow_table_keeps_every_column_whole() -> None:
-    """What does not fit comes below, with the first column again."""
+    """Columns that do not fit come below, after the first column again."""
     names = [f"column {number}" for number in range(9)]
     table = tables.make_table("key|>" + "|>".join(names))
     cells = [f"{number}" * 12 for number in range(9)]

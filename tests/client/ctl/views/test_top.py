@@ -31,7 +31,7 @@ def usage(scale: int) -> pb.Usage:
 
 
 def sample(scale: int, incarnation: bytes = b"1") -> pb.StatsResponse:
-    """Sums that grow with `scale`."""
+    """Statistics whose sums grow with `scale`."""
     tier = pb.TierStats(
         **TIER,  # type: ignore[arg-type]
         published_bytes=2**32,
