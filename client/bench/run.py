@@ -98,7 +98,7 @@ class Plan:
         return BATCHES_HELD * max(self.batches) * block_bytes + searched_bytes
 
 
-#: Is told what is measured at the moment.
+#: Gets a text that says what is measured at the moment.
 Note = Callable[[str], None]
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
@@ -301,10 +301,10 @@ def _drift(rows: list[Row], peers: Rows) -> list[str]:
     """The speed of memcpy when the peers were measured, compared with now."""
     from ..bench.transfers import MEMCPY
 
-    said: list[Any] = []
+    ratios = []
     for row in rows:
         theirs = peers.find(MEMCPY, "restore", row.blocks) if row.peer == MEMCPY else None
         if theirs is not None and row.gb_per_s and theirs.gb_per_s:
             ratio = theirs.gb_per_s / row.gb_per_s
-            said.append(f"{ratio:.2f} x at {row.blocks}")
-    return [f"memcpy beside the peers, of memcpy here: {', '.join(said)}"] if said else []
+            ratios.append(f"{ratio:.2f} x at {row.blocks}")
+    return [f"memcpy beside the peers, of memcpy here: {', '.join(ratios)}"] if ratios else []

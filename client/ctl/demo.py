@@ -25,7 +25,7 @@ from .connection import AdminConnection
 from .message_json import tier_label
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
 from .views.daemon import check_view, verify_view
-from .views.live import figures, mismatch_line, troubles
+from .views.lab import figures, mismatch_line, troubles
 from .views.progress import live_view
 from .views.stats import activity_table
 from .views.tables import size

@@ -94,7 +94,7 @@ def replay_live(
     from ...proto.errors import UnknownTier
     from ..lab.trace import read_trace
     from ..lab.worker import LiveOptions
-    from .views.live import totals_view
+    from .views.lab import totals_view
 
     target = lab.json_target(ctl, json_file)
     with ctl.connect() as daemon:
@@ -129,7 +129,7 @@ def run_live(reader: TraceReader, options: LiveOptions) -> Totals:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from ..lab.live import LiveReplay
-    from .views.live import figures
+    from .views.lab import figures
     from .views.progress import bar_of
 
     with bar_of(
@@ -163,7 +163,7 @@ def curve_live(
     have hit at a quarter, half, twice and four times that, estimated from a sample of the keys.
     """
     from ...proto.units import parse_bytes
-    from .views.live import live_view
+    from .views.lab import live_view
 
     target = lab.json_target(ctl, json_file)
     with lab.bad_input():

@@ -125,7 +125,9 @@ def _first_answered(watching: Watch) -> Iterator[WatchEvent]:
 
     for number, event in enumerate(watching):
         if not number and isinstance(event, Disconnected):
-            raise DaemonUnavailable(f"nobody can be watched at {watching.address}: {event.why}")
+            raise DaemonUnavailable(
+                f"the daemon at {watching.address} can't be watched: {event.why}"
+            )
         yield event
 
 

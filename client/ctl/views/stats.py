@@ -79,8 +79,8 @@ def shared_line(stats: pb.StatsResponse) -> Text:
         "dropped": s["offers_dropped"],
         "requests without an answer": s["unanswered"],
     }
-    said = [f"{count:,} {what}" for what, count in problems.items() if count]
-    return Text("; ".join([line, *said]))
+    counts = [f"{count:,} {what}" for what, count in problems.items() if count]
+    return Text("; ".join([line, *counts]))
 
 
 def shared_nodes_table(nodes: Iterable[pb.SharedNode]) -> Table:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from prefixd.client import ctl
 from prefixd.client.ctl import main, targets
-from prefixd.client.ctl.views import daemon, lab, live
+from prefixd.client.ctl.views import daemon, lab
 from prefixd.client.ctl.views import stats as stats_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Board
@@ -255,7 +255,7 @@ def of_daemons() -> dict[str, RenderableType]:
         ),
         "targets.FleetBoard": fleet_board().__rich__(),
         "targets.stats_view": targets.stats_view(fleet_board().answers),
-        "live.live_view": live.live_view(live_curve_data()),
+        "lab.live_view": lab.live_view(live_curve_data()),
         "daemon.check_view": daemon.check_view(
             pb.CheckResponse(problems=["bytes do not add up"], problem_count=9, entries=MANY)
         ),
@@ -279,7 +279,7 @@ def of_daemons() -> dict[str, RenderableType]:
             "ram", pb.ResizeResponse(budget_bytes=PIB, entries=MANY, freed_bytes=PIB, kept_bytes=9)
         ),
         "daemon.verify_view": daemon.verify_view(verified),
-        "live.totals_view": live.totals_view(totals(), "live replay of a trace"),
+        "lab.totals_view": lab.totals_view(totals(), "live replay of a trace"),
         "daemon.sessions_table": daemon.sessions_table(sessions, rates, 2.0),
         "stats.activity_table": stats_views.activity_table(stats),
         "stats.budget_table": stats_views.budget_table(stats),
