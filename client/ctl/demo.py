@@ -172,7 +172,7 @@ class _Show:
         requests = generate(PROFILE, requests=options.requests, seed=options.seed)
         with live_view(self._console, self._view) as self._refresh:
             totals = LiveReplay(requests, live, self._on_progress).run()
-            self._look(totals)
+            self._sample(totals)
         return totals
 
     def _on_progress(self, totals: Totals) -> None:
@@ -180,17 +180,17 @@ class _Show:
         if self.crash is None and totals.requests >= KILLED_AFTER * self._options.requests:
             self._kill()
         if time.monotonic() >= self._due_s:
-            self._look(totals)
+            self._sample(totals)
             self._due_s = time.monotonic() + self._every_s
 
-    def _look(self, totals: Totals) -> None:
+    def _sample(self, totals: Totals) -> None:
         self._totals = totals
         self._board.take(self._admin.stats(), (), time.monotonic())
         self._refresh()
 
     def _kill(self) -> None:
         """Kill the daemon and start the next one. The workers go on, and miss meanwhile."""
-        self._look(self._totals)
+        self._sample(self._totals)
         pid, killed_s = self._daemon.pid, time.monotonic()
         self._daemon.kill()
         self._note = f"kill -9 {pid} ..."

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 import typer
 
 from ...proto.vocabulary import Tier
-from .command import LONG_TIMEOUT_S, Ctl, DiskTierOption, ExitCode, exit_if, fail
+from .command import LONG_TIMEOUT_S, STDOUT, Ctl, DiskTierOption, ExitCode, exit_if, fail
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -38,7 +38,6 @@ T = TypeVar("T")
 _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)
-_PIPE: Final = "-"
 #: The label of the sessions, as `sessions` and `stats` show it.
 _LABEL: Final = "prefixctl"
 
@@ -88,9 +87,9 @@ def export(
     """
     from .entry_stream import StreamWriter
 
-    if file == _PIPE and (resume or sys.stdout.isatty()):
+    if file == STDOUT and (resume or sys.stdout.isatty()):
         fail("--resume takes a file, and a terminal no entries", ExitCode.BAD_INPUT)
-    if file == _PIPE and ctl.as_json:
+    if file == STDOUT and ctl.as_json:
         fail("--json would stand among the entries; write them to a file", ExitCode.BAD_INPUT)
     moved = Moved()
     with _output(file, resume=resume) as (out, known, written):
@@ -106,9 +105,9 @@ def export(
             _export(daemon, (client, remote), tier, known, writer, moved)
         writer.end()
         out.flush()
-        if file != _PIPE:
+        if file != STDOUT:
             os.fsync(out.fileno())
-    _show(ctl, moved, "exported", to_stderr=file == _PIPE)
+    _show(ctl, moved, "exported", to_stderr=file == STDOUT)
     exit_if(moved.others["unreadable"])
 
 
@@ -116,7 +115,7 @@ def export(
 def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], tuple[int, int]]]:
     """The file to write to, the keys that it has, and its numbers of records and payload bytes.
     A last record that is not whole is cut off, as is the end of the stream."""
-    if file == _PIPE:
+    if file == STDOUT:
         yield sys.stdout.buffer, set(), (0, 0)
         return
     from .entry_stream import MAGIC, BrokenStream, StreamReader
@@ -240,7 +239,7 @@ def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> N
 
 @contextmanager
 def _input(file: str) -> Iterator[BinaryIO]:
-    if file == _PIPE:
+    if file == STDOUT:
         yield sys.stdin.buffer
         return
     try:
