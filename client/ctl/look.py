@@ -211,7 +211,7 @@ def ls(
     tier: TiersOption = None,
     limit: Annotated[int, typer.Option(min=0, help="Entries per tier, 0 for all.")] = 20,
 ) -> None:
-    """List the next victims of eviction, the first first; pinned entries come last.
+    """List the next victims of eviction in their order; pinned entries come last.
 
     With --limit 0, or a limit above one page, the least recently used entries come first.
     """
