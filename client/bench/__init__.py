@@ -1,2 +1,2 @@
-"""Measurements of the real client against a daemon, beside the memcpy and the hashing that nobody
-can do without. `prefixctl bench` runs them."""
+"""Measurements of the real client against a daemon, beside the memcpy and the hashing that any
+cache needs. `prefixctl bench` runs them."""

@@ -1,21 +1,96 @@
-"""Rows side by side: tables with their ratios, for people and for BENCHMARKS.md."""
+"""Rows of runs, and tables with their ratios, for people and for BENCHMARKS.md."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from ...proto.errors import CallerError
 from ...proto.units import format_bytes
-from .evicting import ALONE, EVICTED, PINNED, UNPINNED
-from .moving import MEMCPY
-from .rows import Rows
-from .samples import Row
-from .walking import HASHING, searches
+from .run import ALONE, EVICTED, PINNED, UNPINNED
+from .samples import BLOCK_BYTES, Row
+from .searches import HASHING, searches
+from .transfers import CROWD_OP, MEMCPY
+
+
+class Rows:
+    """Rows, found by peer, operation and number of blocks. Of equal ones the last counts."""
+
+    def __init__(self, rows: Iterable[Row] = ()) -> None:
+        self._all = list(rows)
+        self._rows = {(row.peer, row.op, row.blocks): row for row in self._all}
+
+    def of_size(self, block_bytes: int, *, or_unsaid: bool = False) -> Rows:
+        """The rows with blocks of that size. `or_unsaid`: also those that do not say their size."""
+        unsaid = block_bytes if or_unsaid else None
+        return Rows(row for row in self._all if row.more.get(BLOCK_BYTES, unsaid) == block_bytes)
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """The sizes of blocks in the rows, ascending."""
+        return sorted({row.more[BLOCK_BYTES] for row in self._all if BLOCK_BYTES in row.more})
+
+    def find(self, peer: str, op: str, blocks: int) -> Row | None:
+        return self._rows.get((peer, op, blocks))
+
+    def of(self, op: str, blocks: int | None = None) -> list[Row]:
+        """The rows of every peer for this operation."""
+        rows = self._rows.values()
+        return [row for row in rows if row.op == op and blocks in (None, row.blocks)]
+
+    def best(self, op: str, blocks: int) -> Row | None:
+        """The fastest peer. memcpy does not count, because it keeps nothing."""
+        able = [row for row in self.of(op, blocks) if row.peer != MEMCPY]
+        return min(able, key=lambda row: row.p50_ms, default=None)
+
+    def crowd(self) -> list[tuple[int, Row]]:
+        """(number of processes, row) of restores by several processes, the fewest first."""
+        found = [
+            (int(row.op.removeprefix(CROWD_OP)), row)
+            for row in self._rows.values()
+            if row.op.startswith(CROWD_OP)
+        ]
+        return sorted(found, key=lambda each: each[0])
+
+    @property
+    def peers(self) -> list[str]:
+        """All peers, in the order of their first rows."""
+        return list(dict.fromkeys(row.peer for row in self._rows.values()))
+
+    @property
+    def batches(self) -> list[int]:
+        """How many blocks were moved at once, ascending."""
+        return sorted({row.blocks for row in self._rows.values() if row.op == "restore"})
+
+
+def read_rows(path: Path) -> Rows:
+    """Read rows from JSON lines. Ignores rows of peers that were skipped.
+
+    Raises CallerError with the line that is wrong.
+    """
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise CallerError(f"{path}: can't be read: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        # The file may also have log lines of the peers.
+        if not line.startswith("{"):
+            continue
+        try:
+            found = json.loads(line)
+            if "skipped" not in found:
+                rows.append(Row.from_dict(found))
+        except (ValueError, KeyError, TypeError) as error:
+            raise CallerError(f"{path}:{number}: this is no row: {error}") from None
+    return Rows(rows)
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Cells of text; the first column names, the others are numbers."""
+    """Cells of text. The first column has names, the others have numbers."""
 
     title: str
     columns: tuple[str, ...]
@@ -23,14 +98,14 @@ class Table:
 
 
 def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[Table]:
-    """Everything that was measured, each batch beside the peers."""
+    """Tables of everything that was measured, each batch beside the peers."""
     made = [_batch_table(rows, peers, blocks, block_bytes) for blocks in rows.batches]
     made += [_search_table(rows), _eviction_table(rows), _crowd_table(rows)]
     return [table for table in made if table.rows]
 
 
 def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Table:
-    """Ratios are to the memcpy of the same run."""
+    """Ratios compare with the memcpy of the same run."""
     lines = []
     for run in (rows, peers):
         floor = run.find(MEMCPY, "restore", blocks)
@@ -59,7 +134,7 @@ def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Tabl
 
 
 def _cost(row: Row | None, floor: Row | None) -> str:
-    """What a block takes beside its memcpy."""
+    """The time that a block takes in addition to its memcpy."""
     if row is None or floor is None:
         return "-"
     return f"{(row.p50_ms - floor.p50_ms) * 1e3 / row.blocks:,.0f}"
@@ -72,7 +147,7 @@ def _speed(row: Row | None, floor: Row | None) -> str:
 
 
 def _times(floor: Row | None, row: Row) -> str:
-    """How many times as fast as the floor."""
+    """The speed as a multiple of `floor`'s."""
     return "" if floor is None else f" ({_ratio(floor.p50_ms / row.p50_ms)})"
 
 
@@ -139,7 +214,7 @@ def _crowd_table(rows: Rows) -> Table:
 
 
 def as_markdown(table: Table) -> str:
-    """A table for a Markdown file, under a heading."""
+    """A table in Markdown, under a heading."""
     ruler = ["---", *["---:"] * (len(table.columns) - 1)]
     lines = [table.columns, tuple(ruler), *table.rows]
     return "\n".join([f"### {table.title}", "", *[f"| {' | '.join(line)} |" for line in lines]])

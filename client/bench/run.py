@@ -1,4 +1,4 @@
-"""What is measured of one daemon, part by part, as rows."""
+"""The parts of `prefixctl bench` on a daemon, and what it takes for each."""
 
 from __future__ import annotations
 
@@ -9,32 +9,49 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ...proto.errors import InvalidSize, PrefixdError, UnknownTier
+from ...proto.keys import Key
+from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import Tier
 from ..client import Client
 from ..counters import Counters
 from ..local.local_transport import LocalTransport
 from ..restores import Verify
+from ..saves import SaveItem
 from ..wire.data_transport import DataTransport
 from ..wire.grpc_transport import GrpcTransport
-from .crowd import Crowd
-from .evicting import ALONE, OPS, PINNED, Evictions
-from .moving import BATCHES_HELD, Batch, Buffers, Subject, memcpy_case
-from .samples import Row, interleave
-from .walking import ENTRIES, HASHING, Walks, questions_of, rpcs_of
+from .samples import Case, Row, interleave
+from .searches import ENTRIES, HASHING, Walks, lookups_of, rpcs_of
+from .transfers import (
+    BATCHES_HELD,
+    Batch,
+    Buffers,
+    Crowd,
+    Subject,
+    memcpy_case,
+    new_keys,
+    save_all,
+)
 
 if TYPE_CHECKING:
     from ..ctl.connection import AdminConnection
 
-#: Who moves blocks, by the word for it.
+#: The parts that move blocks.
 MOVERS: Final = ("ram", "shm", "disk", "data", "grpc")
-#: Those that are no tier: ways of a client on another host, to the RAM tier.
+#: Those that are no tier, but the ways of a client on another host to the RAM tier.
 REMOTE: Final = ("data", "grpc")
 PARTS: Final = (*MOVERS, "walk", "many", "evict")
-#: Times as many samples of an eviction: it is over in milliseconds, and daemons are compared.
+#: What is evicted beside: nothing, unclaimed entries, as many claimed entries.
+ALONE, UNPINNED, PINNED = "evict", "evict-unpinned", "evict-pinned"
+OPS: Final = (ALONE, UNPINNED, PINNED)
+#: Entries that one measured call evicts.
+EVICTED: Final = 1_000
+#: What an entry takes of its tier: the smallest slab.
+STORED_BYTES: Final = 4096
+#: More samples of evictions, by this factor: they take milliseconds, and daemons are compared.
 _EVICTION_SAMPLES: Final = 4
 _SECURED_WITHIN_S: Final = 600.0
 _LOOK_EVERY_S: Final = 0.05
-#: However large the batch is, a measurement waits for it.
+#: Long enough for the largest batch.
 _SAVE_WITHIN_MS: Final = 600_000
 
 
@@ -49,7 +66,7 @@ class Plan:
     verify: Verify = "always"
     #: Processes that restore at once.
     clients: int = 8
-    #: Entries that evictions must not walk over.
+    #: Entries beside those that are evicted.
     pinned: int = 100_000
 
     def __post_init__(self) -> None:
@@ -68,31 +85,28 @@ class Plan:
         return tuple(part for part in self.parts if part in MOVERS)
 
     def of_blocks(self, block_bytes: int) -> Plan:
-        """The largest batch again, of blocks of another size."""
+        """The same plan for the largest batch only, with blocks of another size."""
         return replace(
             self, parts=self.movers, batches=(max(self.batches),), block_bytes=block_bytes
         )
 
     def entries_bytes(self, slab_bytes: int) -> int:
-        """What a tier needs for all that is measured in it, entries taking whole slabs."""
-        # Beside its payload an entry has a record's head and tail, or nothing.
-        block_bytes = _whole(self.block_bytes + 4096, slab_bytes)
+        """The budget of a tier for all that is measured in it. Entries take whole slabs."""
+        # On disk, a record has a head and a tail beside the payload.
+        block_bytes = -(-(self.block_bytes + 4096) // slab_bytes) * slab_bytes
         searched_bytes = ENTRIES * slab_bytes if "walk" in self.parts else 0
         return BATCHES_HELD * max(self.batches) * block_bytes + searched_bytes
 
 
-def _whole(size_bytes: int, slab_bytes: int) -> int:
-    return -(-size_bytes // slab_bytes) * slab_bytes
-
-
+#: Gets a text that says what is measured at the moment.
 Note = Callable[[str], None]
 
 
 def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Iterator[Row]:
-    """Rows of everything in the plan but evictions, as they are measured.
+    """Yields rows of everything in the plan but evictions, as they are measured.
 
-    `note` is told what is done at the moment. What is saved stays, until it is evicted. Raises
-    PrefixdError when the daemon refuses, or gives back other bytes than it was given.
+    The saved entries stay until they are evicted. Raises PrefixdError when the daemon refuses a
+    call, or returns wrong bytes.
     """
     present = {Tier(tier.tier) for tier in admin.stats().tiers}
     for mover in plan.movers:
@@ -102,7 +116,7 @@ def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Ite
     wait_until_secured(admin)
     with _clients(address, plan, note) as (local, over_data, remote):
         if plan.movers:
-            yield from _moves(_subjects(plan, local, over_data, remote), plan, note)
+            yield from _moves([*_subjects(plan, local, over_data, remote)], plan, note)
         if "walk" in plan.parts:
             note("walks and chains")
             yield from _walks(local, admin, plan)
@@ -114,7 +128,7 @@ def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Ite
 def measure_evictions(
     daemons: Sequence[tuple[Client, AdminConnection]], plan: Plan, note: Note
 ) -> list[Row]:
-    """Of as many daemons as there are `evicting.OPS`, which get entries for it."""
+    """Rows of evictions, from a daemon for each of `OPS`."""
     note(f"evictions, beside {plan.pinned:,} pinned entries and beside none")
     sides = [
         Evictions(*daemon, op, beside=0 if op == ALONE else plan.pinned, pinned=op == PINNED)
@@ -126,8 +140,55 @@ def measure_evictions(
     return [replace(row, more={"beside": 0 if row.op == ALONE else plan.pinned}) for row in rows]
 
 
+class Evictions:
+    """A daemon whose RAM tier holds `beside` older entries, claimed by the client or not.
+
+    Evictions must skip claimed entries. Unclaimed ones are evicted, oldest first, and replaced, and
+    show what the size of the tables alone costs.
+    """
+
+    def __init__(
+        self, client: Client, admin: AdminConnection, op: str, beside: int, *, pinned: bool
+    ) -> None:
+        self._client = client
+        self._admin = admin
+        self._op = op
+        keys = self._saved(beside)
+        self._claims = [client.claim(some) for some in _batches(keys)] if pinned else []
+        if pinned and sum(len(hit) for hit in self._claims) < beside:
+            raise PrefixdError(f"{op}: the entries to pin could not be claimed")
+
+    def release(self) -> None:
+        """Give the claims back."""
+        self._client.release_many(self._claims)
+
+    def case(self) -> Case:
+        return Case("prefixd-ram", self._op, EVICTED, self.evict, before=self.refill)
+
+    def refill(self) -> None:
+        """Save as many entries as the next call evicts."""
+        self._saved(EVICTED)
+
+    def evict(self) -> None:
+        (result,) = self._admin.evict(EVICTED * STORED_BYTES, [Tier.RAM]).results
+        if result.entries != EVICTED:
+            raise PrefixdError(f"{self._op}: {result.entries} of {EVICTED} entries were evicted")
+
+    def _saved(self, count: int) -> list[Key]:
+        keys = new_keys(count)
+        for some in _batches(keys):
+            items = [SaveItem(key, b"state", 512) for key in some]
+            save_all(self._client, items, Tier.RAM, self._op)
+        return keys
+
+
+def _batches(keys: Sequence[Key]) -> list[Sequence[Key]]:
+    return [keys[at : at + MAX_BATCH_KEYS] for at in range(0, len(keys), MAX_BATCH_KEYS)]
+
+
 def wait_until_secured(admin: AdminConnection) -> None:
-    """Until every tier has the memory of its whole budget. Raises PrefixdError after minutes."""
+    """Wait until every tier has the memory of its whole budget. Raises PrefixdError after
+    minutes."""
     deadline_s = time.monotonic() + _SECURED_WITHIN_S
     while any(tier.secured_bytes < tier.budget_bytes for tier in admin.stats().tiers):
         if time.monotonic() > deadline_s:
@@ -137,8 +198,8 @@ def wait_until_secured(admin: AdminConnection) -> None:
 
 @contextmanager
 def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Client, Client]]:
-    """The client as everybody has it, and the same as on another host: with the daemon's data
-    socket, and kept on gRPC."""
+    """A client on the daemon's host, and two as on another host: one with the daemon's data socket,
+    one with gRPC only."""
     counters = Counters()
     in_place = LocalTransport(GrpcTransport(address, "bench", counters=counters))
     with ExitStack() as stack:
@@ -159,7 +220,7 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
 
 
 class OverData(DataTransport):
-    """Over this host's loopback, as if it were another host's network."""
+    """Uses this host's loopback as if it were the network to another host."""
 
     data_host = "127.0.0.1"
 
@@ -190,16 +251,15 @@ def _subjects(plan: Plan, local: Client, over_data: Client, remote: Client) -> I
             yield Subject(f"prefixd-{mover}", local, Tier[mover.upper()], local=True)
 
 
-def _moves(subjects: Iterator[Subject], plan: Plan, note: Note) -> Iterator[Row]:
-    subjects_ = list(subjects)
+def _moves(subjects: Sequence[Subject], plan: Plan, note: Note) -> Iterator[Row]:
     most = max(plan.batches)
     buffers = Buffers(most, plan.block_bytes)
-    for subject in subjects_:
+    for subject in subjects:
         note(f"warming up {subject.peer}")
         Batch(subject, buffers, most).warm_up()
     for blocks in plan.batches:
         note(f"batches of {blocks}")
-        batches = [Batch(subject, buffers, blocks) for subject in subjects_]
+        batches = [Batch(subject, buffers, blocks) for subject in subjects]
         cases = [memcpy_case(buffers, blocks)]
         cases += [case for batch in batches for case in batch.cases()]
         yield from interleave(cases, plan.repeats)
@@ -208,14 +268,14 @@ def _moves(subjects: Iterator[Subject], plan: Plan, note: Note) -> Iterator[Row]
 
 
 def _walks(client: Client, admin: AdminConnection, plan: Plan) -> Iterator[Row]:
-    """Each search with the rpcs that it took, as the client and as the daemon counted them."""
+    """Rows of searches, each with the rpcs and the daemon's look-ups of all searches together."""
     cases = list(Walks(client, "prefixd-ram", Tier.RAM).cases())
-    before = rpcs_of(client), questions_of(admin.stats())
+    before = rpcs_of(client), lookups_of(admin.stats())
     rows = interleave(cases, plan.repeats)
     rpcs = rpcs_of(client) - before[0]
-    questions = questions_of(admin.stats()) - before[1]
+    lookups = lookups_of(admin.stats()) - before[1]
     for row in rows:
-        more = {} if row.peer == HASHING else {"rpcs": rpcs, "daemon_lookups": questions}
+        more = {} if row.peer == HASHING else {"rpcs": rpcs, "daemon_lookups": lookups}
         yield replace(row, more=more)
 
 

@@ -1,7 +1,7 @@
-"""Timing cases by turns, and the rows that come of it.
+"""Timing cases by turns, and the rows that result.
 
-A machine drifts: what runs a minute later runs under other conditions. So cases that are to be
-compared take turns (A B A B ...), and only the ratio of their medians means anything.
+A machine drifts: a minute later, conditions are different. So cases that are compared take turns
+(A B A B ...), and only the ratio of their medians means anything.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-#: How large the blocks of a row are; one that does not say so is of the largest there are.
+#: The field of a row with the size of its blocks. A row without it has blocks of the largest size.
 BLOCK_BYTES: Final = "block_bytes"
-#: Turns that each case gets; its samples are spread over them.
+#: How many turns each case gets. Its samples are spread over them.
 ROUNDS: Final = 8
-#: Samples of a case that takes microseconds, for one of a case that moves bytes.
+#: Samples of a case that takes microseconds, for each sample of a case that moves bytes.
 LIGHT_SAMPLES: Final = 25
 
 
@@ -26,16 +26,16 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was measured of one operation; `peer` is who did it."""
+    """The measurement of one operation. `peer` is what was measured."""
 
     peer: str
     op: str
-    #: Blocks, or keys, that one operation is about.
+    #: How many blocks or keys one operation handles.
     blocks: int
     p50_ms: float
-    #: None: the operation moves no payload.
+    #: None when the operation moves no payload.
     gb_per_s: float | None = None
-    #: What else there is to say, by name.
+    #: Other figures, by name.
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,12 +46,12 @@ class Row:
         return row | dict(self.more)
 
     def of_blocks(self, block_bytes: int) -> Row:
-        """This row with the size of its blocks in it."""
+        """This row with the size of its blocks."""
         return replace(self, more={**self.more, BLOCK_BYTES: block_bytes})
 
     @classmethod
     def from_dict(cls, row: Mapping[str, Any]) -> Row:
-        """Raises KeyError, TypeError or ValueError for what is no row."""
+        """Raises KeyError, TypeError or ValueError if `row` is none."""
         more = dict(row)
         peer, op, blocks = str(more.pop("peer")), str(more.pop("op")), int(more.pop("blocks"))
         p50_ms, gb_per_s = float(more.pop("p50_ms")), more.pop("gb_per_s", None)
@@ -62,33 +62,33 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One operation to be timed: `action`, after `before`, which is not."""
+    """One operation to time: `action`. `before` runs before it and is not timed."""
 
     peer: str
     op: str
     blocks: int
     action: Callable[[], object]
-    #: Payload that one action moves, or saves the moving of; 0: none.
+    #: Payload that one action moves, or makes available without moving it. 0 for none.
     moved_bytes: int = 0
     before: Callable[[], object] = _nothing
-    #: It takes microseconds: many samples cost nothing.
+    #: Takes microseconds, so that many samples cost little.
     light: bool = False
 
 
-def make_row(case: Case, seconds: Sequence[float], more: Mapping[str, Any] | None = None) -> Row:
-    """The median of what a case took."""
+def make_row(case: Case, seconds: Sequence[float]) -> Row:
+    """A row with the median of a case's samples."""
     p50_s = statistics.median(seconds)
     gb_per_s = round(case.moved_bytes / p50_s / 1e9, 2) if case.moved_bytes else None
-    return Row(case.peer, case.op, case.blocks, round(p50_s * 1e3, 4), gb_per_s, more or {})
+    return Row(case.peer, case.op, case.blocks, round(p50_s * 1e3, 4), gb_per_s)
 
 
 def interleave(
     cases: Iterable[Case], repeats: int, clock: Callable[[], float] = time.perf_counter
 ) -> list[Row]:
-    """Time every case, at least `repeats` samples of each, by turns; a row for each, in order.
+    """Time every case by turns, at least `repeats` samples of each. Returns a row for each case.
 
-    A turn begins with one action that is not timed: it brings code and data back that the turns
-    of the others have driven out of the caches.
+    Each turn begins with an action that is not timed. It brings code and data back into the caches,
+    from which the other cases have driven them.
     """
     cases = list(cases)
     rounds = min(ROUNDS, repeats)

@@ -1,40 +1,33 @@
-"""`prefixctl bench`: the real client measured beside memcpy, hashing, and what others are."""
+"""`prefixctl bench`: measures the real client beside memcpy, hashing and other caches."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any, Final, cast
+from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
 from . import lab
-from .command import Ctl, command, make_console
-from .options import parse_size
+from .command import STDOUT, Ctl, make_console, parse_size
 
 if TYPE_CHECKING:
-    from ..bench.report import Table
-    from ..bench.rows import Rows
+    from ..bench.report import Rows, Table
     from ..bench.run import Note, Plan
     from ..bench.samples import Row
     from .private import PrivateDaemon
 
 PARTS_HELP: Final = "ram shm disk data grpc walk many evict"
-#: Slabs as daemons have them, and the smallest there are.
+#: The default slab of a daemon.
 SLAB_BYTES: Final = 64 * 2**10
-SMALL_SLAB_BYTES: Final = 4 * 2**10
-#: The records beside the arena, and room to be full without being refused.
+#: More disk for the records beside the arena, and so that a full tier still admits saves.
 DISK_SPARE_BYTES: Final = 64 * 2**20
 MIN_IN_FLIGHT_BYTES: Final = 2**30
-
-
-def register(app: typer.Typer) -> None:
-    """Add `bench`."""
-    command(app, "bench", panel="Start here", cls=lab.JsonCommand, own_json=True)(bench)
 
 
 def bench(
@@ -43,37 +36,39 @@ def bench(
         list[str] | None,
         typer.Argument(
             metavar="PART",
-            help=f"What to measure: {PARTS_HELP}; unless named, all of it, evict only without "
-            "--address.",
+            help=f"What to measure: {PARTS_HELP} (default: all; with --address all but evict).",
             show_default=False,
         ),
     ] = None,
     batches: Annotated[
-        str, typer.Option(metavar="N,...", help="Blocks that are moved at once.")
+        str, typer.Option(metavar="N,...", help="How many blocks to move at once.")
     ] = "1,8,48",
     block_bytes: Annotated[
         str,
         typer.Option(
             metavar="SIZE,...",
-            help="A block. Of the largest everything is measured, of the others the largest batch.",
+            help="The size of a block. The largest size is measured in full, the others only with "
+            "the largest batch.",
         ),
     ] = "64KiB,192KiB,640KiB,5MiB",
-    repeats: Annotated[int, typer.Option(min=1, help="Samples; their median counts.")] = 8,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Samples of each operation; the median counts.")
+    ] = 8,
     verify: Annotated[
         str,
         typer.Option(
-            metavar="always|disk|never", help="Whose CRC32C is checked while it is restored."
+            metavar="always|disk|never", help="When to check the CRC32C of restored blocks."
         ),
     ] = "always",
     clients: Annotated[
-        int, typer.Option(min=1, max=256, help="Processes that restore at once (many).")
+        int, typer.Option(min=1, max=256, help="How many processes restore at once (many).")
     ] = 8,
     pinned: Annotated[
-        int, typer.Option(min=0, help="Claimed entries beside those that are evicted (evict).")
+        int, typer.Option(min=0, help="How many claimed entries evictions must skip (evict).")
     ] = 100_000,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Rows of others, one JSON object a line."),
+        typer.Option(metavar="FILE", help="Rows of other caches to show, as JSON lines."),
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the tables as Markdown.")
@@ -86,26 +81,25 @@ def bench(
     """Measure saves, restores, views, searches and evictions.
 
     Starts private daemons with budgets for the batches, in temporary directories,
-    and moves blocks between ordinary memory and every tier with the real client: by
-    turns with memcpy, every byte compared afterwards. With --address a running
-    daemon is measured instead; what is saved there stays until it is evicted, and
-    takes the place of other entries.
+    and moves blocks between ordinary memory and every tier with the real client, by
+    turns with memcpy. Compares every byte afterwards. With --address, measures a
+    running daemon instead; what is saved there evicts other entries, and stays
+    until it is evicted itself.
     """
-    from ..bench.report import tables
-    from ..bench.rows import Rows, read_rows
+    from ..bench.report import Rows, read_rows, tables
 
     *sizes, largest = _sizes(block_bytes)
     plan = _plan(ctl, parts, batches, largest, repeats, verify, clients, pinned)
     plans = [plan, *(plan.of_blocks(size) for size in sizes)] if plan.movers else [plan]
     peers = Rows() if compare is None else read_rows(Path(compare))
-    target = lab.STDOUT if json_file is None and ctl.as_json else json_file
+    target = lab.json_target(ctl, json_file)
     measured: list[Row] = []
     with _output(target) as write, _notes() as note:
         for each in plans:
             for row in _measure(ctl, each, note):
                 measured.append(row.of_blocks(each.block_bytes))
                 write(json.dumps(measured[-1].as_dict()))
-    if target != lab.STDOUT:
+    if target != STDOUT:
         found = Rows(measured)
         shown = [
             table
@@ -120,7 +114,7 @@ def bench(
 
 
 def _sizes(block_bytes: str) -> list[int]:
-    """Sizes of blocks, ascending."""
+    """The sizes of blocks, ascending."""
     try:
         return sorted({parse_size(size) for size in block_bytes.split(",")})
     except ValueError as problem:
@@ -177,8 +171,8 @@ def _measure(ctl: Ctl, plan: Plan, note: Note) -> Iterator[Row]:
 
 
 def tier_flags(plan: Plan) -> list[str]:
-    """Budgets of a daemon for everything in the plan but evictions. RAM is for all that is not
-    of a tier."""
+    """Options of a daemon with budgets for everything in the plan but evictions. Parts that name no
+    tier use RAM."""
     arena_bytes = plan.entries_bytes(SLAB_BYTES)
     disk_bytes = arena_bytes + DISK_SPARE_BYTES
     in_flight_bytes = max(MIN_IN_FLIGHT_BYTES, arena_bytes)
@@ -195,16 +189,21 @@ def tier_flags(plan: Plan) -> list[str]:
 
 
 def _evictions(plan: Plan, note: Note) -> list[Row]:
-    from ..bench.evicting import EVICTED, OPS
-    from ..bench.run import measure_evictions, wait_until_secured
+    from ..bench.run import (
+        EVICTED,
+        OPS,
+        STORED_BYTES,
+        measure_evictions,
+        wait_until_secured,
+    )
     from ..client import Client
 
     flags = [
-        f"--ram.budget={(plan.pinned + 2 * EVICTED) * SMALL_SLAB_BYTES}",
-        f"--ram.slab={SMALL_SLAB_BYTES}",
+        f"--ram.budget={(plan.pinned + 2 * EVICTED) * STORED_BYTES}",
+        f"--ram.slab={STORED_BYTES}",
         "--shm.budget=0",
         "--disk.budget=0",
-        # One client fills all of it and claims nearly all of it.
+        # One client fills the tier and claims nearly all of it.
         "--sessions.max_pinned_share=1",
         "--sessions.max_reserved_share=1",
     ]
@@ -234,27 +233,26 @@ def _daemon(flags: list[str]) -> Iterator[PrivateDaemon]:
 
 @contextmanager
 def _output(target: str | None) -> Iterator[Callable[[str], None]]:
-    """Where rows go as they come."""
+    """Yields a function that writes a row to `target`."""
     if target is None:
         yield lambda _: None
         return
-    if target == lab.STDOUT:
-        yield lambda line: print(line, flush=True)
-        return
-    with _opened(target) as file:
-        yield lambda line: print(line, file=file, flush=True)
-
-
-def _opened(path: str) -> IO[str]:
     try:
-        return Path(path).open("w", encoding="utf-8")
+        output: AbstractContextManager[IO[str]] = (
+            nullcontext(sys.stdout)
+            if target == STDOUT
+            else Path(target).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
+        )
     except OSError as error:
-        lab.cannot_write(path, error)
+        lab.cannot_write(target, error)
+    with output as file:
+        yield lambda line: print(line, file=file, flush=True)
 
 
 @contextmanager
 def _notes() -> Iterator[Note]:
-    """What is done at the moment, on standard error if a person is looking."""
+    """Yields a function that shows what is measured at the moment, if standard error is a
+    terminal."""
     console = make_console(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
@@ -265,15 +263,18 @@ def _notes() -> Iterator[Note]:
 
 def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown: bool) -> None:
     from ..bench.report import as_markdown
-    from . import render
+    from .views.tables import make_table
 
-    notes = [machine(), _conditions(plan), *_drift(rows, peers)]
+    conditions = (
+        f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"
+    )
+    notes = [machine(), conditions, *_drift(rows, peers)]
     if markdown:
         print("\n\n".join(["\n".join(f"- {one}" for one in notes), *map(as_markdown, found)]))
         return
     console = make_console()
     for table in found:
-        shown = render.make_table(*table.columns, title=table.title, right=table.columns[1:])
+        shown = make_table("|>".join(table.columns), title=table.title)
         for line in table.rows:
             shown.add_row(*line)
         console.print(shown)
@@ -282,13 +283,13 @@ def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown
 
 
 def machine() -> str:
-    """What all of it was measured on."""
+    """The machine that everything was measured on."""
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        pass  # not everywhere
+        pass  # no such file, or no such line, on some machines
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return (
         f"{cpu}, {os.cpu_count()} cores, {memory_gib:.0f} GiB, Linux {platform.release()}, "
@@ -296,18 +297,14 @@ def machine() -> str:
     )
 
 
-def _conditions(plan: Plan) -> str:
-    return f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"
-
-
 def _drift(rows: list[Row], peers: Rows) -> list[str]:
-    """How the machine was when the others were measured."""
-    from ..bench.moving import MEMCPY
+    """The speed of memcpy when the peers were measured, compared with now."""
+    from ..bench.transfers import MEMCPY
 
-    said: list[Any] = []
+    ratios = []
     for row in rows:
         theirs = peers.find(MEMCPY, "restore", row.blocks) if row.peer == MEMCPY else None
         if theirs is not None and row.gb_per_s and theirs.gb_per_s:
             ratio = theirs.gb_per_s / row.gb_per_s
-            said.append(f"{ratio:.2f} x at {row.blocks}")
-    return [f"memcpy beside the peers, of memcpy here: {', '.join(said)}"] if said else []
+            ratios.append(f"{ratio:.2f} x at {row.blocks}")
+    return [f"memcpy beside the peers, of memcpy here: {', '.join(ratios)}"] if ratios else []

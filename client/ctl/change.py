@@ -1,93 +1,150 @@
-"""The operators' commands that change a running daemon: delete, kick, drain, config ..."""
+"""The commands that change a running daemon: evict, gc, delete, clear, kick, drain, config ..."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...proto.vocabulary import Tier
-from .admin import CHANGE, find_key
-from .command import Ctl, ExitCode, command, fail, print_json
-from .options import (
+from .command import (
     LONG_TIMEOUT_S,
     TIER_NAMES,
-    LogLevel,
+    Ctl,
+    ExitCode,
     TiersOption,
     chosen,
-    parse_seconds,
+    exit_if,
+    fail,
+    make_console,
     parse_size,
     parse_tier,
+    print_json,
+    size_option,
+    time_option,
 )
+from .look import find_key, least_recent_first
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ...proto import prefixd_pb2 as pb
+    from .connection import AdminConnection
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    command(app, "delete", panel=CHANGE)(delete)
-    command(app, "clear", panel=CHANGE)(clear)
-    command(app, "kick", panel=CHANGE)(kick)
-    command(app, "drain", panel=CHANGE)(drain)
-    command(app, "log-level", panel=CHANGE)(log_level)
-    config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
-    command(config, "show")(show)
-    command(config, "diff")(diff)
-    command(config, "reload")(reload)
-    app.add_typer(config, name="config", rich_help_panel=CHANGE)
-    tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
-    command(tier, "resize")(resize)
-    app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
+# ---- entries
+
+
+def evict(
+    ctl: Ctl,
+    free: Annotated[int, size_option("How much to free, in each tier.", "--bytes")],
+    tier: TiersOption = None,
+    all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be evicted.")
+    ] = False,
+) -> None:
+    """Evict the next victims until at least SIZE is freed.
+
+    Never evicts entries in use. Exits 1 when less than SIZE could be freed.
+    """
+    from .message_json import tier_label
+    from .views.daemon import evicted_table
+
+    if bool(tier) == all_tiers:
+        fail("say which --tier, or --all-tiers", ExitCode.BAD_INPUT)
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        if dry_run:
+            tiers = chosen(tier) or [Tier(t.tier) for t in daemon.stats().tiers]
+            rows = [(t.label, *_victims(daemon, t, free)) for t in tiers]
+        else:
+            results = daemon.evict(free, chosen(tier)).results
+            rows = [(tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
+    data: dict[str, Any] = {
+        "dry_run": dry_run,
+        "results": [
+            {"tier": name, "entries": count, "freed_bytes": freed} for name, count, freed in rows
+        ],
+    }
+    ctl.show(data, lambda: evicted_table(rows, dry_run=dry_run))
+    exit_if(any(freed < free for _, _, freed in rows))
+
+
+def _victims(daemon: AdminConnection, tier: Tier, free_bytes: int) -> tuple[int, int]:
+    """How many entries an eviction would take, and their stored bytes. Exact under LRU. Under other
+    policies it is exact as long as the victims fit into one page."""
+    from ...proto.limits import MAX_PAGE_ENTRIES
+
+    page = daemon.next_victims(tier, MAX_PAGE_ENTRIES)
+    found = _evictable(page, free_bytes)
+    if found[1] < free_bytes and len(page) == MAX_PAGE_ENTRIES:
+        return _evictable(least_recent_first(daemon, tier), free_bytes)
+    return found
+
+
+def _evictable(victims: Iterable[pb.EntryDetail], free_bytes: int) -> tuple[int, int]:
+    entries = freed = 0
+    for entry in victims:
+        if freed >= free_bytes or entry.pins:
+            break
+        entries += 1
+        freed += entry.stored_bytes
+    return entries, freed
 
 
 def delete(
     ctl: Ctl,
-    key: Annotated[str, typer.Argument(help="Hexadecimal; a beginning that is unique will do.")],
+    key: Annotated[str, typer.Argument(help="Hexadecimal; a unique beginning is enough.")],
 ) -> None:
     """Drop one entry.
 
-    Exits 1 when it stays, because it is being read or saved, or is not there.
+    Exits 1 when it is not there, or cannot be dropped because it is being read or saved.
     """
     from ...proto import prefixd_pb2 as pb
-    from .messages import enum_label
+    from .message_json import enum_label
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         found = find_key(daemon, key)
         (status,) = daemon.drop([found])
     word = enum_label(pb.DeleteStatus.DESCRIPTOR, status)
     ctl.show({"key": found.hex(), "status": word}, lambda: f"{found.hex()}: {word}")
-    if status != pb.DELETE_STATUS_DELETED:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(status != pb.DELETE_STATUS_DELETED)
 
 
 def clear(
     ctl: Ctl,
-    namespace: Annotated[
-        str, typer.Option("--namespace", metavar="LABEL", help="As `stats` lists it.")
-    ],
+    namespace: Annotated[str, typer.Option(metavar="LABEL", help="A namespace as stats lists it.")],
     tier: TiersOption = None,
 ) -> None:
-    """Drop what clients with a label saved since the daemon's start.
+    """Drop the entries that clients with a label saved since the daemon's start.
 
-    The label is what clients say of themselves. Exits 1 when some of it stays, because it is read.
+    Clients choose their label themselves. Exits 1 when some entries stay because they are being
+    read.
     """
-    from . import messages, render
+    from .views.daemon import cleared_view
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.clear(namespace, chosen(tier))
-    ctl.show(messages.as_dict(response), lambda: render.cleared_view(namespace, response))
-    if response.pinned_entries:
-        raise typer.Exit(ExitCode.PROBLEM)
+    ctl.show(response, lambda: cleared_view(namespace, response))
+    exit_if(response.pinned_entries)
+
+
+def gc(ctl: Ctl) -> None:
+    """Release expired claims and reservations; drop records and index rows without an entry."""
+    from .views.daemon import gc_table
+
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.gc()
+    ctl.show(response, lambda: gc_table(response))
+
+
+# ---- the daemon
 
 
 def kick(
-    ctl: Ctl, session: Annotated[int, typer.Argument(help="As `sessions` lists it.", min=1)]
+    ctl: Ctl, session: Annotated[int, typer.Argument(help="As sessions lists it.", min=1)]
 ) -> None:
-    """End a session: what it claims and reserves is released.
+    """End a session, and release its claims and reservations.
 
     Its client opens another one with its next call.
     """
@@ -98,38 +155,40 @@ def kick(
 
 def drain(
     ctl: Ctl,
-    within: Annotated[
-        float,
-        typer.Option("--within", metavar="TIME", parser=parse_seconds, help="The longest wait."),
-    ] = 60.0,
+    within: Annotated[float, time_option("The longest wait.")] = 60.0,
     stop: Annotated[
-        bool, typer.Option("--stop", help="End the daemon when it is drained, or after TIME.")
+        bool, typer.Option("--stop", help="Stop the daemon once it is drained, or after TIME.")
     ] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Serve again.")] = False,
 ) -> None:
-    """Take no new sessions, claims and saves, and wait for those there are.
+    """Refuse new sessions, claims and saves, and wait until the current ones end.
 
-    The daemon stays drained until --resume, and says so to probes and to /readyz. What lies in its
-    memory can still be read in place. Exits 1 when something is held after TIME.
+    The daemon stays drained until --resume, and tells probes and /readyz so. Clients can still read
+    in place what lies in its memory. Exits 1 when something is still held after TIME.
     """
-    from . import messages, render
+    from .views.daemon import drained_view
 
     if stop and resume:
         fail("say --stop or --resume, not both", ExitCode.BAD_INPUT)
     with ctl.connect(within + LONG_TIMEOUT_S) as daemon:
         response = daemon.drain(0.0 if resume else within, stop=stop, resume=resume)
-    ctl.show(
-        messages.as_dict(response),
-        lambda: "serving again" if resume else render.drained_view(response, stop=stop),
-    )
-    if not resume and not response.drained:
-        raise typer.Exit(ExitCode.PROBLEM)
+    ctl.show(response, lambda: "serving again" if resume else drained_view(response, stop=stop))
+    exit_if(not resume and not response.drained)
+
+
+class LogLevel(StrEnum):
+    """The log levels as people write them."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def log_level(
-    ctl: Ctl, level: Annotated[LogLevel, typer.Argument(help="What is logged, and worse.")]
+    ctl: Ctl, level: Annotated[LogLevel, typer.Argument(help="The lowest level to log.")]
 ) -> None:
-    """Log more or less until the next start or reload."""
+    """Set the log level until the next start or reload."""
     with ctl.connect() as daemon:
         before = daemon.set_log_level(level.value)
     ctl.show(
@@ -142,65 +201,56 @@ def resize(
     tier: Annotated[
         Tier, typer.Argument(metavar=TIER_NAMES, parser=parse_tier, help="Which tier.")
     ],
-    budget: Annotated[int, typer.Argument(metavar="SIZE", parser=parse_size, help="12GiB.")],
+    budget: Annotated[
+        int, typer.Argument(metavar="SIZE", parser=parse_size, help="The new budget: 12GiB.")
+    ],
 ) -> None:
     """Give a tier another budget until the next start.
 
-    The next victims leave where it is smaller, at once; what is claimed stays, or the resize is
-    refused. Write the size into the configuration, too: `config diff` shows what differs.
+    A smaller budget evicts the next victims at once. Claimed entries stay; a budget that is too
+    small for them is refused. Write the size into the configuration, too: config diff shows what
+    differs.
     """
-    from . import messages, render
+    from .views.daemon import resized_view
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.resize(tier, budget)
-    ctl.show(messages.as_dict(response), lambda: render.resized_view(tier.label, response))
+    ctl.show(response, lambda: resized_view(tier.label, response))
+
+
+# ---- its configuration
 
 
 def show(ctl: Ctl) -> None:
-    """Show every option as it is now."""
+    """Show the current value of every option."""
     with ctl.connect() as daemon:
         running = dict(sorted(daemon.configure(apply=False).running.items()))
     ctl.show(running, lambda: "\n".join(f"{name} = {value}" for name, value in running.items()))
 
 
 def diff(ctl: Ctl) -> None:
-    """Show what file, environment and flags say differently by now."""
+    """Show the options that file, environment or flags now set differently."""
     with ctl.connect() as daemon:
-        _show(ctl, daemon.configure(apply=False), "changes with a reload")
+        _show_changed(ctl, daemon.configure(apply=False), "changes with a reload")
 
 
 def reload(ctl: Ctl) -> None:
-    """Read the configuration again and change what can be changed, as SIGHUP does.
+    """Read the configuration again and apply what can change at run time, as SIGHUP does.
 
     Exits 1 when something needs a restart.
     """
     with ctl.connect() as daemon:
         response = daemon.configure(apply=True)
-    _show(ctl, response, "changed")
-    if not all(each.live for each in response.changed):
-        raise typer.Exit(ExitCode.PROBLEM)
+    _show_changed(ctl, response, "changed")
+    exit_if(not all(each.live for each in response.changed))
 
 
-def _show(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
-    from .command import make_console
-    from .messages import as_dict
+def _show_changed(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
+    from .views.daemon import changed_table
 
     if ctl.as_json:
-        print_json({"changed": [as_dict(each) for each in response.changed]})
-        return
-    if not response.changed:
+        print_json({"changed": list(response.changed)})
+    elif response.changed:
+        make_console().print(changed_table(response.changed, live))
+    else:
         typer.echo("nothing differs")
-        return
-    make_console().print(changed_table(response.changed, live))
-
-
-def changed_table(changed: Iterable[pb.ChangedOption], live: str) -> RenderableType:
-    """Options that differ. `live`: what is said of those that need no restart."""
-    from .render import make_table
-
-    table = make_table("option", "running", "configured", "")
-    for each in changed:
-        table.add_row(
-            each.option, each.running, each.configured, live if each.live else "needs a restart"
-        )
-    return table

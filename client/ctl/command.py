@@ -1,7 +1,7 @@
-"""What every command of prefixctl shares: its options, its output, its exit codes.
+"""What the commands of prefixctl share: options, output and exit codes.
 
-A command is a function whose first parameter is a `Ctl`; `command()` gives it `--address`,
-`--json` and `--timeout` too, which may be written before the command's name as well.
+A command is a function whose first parameter is a `Ctl`. `command()` registers it with the common
+options `--address`, `--json` and `--timeout`, which may also stand before the command's name.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from typing import (
     Annotated,
     Any,
     Concatenate,
+    Final,
     NoReturn,
     ParamSpec,
-    cast,
+    TypeVar,
     get_args,
     get_origin,
 )
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
-from . import options
+from ...proto.units import parse_bytes, parse_duration_ns
+from ...proto.vocabulary import SaveReason, Tier
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -36,10 +38,17 @@ if TYPE_CHECKING:
     from .connection import AdminConnection
 
 P = ParamSpec("P")
+Member = TypeVar("Member", bound=IntEnum)
 
-
-#: What can be asked of several daemons at once.
-FLEET_COMMANDS = ("stats", "check", "top")
+#: Standard input or output, as the name of a file.
+STDOUT: Final = "-"
+DEFAULT_TIMEOUT_S: Final = 10.0
+#: For calls that read every payload, or drop gigabytes.
+LONG_TIMEOUT_S: Final = 600.0
+#: Columns of a table that goes into a pipe or a file.
+PIPE_WIDTH: Final = 180
+#: The commands that take `--targets`.
+FLEET_COMMANDS: Final = ("stats", "check", "top")
 
 
 class ExitCode(IntEnum):
@@ -47,182 +56,145 @@ class ExitCode(IntEnum):
 
     OK = 0
     PROBLEM = 1
-    """The command ran and what it found is not good, or it failed."""
+    """The command failed, or found something wrong."""
     BAD_INPUT = 2
     UNREACHABLE = 3
     """No daemon answers at the address."""
     INTERRUPTED = 130
-    """Ctrl-C; what was done until then was shown."""
+    """Ctrl-C; the results so far were shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ctl:
-    """What a command works with: the options that every command has."""
+    """The common options of a command."""
 
-    #: None: not given
+    #: The value of --address. None when it was not given.
     given_address: str | None = None
     as_json: bool = False
     timeout_s: float | None = None
-    #: several daemons, in the place of one
+    #: Addresses of several daemons, instead of one.
     targets: tuple[str, ...] = ()
 
     @property
     def address(self) -> str:
-        """The daemon's address: as given, else the one that everybody agrees on."""
+        """The daemon's address: the given one, else the default."""
         from ...proto.endpoints import default_address, normalize_address
 
         given = self.given_address
         return default_address() if given is None else normalize_address(given)
 
-    def connect(self, timeout_s: float = options.DEFAULT_TIMEOUT_S) -> AdminConnection:
-        """The daemon, for operators. `timeout_s`: of one call, unless --timeout says otherwise."""
+    @property
+    def admin_address(self) -> str | None:
+        """Where the Admin service is, if $PREFIXD_ADMIN_ADDRESS says so."""
         from ...proto.endpoints import ADMIN_ADDRESS_VARIABLE, normalize_address
-        from .connection import AdminConnection
 
         given = os.environ.get(ADMIN_ADDRESS_VARIABLE)
-        operators = normalize_address(given) if given else None
-        return AdminConnection(self.address, self.timeout_s or timeout_s, operators)
+        return normalize_address(given) if given else None
+
+    def connect(self, timeout_s: float = DEFAULT_TIMEOUT_S) -> AdminConnection:
+        """An operator's connection. `timeout_s` is for one call; --timeout overrides it."""
+        from .connection import AdminConnection
+
+        return AdminConnection(self.address, self.timeout_s or timeout_s, self.admin_address)
 
     def show(self, data: object, table: Callable[[], RenderableType]) -> None:
-        """Print the data as JSON, or else what `table` makes of it."""
+        """Print `data` as JSON (see `print_json`), or `table()` for people."""
         if self.as_json:
             print_json(data)
         else:
             make_console().print(table())
 
 
+# ---- output
+
+
 def print_json(data: object, *, indent: int | None = 2) -> None:
-    """One JSON document on standard output."""
-    sys.stdout.write(json.dumps(data, indent=indent) + "\n")
+    """Print one JSON document on standard output. `data` may hold messages of prefixd.proto."""
+
+    def message_as_dict(message: Any) -> dict[str, Any]:
+        from .message_json import as_dict
+
+        return as_dict(message)
+
+    sys.stdout.write(json.dumps(data, indent=indent, default=message_as_dict) + "\n")
     sys.stdout.flush()
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console for people. Into a pipe it is wide, so that lines stay whole for grep."""
+    """A console for people. It is wide when it writes to a pipe, so that grep sees whole lines."""
     from rich.console import Console
 
     console = Console(stderr=stderr, highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS"):
-        console.width = options.PIPE_WIDTH
+        console.width = PIPE_WIDTH
     return console
 
 
-AddressOption = Annotated[
-    str | None,
-    typer.Option(
-        "--address",
-        metavar="ADDRESS",
-        help="unix:/path or host:port (default: $PREFIXD_ADDRESS, or the local daemon). Operators "
-        "are served at the socket beside it, with .admin behind its name ($PREFIXD_ADMIN_ADDRESS "
-        "if it is elsewhere).",
-        rich_help_panel="Common options",
-    ),
-]
-TargetsOption = Annotated[
-    str | None,
-    typer.Option(
-        "--targets",
-        metavar="ADDRESS,...",
-        help="Several daemons instead of one, for stats and check.",
-        rich_help_panel="Common options",
-    ),
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON.", rich_help_panel="Common options")
-]
-TimeoutOption = Annotated[
-    float | None,
-    typer.Option(
-        "--timeout",
-        metavar="TIME",
-        parser=options.parse_seconds,
-        help="How long one call may take: 5, 500ms, 2m.",
-        rich_help_panel="Common options",
-    ),
-]
+def fail(sentence: str, code: ExitCode) -> NoReturn:
+    """Print what went wrong on standard error and exit. Raises typer.Exit."""
+    typer.echo(f"prefixctl: {sentence}", err=True)
+    raise typer.Exit(code)
 
 
-def command(
-    app: typer.Typer,
-    name: str,
-    *,
-    panel: str | None = None,
-    cls: type[Any] | None = None,
-    own_json: bool = False,
-) -> Callable[[Callable[Concatenate[Ctl, P], None]], Callable[Concatenate[Ctl, P], None]]:
-    """Register a function as the command `name` of `app`.
-
-    `own_json`: the command has a `--json` option of another kind; only the one before the
-    command's name reaches `Ctl` then.
-    """
-
-    def register(
-        function: Callable[Concatenate[Ctl, P], None],
-    ) -> Callable[Concatenate[Ctl, P], None]:
-        own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-        common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
-        if not own_json:
-            common.insert(1, _option("as_json", JsonOption, default=False))
-
-        def invoke(ctx: typer.Context, **given: Any) -> None:
-            ctl = _merged(ctx, given)
-            if ctl.targets and (ctl.given_address is not None or name not in FLEET_COMMANDS):
-                raise typer.BadParameter(
-                    f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
-                )
-            function(ctl, **given)  # type: ignore[call-arg]  # keywords only
-
-        context = inspect.Parameter(
-            "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
-        )
-        parameters = [context, *own, *common]
-        for parameter in parameters:
-            _is_no_value(parameter.annotation)
-        invoke.__name__ = function.__name__
-        invoke.__doc__ = _unwrapped(function.__doc__)
-        # Typer reads the signature and the annotations.
-        vars(invoke)["__signature__"] = inspect.Signature(parameters)
-        invoke.__annotations__ = {p.name: p.annotation for p in parameters}
-        app.command(name, rich_help_panel=panel, cls=cls)(invoke)
-        return function
-
-    return register
+def exit_if(condition: object, code: ExitCode = ExitCode.PROBLEM) -> None:
+    """Exit with `code` if the condition is true. Raises typer.Exit."""
+    if condition:
+        raise typer.Exit(code)
 
 
-def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+# ---- values of options
 
 
-def _is_no_value(annotation: Any) -> None:
-    """Of a flag: its help names no value, for it takes none."""
-    if get_origin(annotation) is Annotated and get_args(annotation)[0] is bool:
-        get_args(annotation)[1].metavar = ""
+def parse_size(text: str | int) -> int:
+    """`512MiB` as bytes, at least 1. Typer passes defaults as numbers."""
+    try:
+        size_bytes = parse_bytes(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if size_bytes < 1:
+        raise typer.BadParameter("a size is at least 1 byte")
+    return size_bytes
 
 
-def _unwrapped(text: str | None) -> str:
-    """A docstring as paragraphs of one line each, which the terminal breaks; lists stay."""
-    paragraphs = inspect.cleandoc(text or "").split("\n\n")
-    return "\n\n".join(
-        each if "\n " in each or each.startswith((" ", "\b")) else " ".join(each.split("\n"))
-        for each in paragraphs
-    )
+def parse_seconds(text: str | float) -> float:
+    """`5`, `0.5`, `500ms` or `2m` as seconds, above 0."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        try:
+            seconds = parse_duration_ns(str(text)) / 1e9
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+    if not 0 < seconds < 1e9:
+        raise typer.BadParameter(f"{text!r} is not a time above 0")
+    return seconds
 
 
-def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
-    """The common options: as written after the command's name, else as written before it."""
-    before = cast(Ctl, ctx.find_root().obj or Ctl())
-    address, timeout_s = given.pop("address"), given.pop("timeout")
-    return Ctl(
-        before.given_address if address is None else address,
-        given.pop("as_json", False) or before.as_json,
-        before.timeout_s if timeout_s is None else timeout_s,
-        before.targets,
-    )
+def parse_tier(text: str | Tier) -> Tier:
+    """The tier named `ram`, `shm` or `disk`."""
+    return _member(text, Tier)
+
+
+def parse_reason(text: str | SaveReason) -> SaveReason:
+    """The save reason named `cold`, `finish`, ..."""
+    return _member(text, SaveReason)
+
+
+def _member(text: str | Member, kind: type[Member]) -> Member:
+    for member in kind:
+        if text in (member, member.name.lower()):
+            return member
+    names = ", ".join(member.name.lower() for member in kind)
+    raise typer.BadParameter(f"{text!r} is none of {names}")
+
+
+def chosen(tiers: list[Tier] | None) -> list[Tier]:
+    """The tiers of a `TiersOption`, each once. Empty means all."""
+    return list(dict.fromkeys(tiers or ()))
 
 
 def parse_targets(text: str | None) -> tuple[str, ...]:
-    """Addresses with commas between them. Raises BadParameter."""
+    """The addresses of a comma-separated list. Raises BadParameter."""
     from ...proto.endpoints import normalize_address
     from ...proto.errors import ConfigError
 
@@ -232,19 +204,164 @@ def parse_targets(text: str | None) -> tuple[str, ...]:
         raise typer.BadParameter(f"--targets: {problem}") from None
 
 
+def size_option(help_text: str, *names: str, panel: str | None = None) -> Any:
+    """An option with a size, passed as a number of bytes."""
+    return typer.Option(
+        *names, metavar="SIZE", parser=parse_size, help=help_text, rich_help_panel=panel
+    )
+
+
+def time_option(help_text: str, *names: str, **how: Any) -> Any:
+    """An option with a time, passed as a number of seconds."""
+    return typer.Option(*names, metavar="TIME", parser=parse_seconds, help=help_text, **how)
+
+
+def _tier_option(help_text: str) -> Any:
+    # Typer would show a default as its number.
+    return typer.Option(
+        "--tier", metavar=TIER_NAMES, parser=parse_tier, show_default=False, help=help_text
+    )
+
+
+TIER_NAMES: Final = "|".join(tier.label for tier in Tier)
+REASON_NAMES: Final = "|".join(reason.label for reason in SaveReason)
+TierOption = Annotated[Tier, _tier_option("Which tier.")]
+#: For the default `Tier.DISK`.
+DiskTierOption = Annotated[Tier, _tier_option("Which tier (default: disk).")]
+TiersOption = Annotated[
+    list[Tier] | None, _tier_option("Which tier; may be repeated (default: all).")
+]
+_COMMON: Final = "Common options"
+AddressOption = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        metavar="ADDRESS",
+        help="unix:/path or host:port (default: $PREFIXD_ADDRESS, or the local daemon). Operators "
+        "connect to a second socket with the same name and .admin behind it, or to "
+        "$PREFIXD_ADMIN_ADDRESS.",
+        rich_help_panel=_COMMON,
+    ),
+]
+TargetsOption = Annotated[
+    str | None,
+    typer.Option(
+        "--targets",
+        metavar="ADDRESS,...",
+        help="Several daemons instead of one, for stats, check and top.",
+        rich_help_panel=_COMMON,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.", rich_help_panel=_COMMON)]
+TimeoutOption = Annotated[
+    float | None,
+    time_option("How long one call may take: 5, 500ms, 2m.", "--timeout", rich_help_panel=_COMMON),
+]
+
+
+# ---- registration and failures
+
+
+def command(
+    app: typer.Typer,
+    name: str,
+    function: Callable[Concatenate[Ctl, P], None],
+    *,
+    panel: str | None = None,
+    json_file: bool = False,
+) -> None:
+    """Register a function as the command `name` of `app`.
+
+    `json_file`: the command has its own option `--json FILE`. `Ctl.as_json` then reflects only a
+    `--json` before the command's name.
+    """
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
+    if not json_file:
+        common.insert(1, _option("as_json", JsonOption, default=False))
+
+    def invoke(ctx: typer.Context, **given: Any) -> None:
+        ctl = _merged(ctx, given)
+        if ctl.targets and (ctl.given_address is not None or name not in FLEET_COMMANDS):
+            raise typer.BadParameter(
+                f"--targets goes with {', '.join(FLEET_COMMANDS)}, without --address"
+            )
+        function(ctl, **given)  # type: ignore[call-arg]  # keywords only
+
+    parameters = [_option("ctx", typer.Context, inspect.Parameter.empty), *own, *common]
+    for parameter in parameters:
+        _hide_value_of_flag(parameter.annotation)
+    invoke.__name__ = function.__name__
+    invoke.__doc__ = _unwrapped(function.__doc__)
+    # Typer reads the signature and the annotations.
+    vars(invoke)["__signature__"] = inspect.Signature(parameters)
+    invoke.__annotations__ = {p.name: p.annotation for p in parameters}
+    app.command(name, rich_help_panel=panel, cls=JsonFileCommand if json_file else None)(invoke)
+
+
+def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _hide_value_of_flag(annotation: Any) -> None:
+    """Show no value in the help of a flag."""
+    if get_origin(annotation) is Annotated and get_args(annotation)[0] is bool:
+        get_args(annotation)[1].metavar = ""
+
+
+def _unwrapped(text: str | None) -> str:
+    """A docstring with each paragraph in one line, for the terminal to wrap. Lists are kept."""
+    paragraphs = inspect.cleandoc(text or "").split("\n\n")
+    return "\n\n".join(
+        each if "\n " in each or each.startswith((" ", "\b")) else " ".join(each.split("\n"))
+        for each in paragraphs
+    )
+
+
+def root_options(ctx: typer.Context) -> Ctl:
+    """The common options that stand before the command's name."""
+    found = ctx.find_root().obj
+    return found if isinstance(found, Ctl) else Ctl()
+
+
+def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
+    """The common options. One that stands after the command's name overrides one before it."""
+    before = root_options(ctx)
+    address, timeout_s = given.pop("address"), given.pop("timeout")
+    return Ctl(
+        before.given_address if address is None else address,
+        given.pop("as_json", False) or before.as_json,
+        before.timeout_s if timeout_s is None else timeout_s,
+        before.targets,
+    )
+
+
+class JsonFileCommand(TyperCommand):
+    """Accepts `--json` without a value as `--json -`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        given = []
+        for argument, following in zip(args, [*args, "--"][1:], strict=True):
+            given.append(argument)
+            if argument == "--json" and following.startswith("-") and following != STDOUT:
+                given.append(STDOUT)
+        return super().parse_args(ctx, given)
+
+
 class Group(TyperGroup):
-    """Turns what is expected to go wrong into one sentence and an exit code."""
+    """Reports an expected failure as one sentence and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            # The reader (head, less) has seen enough. Nothing more can be written, not even
-            # by the flush at exit.
+            # The reader (head, less) has closed the pipe. Standard output now leads nowhere, so
+            # that the flush at exit does not fail too.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(ExitCode.OK) from None
         except Exception as error:
-            # Imported here: commands that never fail (--help) don't pay for gRPC.
+            # Imported here, so that --help does not import gRPC.
             from ...proto.errors import PrefixdError
             from ..lab.source import TraceError
 
@@ -254,7 +371,7 @@ class Group(TyperGroup):
 
 
 def exit_code_of(error: Exception) -> ExitCode:
-    """The exit status for a failure that was expected."""
+    """The exit status for an expected failure."""
     from ...proto.errors import CallerError, DaemonUnavailable, DeadlineExceeded, PrefixdError
 
     if isinstance(error, DaemonUnavailable | DeadlineExceeded):
@@ -262,9 +379,3 @@ def exit_code_of(error: Exception) -> ExitCode:
     if isinstance(error, CallerError) or not isinstance(error, PrefixdError):
         return ExitCode.BAD_INPUT
     return ExitCode.PROBLEM
-
-
-def fail(sentence: str, code: ExitCode) -> NoReturn:
-    """Say on standard error what went wrong, and leave. Raises typer.Exit."""
-    typer.echo(f"prefixctl: {sentence}", err=True)
-    raise typer.Exit(code)

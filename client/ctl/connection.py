@@ -1,5 +1,8 @@
-"""The operator's connection to a daemon: the Admin service, on a socket of its own that only the
-daemon's user may use, and the health check, which is answered where workers are served."""
+"""The operator's connection to a daemon: the Admin service and the health check.
+
+The Admin service has a socket of its own, which only the daemon's user may use. The health check is
+served where workers connect.
+"""
 
 from __future__ import annotations
 
@@ -28,36 +31,36 @@ Response = TypeVar("Response")
 CHANNEL_OPTIONS: Final = [
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    # A restarted daemon is found at once, not after a back-off of minutes.
+    # Reconnect to a restarted daemon soon, without a back-off of minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # A daemon is never behind the proxy that leads to the internet.
+    # A daemon is never behind the proxy to the internet.
     ("grpc.enable_http_proxy", 0),
 ]
-#: Entries fetched at a time. An entry of many extents takes kilobytes.
+#: Entries in a page. An entry with many extents takes kilobytes.
 PAGE_ENTRIES: Final = 1_000
 
 
 class Health(Enum):
-    """What the health service says of a daemon."""
+    """The answer of the health service."""
 
     SERVING = "serving"
     NOT_SERVING = "not_serving"
 
 
 class AdminConnection:
-    """One daemon. Every call raises the error that the daemon raised (`proto.errors`), or
-    DaemonUnavailable with a sentence that says where no daemon answers and what to do.
+    """One daemon. Every call raises the daemon's error (`proto.errors`), or DaemonUnavailable with
+    a sentence that says where no daemon answers and what to do.
 
     Connects with the first call. A context manager; may be used from several threads.
     """
 
     def __init__(self, address: str, timeout_s: float, operators: str | None = None) -> None:
-        """`address` is where workers are served, which names the daemon. `operators` is where the
-        Admin service is, if it is not beside that (`server.admin_address`)."""
+        """`address` is where workers connect. `operators` is the address of the Admin service, if
+        it is not the default one beside `address` (`server.admin_address`)."""
         self.address = address
         self.timeout_s = timeout_s
-        # Over TCP operators are served with TLS and a token; without these the calls below say so.
+        # None over TCP without TLS and a token. The calls below then raise DaemonUnavailable.
         self._operators = operators or operators_of(address)
         self._admin_channel = open_channel(self._operators or address, CHANNEL_OPTIONS)
         self._admin = pb_grpc.AdminStub(self._admin_channel)
@@ -83,8 +86,8 @@ class AdminConnection:
         return self._operate(self._admin.Stats, pb.StatsRequest())
 
     def next_victims(self, tier: Tier, limit: int) -> list[pb.EntryDetail]:
-        """The entries of a tier that leave next, in that order, then some that are pinned; at
-        most `limit`, and at most a page."""
+        """The next victims of a tier in their order, then some pinned entries; at most `limit`, and
+        at most a page."""
         request = pb.ListEntriesRequest(
             tier=wire_tier(tier),
             page_entries=min(limit, limits.MAX_PAGE_ENTRIES),
@@ -93,7 +96,7 @@ class AdminConnection:
         return list(self._operate(self._admin.ListEntries, request).entries)
 
     def all_entries(self, tier: Tier) -> Iterator[pb.EntryDetail]:
-        """Every entry of a tier, in no order, a page at a time."""
+        """Every entry of a tier, in no order. Fetches a page at a time."""
         request = pb.ListEntriesRequest(tier=wire_tier(tier), page_entries=PAGE_ENTRIES)
         for page in self._pages(self._admin.ListEntries, request):
             yield from page.entries
@@ -146,7 +149,7 @@ class AdminConnection:
         return self._operate(self._admin.Drain, request)
 
     def set_log_level(self, level: str) -> str:
-        """The level before."""
+        """Returns the level before."""
         request = pb.SetLogLevelRequest(level=level)
         return self._operate(self._admin.SetLogLevel, request).before
 
@@ -154,12 +157,12 @@ class AdminConnection:
         return self._operate(self._admin.Why, pb.WhyRequest(key=beginning))
 
     def oldest_claims(self, count: int) -> list[pb.ClaimDetail]:
-        """The claims that are held the longest, the oldest first."""
+        """The oldest claims, the oldest first."""
         request = pb.ListClaimsRequest(page_claims=count)
         return list(self._operate(self._admin.ListClaims, request).claims)
 
     def clear(self, namespace: str, tiers: Sequence[Tier]) -> pb.ClearResponse:
-        """Of all tiers unless some are named."""
+        """Drop entries of a namespace. Empty `tiers` means all."""
         request = pb.ClearRequest(namespace=namespace, tiers=map(wire_tier, tiers))
         return self._operate(self._admin.Clear, request)
 
@@ -172,11 +175,12 @@ class AdminConnection:
         self._operate(self._admin.Kick, pb.KickRequest(session_id=session_id))
 
     def configure(self, *, apply: bool) -> pb.ConfigureResponse:
-        """What is configured differently by now; `apply`: change what can be changed."""
+        """The options whose configuration changed. `apply` also applies those that can change at
+        run time."""
         return self._operate(self._admin.Configure, pb.ConfigureRequest(apply=apply))
 
     def curve(self, tier: Tier, budgets_bytes: Sequence[int] = ()) -> pb.CurveResponse:
-        """What a tier would hit at these budgets; at a quarter to four times its own if empty."""
+        """What a tier would hit at these budgets. Empty: at a quarter to four times its own."""
         request = pb.CurveRequest(tier=wire_tier(tier), budget_bytes=budgets_bytes)
         return self._operate(self._admin.Curve, request)
 
@@ -187,16 +191,16 @@ class AdminConnection:
         return self._operate(self._admin.Check, pb.CheckRequest())
 
     def verify(self, tiers: Sequence[Tier] = ()) -> Generator[pb.VerifyResponse, None, None]:
-        """How far the daemon is with reading these tiers back, all of them if empty, and what it
-        has found so far, until it is `done`. It stops when the iterator is closed. The timeout is
-        that of a single message."""
+        """Have the daemon read these tiers back (empty: all). Yields its progress and its findings
+        so far, until `done`. Closing the iterator stops the daemon. The timeout is for each
+        message."""
         request = pb.VerifyRequest(tiers=[wire_tier(tier) for tier in tiers])
         address = self._operators_address()
         call = self._admin.Verify(request)
         messages: SimpleQueue[pb.VerifyResponse | grpc.RpcError | None] = SimpleQueue()
 
         def receive() -> None:
-            # In a thread: gRPC knows no deadline for the next message.
+            # In a thread, because gRPC has no deadline for a single message of a stream.
             try:
                 for message in call:
                     messages.put(message)
@@ -216,12 +220,12 @@ class AdminConnection:
         except Empty:
             raise self._explained(address, DeadlineExceeded("no message came")) from None
         finally:
-            call.cancel()  # no effect once it has ended
+            call.cancel()  # no effect if it has ended
 
     def health(self, *, wait_for_ready: bool = False) -> Health:
-        """What the health service says of the daemon as a whole.
+        """The health of the whole daemon.
 
-        `wait_for_ready`: wait for a daemon that does not answer yet, within the timeout.
+        `wait_for_ready`: wait, within the timeout, for a daemon that does not answer yet.
         """
         request = health_pb2.HealthCheckRequest()
         response = self._call(self.address, self._health, request, wait_for_ready=wait_for_ready)
@@ -232,7 +236,7 @@ class AdminConnection:
         return self._call(self._operators_address(), method, request)
 
     def _pages(self, method: Callable[..., Response], request: Any) -> Iterator[Response]:
-        """Every page of a list, asked for when it is taken."""
+        """Every page of a list. Each is fetched when it is taken."""
         while True:
             page: Any = self._operate(method, request)
             yield page
@@ -287,7 +291,7 @@ class AdminConnection:
 
 
 def _forbidden(address: str) -> bool:
-    """Is there a socket that this user may not connect to?"""
+    """Whether there is a socket that this user may not connect to."""
     path = socket_path(address)
     if path is None:
         return False
@@ -300,9 +304,9 @@ def _forbidden(address: str) -> bool:
 
 
 def _starting(address: str) -> int:
-    """The process that has the socket's lock file while no daemon listens; 0: there is none.
+    """The process named in the socket's lock file, 0 if there is none.
 
-    Only read: to try the lock would keep a daemon from it that starts in this moment.
+    Only reads the file. Taking the lock would keep it from a daemon that is just starting.
     """
     path = socket_path(address)
     if path is None:
@@ -318,5 +322,5 @@ def _starting(address: str) -> int:
 
 
 def wire_tier(tier: Tier) -> pb.Tier.ValueType:
-    """A tier as it is written on the wire."""
+    """The number of a tier on the wire."""
     return pb.Tier.Value(f"TIER_{tier.name}")

@@ -21,24 +21,28 @@ from ..lab.generate import generate
 from ..lab.live import LiveReplay
 from ..lab.outcome import Totals
 from ..lab.worker import LiveOptions
-from . import messages, render, stats_view
 from .connection import AdminConnection
+from .message_json import tier_label
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
-from .replay_live import figures, mismatch_line, troubles
-from .top_board import Board
+from .views.daemon import check_view, verify_view
+from .views.lab import figures, mismatch_line, troubles
+from .views.progress import live_view
+from .views.stats import activity_table
+from .views.tables import size
+from .views.top import Board
 
-#: Small enough that every tier has to evict.
+#: So small that every tier has to evict.
 BUDGETS: Final = {Tier.RAM: "96MiB", Tier.SHM: "128MiB", Tier.DISK: "160MiB"}
 BLOCK_BYTES: Final = parse_bytes("256KiB")
 BLOCK_TOKENS: Final = 512
 PROFILE: Final = "multi-turn"
-#: The daemon is killed after this share of the requests.
+#: The share of the requests after which the daemon is killed.
 KILLED_AFTER: Final = 0.6
-#: Seconds between two looks at the daemon, where it can be drawn and where only lines can.
+#: Seconds between two samples of the daemon, on a terminal and where only lines can be printed.
 DRAW_EVERY_S: Final = 0.25
 LINE_EVERY_S: Final = 3.0
 #: How long a worker waits for the next daemon.
-_PATIENCE_S: Final = 60.0
+_RECONNECT_WAIT_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +59,14 @@ class Crash:
     """A daemon that was killed, and what the next one found."""
 
     pid: int
-    #: from the kill until the next daemon served
+    #: From the kill until the next daemon served.
     away_s: float
     stats: pb.StatsResponse
 
     def sentence(self) -> str:
-        """What came back."""
+        """How soon the next daemon served, and what it recovered."""
         back = [
-            f"{messages.tier_label(t.tier)} {t.recovered_entries:,} entries "
-            f"({render.size(t.recovered_bytes)})"
+            f"{tier_label(t.tier)} {t.recovered_entries:,} entries ({size(t.recovered_bytes)})"
             for t in self.stats.tiers
             if t.recovered_entries
         ]
@@ -75,7 +78,7 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class DemoResult:
-    """What was seen; `good` when it is what has to be seen."""
+    """What the demonstration showed. `good`: no byte was wrong."""
 
     totals: Totals
     crash: Crash | None
@@ -89,41 +92,41 @@ class DemoResult:
 
     @property
     def restored_bytes_per_s(self) -> float:
-        """While a worker restored; all workers together are faster."""
+        """The speed of one worker while it restored."""
         busy_ns = self.totals.latencies["restore"].total
         return self.totals.verified_bytes * 1e9 / busy_ns if busy_ns else 0.0
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """For `print_json`."""
         crash = self.crash
         return {
             "replay": self.totals.as_dict(),
             "restored_bytes_per_s": round(self.restored_bytes_per_s),
-            "crash": crash
-            and {
+            "crash": None
+            if crash is None
+            else {
                 "away_seconds": crash.away_s,
                 "recovered_entries": sum(t.recovered_entries for t in crash.stats.tiers),
                 "recovered_bytes": sum(t.recovered_bytes for t in crash.stats.tiers),
             },
-            "stats": messages.as_dict(self.stats),
-            "check": messages.as_dict(self.checked),
-            "verify": messages.as_dict(self.verified),
+            "stats": self.stats,
+            "check": self.checked,
+            "verify": self.verified,
         }
 
 
 def run_demo(options: DemoOptions, console: Console, picture: Path | None = None) -> DemoResult:
-    """The whole demonstration. Leaves nothing behind, however it ends, but a `picture` of its end
-    (SVG).
+    """The whole demonstration. Leaves nothing behind, however it ends, except for `picture`, an SVG
+    of the last screen.
 
-    Raises PrefixdError when the daemon can't be started, OSError if there is no writing to the
-    picture.
+    Raises PrefixdError when the daemon can't be started, OSError when the picture can't be written.
     """
     with ExitStack() as stack:
         stack.enter_context(unwound_by_signals())
         directory, shm_directory = stack.enter_context(temporary_directories("demo"))
         console.print(_introduction(options))
         flags = [f"--{tier.label}.budget={budget}" for tier, budget in BUDGETS.items()]
-        # A block takes whole slabs: its bytes and a few more.
+        # Entries take whole slabs. Small ones waste little.
         flags += [f"--{tier.label}.slab=4KiB" for tier in BUDGETS]
         daemon = stack.enter_context(PrivateDaemon(directory, shm_directory, flags))
         admin = stack.enter_context(daemon.admin())
@@ -164,12 +167,12 @@ class _Show:
             block_bytes=BLOCK_BYTES,
             block_tokens=BLOCK_TOKENS,
             in_place=True,
-            reconnect_wait_s=_PATIENCE_S,
+            reconnect_wait_s=_RECONNECT_WAIT_S,
         )
         requests = generate(PROFILE, requests=options.requests, seed=options.seed)
-        with render.live_view(self._console, self) as self._refresh:
+        with live_view(self._console, self._view) as self._refresh:
             totals = LiveReplay(requests, live, self._on_progress).run()
-            self._look(totals)
+            self._sample(totals)
         return totals
 
     def _on_progress(self, totals: Totals) -> None:
@@ -177,17 +180,17 @@ class _Show:
         if self.crash is None and totals.requests >= KILLED_AFTER * self._options.requests:
             self._kill()
         if time.monotonic() >= self._due_s:
-            self._look(totals)
+            self._sample(totals)
             self._due_s = time.monotonic() + self._every_s
 
-    def _look(self, totals: Totals) -> None:
+    def _sample(self, totals: Totals) -> None:
         self._totals = totals
         self._board.take(self._admin.stats(), (), time.monotonic())
         self._refresh()
 
     def _kill(self) -> None:
-        """Kill the daemon and start the next one, while the workers go on: they miss meanwhile."""
-        self._look(self._totals)
+        """Kill the daemon and start the next one. The workers go on, and miss meanwhile."""
+        self._sample(self._totals)
         pid, killed_s = self._daemon.pid, time.monotonic()
         self._daemon.kill()
         self._note = f"kill -9 {pid} ..."
@@ -197,8 +200,8 @@ class _Show:
         self.crash = Crash(pid, time.monotonic() - killed_s, stats)
         self._note = self.crash.sentence()
 
-    def __call__(self) -> RenderableType:
-        """This moment: drawn, or as lines."""
+    def _view(self) -> RenderableType:
+        """The current state: drawn on a terminal, else as lines."""
         done, requests = self._totals.requests, self._options.requests
         if not self._console.is_terminal:
             lines = (
@@ -208,7 +211,7 @@ class _Show:
         return Group(self.drawn(), Text(self._note, style="bold yellow"))
 
     def drawn(self) -> RenderableType:
-        """How far it is, and the tiers."""
+        """How far the replay is, and the tiers."""
         done, requests = self._totals.requests, self._options.requests
         progress = Table.grid(padding=(0, 2))
         progress.add_row(
@@ -235,19 +238,19 @@ def _introduction(options: DemoOptions) -> RenderableType:
 
 
 def _ending(result: DemoResult) -> RenderableType:
-    """What it came to; the line about mismatches last."""
+    """The results; the number of mismatches comes last."""
     totals = result.totals
-    lines: list[RenderableType] = [stats_view.activity_table(result.stats), *troubles(totals)]
+    lines: list[RenderableType] = [activity_table(result.stats), *troubles(totals)]
     if result.crash is not None:
         lines.append(Text(result.crash.sentence()))
-    lines += [render.check_view(result.checked), render.verify_view(result.verified)]
+    lines += [check_view(result.checked), verify_view(result.verified)]
     look_up = totals.latencies["claim"]
     lines.append(
         Text.assemble(
             "worth it: ",
             (f"{totals.hit_tokens:,} tokens not prefilled", "bold"),
-            f" of {totals.prompt_tokens:,}, {render.size(totals.verified_bytes)} restored at ",
-            (f"{render.size(result.restored_bytes_per_s)}/s", "bold"),
+            f" of {totals.prompt_tokens:,}, {size(totals.verified_bytes)} restored at ",
+            (f"{size(result.restored_bytes_per_s)}/s", "bold"),
             " by each worker, ",
             (f"{look_up.quantile(0.5) / 1e3:,.0f} us a look-up", "bold"),
         )

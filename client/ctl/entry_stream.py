@@ -1,25 +1,25 @@
-"""A stream of entries, as `prefixctl export` writes and `import` reads it: a file, or a pipe.
+"""The format of the streams that `prefixctl export` writes and `import` reads.
 
-It begins with `MAGIC`. Behind that comes a record for each entry, and one that ends the stream and
-says how many there were, so that a stream that was cut off is known as such. A record is a header,
-the payload, and the token ids. Integers are little-endian.
+A stream begins with `MAGIC`. A record for each entry follows, then an end record with the number of
+entries, so that a stream that was cut off is recognized. A record is a header, the payload, and the
+token ids. Integers are little-endian.
 
 | offset | bytes | what |
 |---:|---:|---|
-| 0 | 4 | `pxe1`, or `pxe.` for the last one |
-| 4 | 4 | layers; 0: no layer table |
-| 8 | 8 | payload bytes; of the last one: how many records there were |
-| 16 | 8 | tokens; 0: not known. Of the last one: payload bytes of all records |
+| 0 | 4 | `pxe1`, or `pxe.` for the end record |
+| 4 | 4 | layers; 0 if there is no layer table |
+| 8 | 8 | payload bytes; in the end record: the number of entries |
+| 16 | 8 | tokens, 0 if not known; in the end record: the payload bytes of all entries |
 | 24 | 4 | bytes of token ids |
 | 28 | 4 | save reason |
-| 32 | 4 | CRC32C of the payload, as it was when the entry was saved |
+| 32 | 4 | CRC32C of the payload when the entry was saved |
 | 36 | 4 | CRC32C of the token ids |
-| 40 | 32 | key; zeros in the last one |
+| 40 | 32 | key; zeros in the end record |
 | 72 | 4 | CRC32C of the 72 bytes before |
 
-Nothing of it is trusted: what does not add up is refused with the number of the record and where it
-begins, before anything of that record is used. A key can't be proved by a payload, though: whoever
-wrote the stream could put any state under any key.
+Nothing in it is trusted. A record that fails a check is refused, with its number and position,
+before any of it is used. But a payload does not prove its key: the writer of a stream can put any
+state under any key.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _END: Final = b"pxe."
 _FIELDS: Final = struct.Struct("<4sIQQIIII32s")
 _CHECK: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
-#: What a header announces is believed only as far as it comes.
+#: Payloads are read in pieces, so that a false length in a header allocates little.
 _PIECE_BYTES: Final = 16 * 2**20
 _MAX_TOKENS: Final = 2**32 - 1
 
 
 class BrokenStream(ValueError):
-    """What is read is not what was written. `good_bytes`: up to where it was."""
+    """The stream is damaged, or is none. The first `good_bytes` are whole records."""
 
     def __init__(self, message: str, good_bytes: int) -> None:
         super().__init__(message)
@@ -55,7 +55,7 @@ class BrokenStream(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """One entry, whole and checked."""
+    """One whole, verified entry."""
 
     key: Key
     reason: SaveReason
@@ -67,19 +67,20 @@ class Exported:
 
 
 class StreamWriter:
-    """Appends records to a stream. The file is the caller's."""
+    """Appends records to a stream. The caller opens and closes the file."""
 
     def __init__(self, file: BinaryIO, entries: int = 0, payload_bytes: int = 0) -> None:
-        """`entries` and `payload_bytes`: of the records before; without any it begins."""
+        """`entries` and `payload_bytes` are those of the records that the stream has already."""
         self._file = file
         self.entries = entries
         self.payload_bytes = payload_bytes
 
     def begin(self) -> None:
+        """Begin a new stream. Raises OSError."""
         self._file.write(MAGIC)
 
     def put(self, entry: Exported) -> None:
-        """Raises OSError."""
+        """Append an entry. Raises OSError."""
         self._header(
             _ENTRY,
             entry.layer_count,
@@ -97,6 +98,7 @@ class StreamWriter:
         self.payload_bytes += len(entry.payload)
 
     def end(self) -> None:
+        """Append the end record. Raises OSError."""
         self._header(_END, 0, self.entries, self.payload_bytes, 0, 0, 0, 0, bytes(32))
 
     def _header(self, *fields: object) -> None:
@@ -105,17 +107,17 @@ class StreamWriter:
 
 
 class StreamReader:
-    """The entries of a stream, each after it was checked. The file is the caller's."""
+    """Iterates over the entries of a stream, and verifies each. The caller closes the file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        #: of the records that were whole, and where the next one begins
+        #: Entries and payload bytes so far, and the position behind the last whole record.
         self.entries = 0
         self.payload_bytes = 0
         self.good_bytes = 0
 
     def __iter__(self) -> Iterator[Exported]:
-        """Ends with the stream. Raises BrokenStream, OSError."""
+        """Ends at the end record. Raises BrokenStream, OSError."""
         if self._file.read(len(MAGIC)) != MAGIC:
             raise BrokenStream("this is no stream of entries, or one of another version", 0)
         self.good_bytes = len(MAGIC)

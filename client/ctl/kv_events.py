@@ -1,12 +1,12 @@
 """The events of a Watch in the format of vLLM's KV cache events, over ZMQ.
 
 A message is three frames, as vLLM 0.33 publishes them: the topic, a sequence number of 8 bytes,
-big-endian, from 0 on without gaps, and msgpack of `[timestamp, [event, ...], rank]`. Whoever missed
-some asks at the replay socket with the number to begin at, and is sent what is still there, then a
-message with the number -1.
+big-endian, from 0 on without gaps, and msgpack of `[timestamp, [event, ...], rank]`. A subscriber
+that missed messages sends the first missing number to the replay socket. The answer is the messages
+that are still kept, then one with the number -1.
 
-What an indexer does with a block it does by its tokens and by the block before it. So only entries
-that were saved with their token ids are told, and only behind a block that is known.
+An indexer identifies a block by its tokens and by the block before it. So an entry is published
+only if it was saved with its token ids, and only after the block before it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, Self, TypeAlias
 
 import msgspec
@@ -28,23 +27,24 @@ from ...proto.keys import TOKEN_BYTES, Key
 from ...proto.vocabulary import Tier
 from ..watch import Cleared, Disconnected, Evicted, Published, Synced, WatchEvent
 
-#: Where vLLM's indexers think that a block is, seen from the GPU.
+#: The medium of a block as vLLM's indexers name it, seen from the GPU.
 MEDIUMS: Final = {Tier.RAM: "CPU", Tier.SHM: "CPU", Tier.DISK: "STORAGE"}
-#: Blocks whose parents are remembered: those that were there before are told without theirs.
+#: How many blocks have their parents remembered. A block that was there before the watch began
+#: comes without its parent.
 _MAX_PARENTS: Final = 2_000_000
-#: Blocks that wait for the one before them.
+#: How many blocks may wait for the block before them.
 _MAX_WAITING: Final = 10_000
-#: Blocks that one event tells of at most.
+#: The most blocks in one event.
 _MAX_BLOCKS: Final = 256
 _END: Final = (-1).to_bytes(8, "big", signed=True)
 _SEQUENCE: Final = struct.Struct(">Q")
 _LINGER_MS: Final = 1_000
-#: What is longer is no request for a replay.
+#: A longer message is no request for a replay.
 _MAX_REQUEST_BYTES: Final = 1_024
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks of one size, each behind the one before it."""
+    """Consecutive blocks of one chain, all of the same size."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -56,92 +56,92 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, frozen=True):
-    """Blocks that are not there any more."""
+    """Blocks that are no longer there."""
 
     block_hashes: list[int]
     medium: str | None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, frozen=True):
-    """No block is there; those that are follow."""
+    """Forget every block. The blocks that are there follow."""
 
 
 KvEvent: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 def hash_of(key: bytes) -> int:
-    """What an indexer calls the block: 64 bits, as vLLM's do by default. Taken from the
-    beginning of its key: all keys of a namespace end alike."""
+    """The 64-bit hash of a block, as long as vLLM's default. Taken from the beginning of its key,
+    because all keys of a namespace have the same end."""
     return int.from_bytes(key[:8], "big")
 
 
 class Blocks:
-    """Translates events. Pure, but for what it remembers.
+    """Translates events of a watch to vLLM's. Does no I/O.
 
-    A block is told behind the one before it, however the events come: one whose parent has not
-    been told waits for it.
+    A block is published after the block before it, whatever the order of the events: until its
+    parent is published, it waits.
     """
 
     def __init__(self, *, block_tokens: int | None = None, namespace: str | None = None) -> None:
-        """Of entries of this size, and of this label, only; None: of all."""
+        """Translates only entries of this size and label; None means any."""
         self._block_tokens = block_tokens
         self._namespace = namespace
-        #: what was told, and where it is
-        self._told: dict[Key, str] = {}
-        #: what of it came again since everything is told anew; None: nothing is
-        self._again: set[Key] | None = None
+        #: Published blocks, and the medium of each.
+        self._media: dict[Key, str] = {}
+        #: While the watch lists everything anew: the published blocks that it listed. Else None.
+        self._listed: set[Key] | None = None
         self._begun = False
-        #: the parents of what was published while this watched, also of what left since
+        #: The parents of blocks that were saved during the watch, evicted ones included.
         self._parents: OrderedDict[Key, bytes] = OrderedDict()
-        #: by parent, and the other way: what waits for it
+        #: Blocks that wait for their parent, by parent; and the parent of each.
         self._waiting: dict[bytes, dict[Key, Published]] = {}
         self._waits_for: dict[Key, bytes] = {}
-        #: entries that were not told, for they have no token ids, or no known place
+        #: Entries that are not published because they have no token ids, or no known parent.
         self.without_ids = 0
         self.without_parent = 0
 
     def translated(self, events: Iterable[WatchEvent]) -> list[KvEvent]:
-        """The events in vLLM's words, in order; those that it has no word for are left out."""
-        told = _Told()
+        """The events for vLLM's indexers, in order. Some events have no counterpart there."""
+        batch = _Batch()
         for event in events:
             match event:
                 case Published():
-                    self._published(event, told)
+                    self._published(event, batch)
                 case Evicted():
                     self._forget_waiting(event.key)
-                    self._gone(event.key, told)
+                    self._gone(event.key, batch)
                 case Cleared() if self._begun:
-                    self._again = set()
+                    self._listed = set()
                     self._waiting.clear()
                     self._waits_for.clear()
                 case Cleared():
-                    # What another publisher said before is not known here.
+                    # An earlier publisher may have published blocks that are gone.
                     self._begun = True
-                    told.events.append(AllBlocksCleared())
+                    batch.events.append(AllBlocksCleared())
                 case Synced():
-                    stale = () if self._again is None else self._told.keys() - self._again
-                    self._again = None
+                    stale = () if self._listed is None else self._media.keys() - self._listed
+                    self._listed = None
                     for key in stale:
-                        self._gone(key, told)
+                        self._gone(key, batch)
                 case Disconnected():
                     pass
-        told.finish()
-        return told.events
+        batch.finish()
+        return batch.events
 
-    def _published(self, event: Published, told: _Told) -> None:
+    def _published(self, event: Published, batch: _Batch) -> None:
         key = event.key
         if event.parent is not None:
             self._parents[key] = event.parent
             self._parents.move_to_end(key)
             if len(self._parents) > _MAX_PARENTS:
                 self._parents.popitem(last=False)
-        there = self._told.get(key)
+        there = self._media.get(key)
         if there == MEDIUMS[event.tier]:
-            if self._again is not None:
-                self._again.add(key)
+            if self._listed is not None:
+                self._listed.add(key)
             return
         if there is not None:
-            self._gone(key, told)
+            self._gone(key, batch)
         if self._namespace is not None and event.namespace != self._namespace:
             return
         tokens = event.token_count
@@ -153,29 +153,29 @@ class Blocks:
         parent = self._parents.get(key)
         if parent is None:
             self.without_parent += 1
-        elif not parent or parent in self._told:
-            self._tell(event, parent, told)
+        elif not parent or parent in self._media:
+            self._publish(event, parent, batch)
         elif len(self._waits_for) < _MAX_WAITING:
             self._waits_for[key] = parent
             self._waiting.setdefault(parent, {})[key] = event
 
-    def _tell(self, event: Published, parent: bytes, told: _Told) -> None:
-        """Tell of a block, then of the blocks that waited for it."""
-        coming = [(event, parent)]
-        while coming:
-            block, before = coming.pop()
-            self._told[block.key] = MEDIUMS[block.tier]
-            if self._again is not None:
-                self._again.add(block.key)
-            told.stored(block, before)
+    def _publish(self, event: Published, parent: bytes, batch: _Batch) -> None:
+        """Publish a block, then the blocks that waited for it."""
+        ready = [(event, parent)]
+        while ready:
+            block, before = ready.pop()
+            self._media[block.key] = MEDIUMS[block.tier]
+            if self._listed is not None:
+                self._listed.add(block.key)
+            batch.stored(block, before)
             for key, child in self._waiting.pop(block.key, {}).items():
                 del self._waits_for[key]
-                coming.append((child, block.key))
+                ready.append((child, block.key))
 
-    def _gone(self, key: Key, told: _Told) -> None:
-        medium = self._told.pop(key, None)
+    def _gone(self, key: Key, batch: _Batch) -> None:
+        medium = self._media.pop(key, None)
         if medium is not None:
-            told.removed(key, medium)
+            batch.removed(key, medium)
 
     def _forget_waiting(self, key: Key) -> None:
         parent = self._waits_for.pop(key, None)
@@ -186,13 +186,13 @@ class Blocks:
                 del self._waiting[parent]
 
 
-class _Told:
-    """The events of one message: blocks that follow each other are one event."""
+class _Batch:
+    """The events of one message. Consecutive blocks of a chain become one event."""
 
     def __init__(self) -> None:
         self.events: list[KvEvent] = []
         self._run: list[Published] = []
-        #: the key before the first of them
+        #: The key of the block before the first block of `_run`.
         self._before: bytes = b""
         self._gone: list[int] = []
         self._medium = ""
@@ -217,7 +217,7 @@ class _Told:
         self._gone.append(hash_of(key))
 
     def finish(self) -> None:
-        """Nothing more belongs to the last event."""
+        """Complete the last event."""
         run, self._run = self._run, []
         gone, self._gone = self._gone, []
         if gone:
@@ -237,7 +237,7 @@ class _Told:
 
 
 def encode(events: Sequence[KvEvent], rank: int, at_s: float, *, as_map: bool = True) -> bytes:
-    """A batch, as vLLM's `KVEventBatch`. `as_map`: False for decoders that want arrays."""
+    """A message as vLLM's `KVEventBatch`. With `as_map` False, events are arrays."""
     written: Sequence[Any] = events
     if not as_map:
         written = [(type(event).__name__, *msgspec.structs.astuple(event)) for event in events]
@@ -245,9 +245,11 @@ def encode(events: Sequence[KvEvent], rank: int, at_s: float, *, as_map: bool = 
 
 
 class Publisher:
-    """Two sockets, and the last messages. A context manager. For one thread; a thread of its own
-    answers at the replay socket. ZMQ keeps up to 100,000 messages for a subscriber that is slow,
-    and drops what is more, which the subscriber sees by the numbers."""
+    """Publishes messages, and keeps the last ones for replays. A context manager.
+
+    For one thread. A thread of its own answers at the replay socket. ZMQ keeps up to 100,000
+    messages for a slow subscriber and drops the others, which leaves a gap in the numbers.
+    """
 
     def __init__(
         self,
@@ -259,7 +261,7 @@ class Publisher:
         buffer: int = 10_000,
         as_map: bool = True,
     ) -> None:
-        """Raises ConfigError where it can't listen."""
+        """Raises ConfigError when it can't listen."""
         self._topic = topic.encode()
         self._rank = rank
         self._as_map = as_map
@@ -273,12 +275,12 @@ class Publisher:
         self._thread: threading.Thread | None = None
         try:
             self._publishing.bind(bind)
-            #: where it listens, with the ports that the system chose
+            #: The addresses it listens at, with the ports that the system chose.
             self.bound = self._publishing.getsockopt_string(zmq.LAST_ENDPOINT)
             self.replay_bound = ""
             if replay is not None:
                 replaying = self._context.socket(zmq.ROUTER)
-                # A whole replay and its end fit, also for one that reads slowly.
+                # A whole replay and its end fit, even if the peer reads slowly.
                 replaying.setsockopt(zmq.SNDHWM, 2 * (buffer + 1))
                 replaying.setsockopt(zmq.LINGER, 0)
                 replaying.setsockopt(zmq.MAXMSGSIZE, _MAX_REQUEST_BYTES)
@@ -295,16 +297,11 @@ class Publisher:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def publish(self, events: Sequence[KvEvent]) -> None:
-        """One message; none if there is nothing to tell."""
+        """Publish the events as one message. Without events, publish nothing."""
         if not events:
             return
         payload = encode(events, self._rank, time.time(), as_map=self._as_map)
@@ -315,9 +312,9 @@ class Publisher:
         self._publishing.send_multipart((self._topic, number, payload))
 
     def close(self) -> None:
-        """What was published is sent for a second. Idempotent."""
+        """Wait up to a second for unsent messages, then close. Idempotent."""
         self._publishing.close()
-        # Ends the replaying thread too, wherever it waits, once it has closed its socket.
+        # Interrupts the replay thread, and returns when that has closed its socket.
         self._context.term()
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
@@ -327,10 +324,10 @@ class Publisher:
                 if len(frames) == 3 and len(frames[2]) == _SEQUENCE.size:
                     self._send_again(socket, frames[0], frames[2])
 
-    def _send_again(self, socket: zmq.Socket[bytes], peer: bytes, wanted: bytes) -> None:
+    def _send_again(self, socket: zmq.Socket[bytes], peer: bytes, first: bytes) -> None:
         with self._lock:
             buffered = list(self._buffer)
         for number, payload in buffered:
-            if number >= wanted:  # big-endian: in the order of the numbers
+            if number >= first:  # big-endian, so bytes compare as the numbers do
                 socket.send_multipart((peer, b"", self._topic, number, payload))
         socket.send_multipart((peer, b"", b"", _END, b""))

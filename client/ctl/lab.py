@@ -1,7 +1,7 @@
-"""The policy lab's commands: make, convert and analyse traces; curves and advice.
+"""Commands over traces: `trace generate`, `trace convert`, `analyze` and `simulate`.
 
-Only `replay-live` and `curve-live` need a daemon. Every one takes `--json FILE` (`-`: standard
-output) beside the tables that people read.
+All commands over traces share the options and the output that are defined here. Each takes
+`--json FILE` (`-`: standard output) besides the tables for people.
 """
 
 from __future__ import annotations
@@ -9,22 +9,37 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import typer
-from typer.core import TyperCommand
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import Ctl, ExitCode, fail, make_console, print_json
-from .options import parse_size
+from .command import (
+    STDOUT,
+    Ctl,
+    ExitCode,
+    fail,
+    make_console,
+    print_json,
+    root_options,
+    size_option,
+)
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-LAB = "Traces and policies"
-STDOUT = "-"
-PROFILE_NAMES = "chatbot|multi-turn|rag|code|batch|random"
+    from ..lab.trace import Request
+
+T = TypeVar("T")
+Name = TypeVar("Name", bound=StrEnum)
+
+SHARING: Final = "What the nodes share; without any of these, nothing"
+PROFILE_NAMES: Final = "chatbot|multi-turn|rag|code|batch|random"
+
+
+# ---- options
 
 TraceArgument = Annotated[
     str,
@@ -52,20 +67,14 @@ SkipBadOption = Annotated[
     bool, typer.Option("--skip-bad", help="Count bad lines and go on instead of stopping.")
 ]
 BlockBytesOption = Annotated[
-    int | None,
-    typer.Option(
-        metavar="SIZE",
-        parser=parse_size,
-        help="Size of a block's KV state: shows capacities in bytes too.",
-    ),
+    int | None, size_option("Size of a block's KV state: shows capacities in bytes, too.")
 ]
 PoliciesOption = Annotated[
-    str | None,
-    typer.Option("--policy", metavar="NAME,...", help="Policies; unless named, all five."),
+    str | None, typer.Option("--policy", metavar="NAME,...", help="Policies (default: all five).")
 ]
 CapacityBlocksOption = Annotated[
     str | None,
-    typer.Option(metavar="N,...", help="Where to replay them, in blocks: 4096,30000."),
+    typer.Option(metavar="N,...", help="Capacities to replay at, in blocks: 4096,30000."),
 ]
 CapacityOption = Annotated[
     str | None,
@@ -76,45 +85,33 @@ CapacityFractionOption = Annotated[
     typer.Option(metavar="SHARE,...", help="The same as shares of the different blocks."),
 ]
 TouchOrderOption = Annotated[
-    str, typer.Option(metavar="in-order|root-mru", help="How a request touches its blocks.")
+    str,
+    typer.Option(
+        metavar="in-order|root-mru",
+        help="The order in which a request uses its blocks: root first, or root last.",
+    ),
 ]
-JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes; unless named, one a core.")]
+JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes (default: one per core).")]
 JsonFileOption = Annotated[
     str | None,
     typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
 ]
 
 
-class JsonCommand(TyperCommand):
-    """Lets `--json` stand alone for `--json -`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = []
-        for argument, following in zip(args, [*args, "--"][1:], strict=True):
-            given.append(argument)
-            if argument == "--json" and following.startswith("-") and following != STDOUT:
-                given.append(STDOUT)
-        return super().parse_args(ctx, given)
-
-
-def register(app: typer.Typer) -> None:
-    """Add `trace` and `analyze`."""
-    trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
-    trace.command("generate", cls=JsonCommand)(generate)
-    trace.command("convert", cls=JsonCommand)(convert)
-    app.add_typer(trace, name="trace", rich_help_panel=LAB)
-    app.command("analyze", cls=JsonCommand, rich_help_panel=LAB)(analyze)
+# ---- commands
 
 
 def generate(
     ctx: typer.Context,
-    profile: Annotated[str, typer.Option("--profile", metavar=PROFILE_NAMES, help="The workload.")],
+    profile: Annotated[str, typer.Option(metavar=PROFILE_NAMES, help="The workload.")],
     output: OutputOption,
-    requests: Annotated[int, typer.Option("--requests", "-n", min=1, help="How many.")] = 10_000,
-    seed: Annotated[int, typer.Option("--seed", help="Same seed, same bytes.")] = 0,
+    requests: Annotated[
+        int, typer.Option("--requests", "-n", min=1, help="How many requests.")
+    ] = 10_000,
+    seed: Annotated[int, typer.Option(help="The same seed gives the same bytes.")] = 0,
     sessions_per_s: Annotated[
         float | None,
-        typer.Option(help="How many sessions begin in a second; each profile has its own rate."),
+        typer.Option(help="How many sessions begin per second (default: the profile's own rate)."),
     ] = None,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     json_file: JsonFileOption = None,
@@ -131,10 +128,10 @@ def generate(
     from ..lab import generate as generator
     from ..lab.analyze import Analyzer
     from ..lab.trace import write_trace
-    from . import lab_views as views
-    from .progress import counting
+    from .views.lab import written
+    from .views.progress import counting
 
-    target = json_target(ctx, json_file, taken=output == STDOUT)
+    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
     with bad_input():
         made = generator.generate(
             profile,
@@ -146,7 +143,7 @@ def generate(
         analyzer = Analyzer(block_tokens)
         write_trace(output, analyzer.watch(counting(made, requests, f"making {profile}")))
     data = {"profile": profile, "seed": seed, "output": output, **analyzer.finish().to_json()}
-    show(data, target, lambda: views.written(data), stderr=output == STDOUT)
+    show(data, target, lambda: written(data), stderr=output == STDOUT)
 
 
 def convert(
@@ -155,32 +152,34 @@ def convert(
         str,
         typer.Argument(
             metavar="FILE",
-            help="JSONL or a JSON array: token ids, text, messages, dialogues; gzip and zstd "
-            "too; - reads standard input.",
+            help="JSONL or a JSON array: token ids, text, messages, dialogues; plain, gzip or "
+            "zstd; - reads standard input.",
             show_default=False,
         ),
     ],
     output: OutputOption,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: Annotated[
-        float, typer.Option(help="Text has no tokens: how many bytes stand for one.")
+        float, typer.Option(help="How many bytes of text count as one token.")
     ] = 4.0,
     source_block_tokens: Annotated[
         int | None,
-        typer.Option(help="Block size of hash_ids in FILE: 16 for Bailian, else --block-tokens."),
+        typer.Option(
+            help="Block size of the hash_ids in FILE: 16 for Bailian (default: --block-tokens)."
+        ),
     ] = None,
     time_unit: Annotated[
         str | None,
         typer.Option(
             metavar="s|ms|us",
-            help="Unit of the times in FILE: ms for Mooncake's, else s.",
+            help="Unit of the times in FILE (default: ms for the Mooncake format, else s).",
         ),
     ] = None,
     requests_per_s: Annotated[
         float, typer.Option(help="How fast requests without a time arrive.")
     ] = 1.0,
     dialogues_in_flight: Annotated[
-        int, typer.Option(min=1, help="Dialogues without times take turns, this many at once.")
+        int, typer.Option(min=1, help="How many dialogues without times take turns at once.")
     ] = 32,
     first_turn_only: Annotated[
         bool, typer.Option("--first-turn-only", help="Only the first question of a dialogue.")
@@ -191,18 +190,18 @@ def convert(
 ) -> None:
     """Turn a request file of another kind into a trace.
 
-    Reads what vLLM and SGLang benchmarks, OpenAI requests and batch files,
-    ShareGPT dialogues, Bailian traces and gateway logs hold. Blocks get their ids
-    from chained SHA-256 hashes of token ids or, without a tokeniser, of the
-    text's bytes.
+    Reads the files of vLLM and SGLang benchmarks, OpenAI requests and batch files,
+    ShareGPT dialogues, Bailian traces and gateway logs. The ids of blocks are
+    chained SHA-256 hashes of token ids, or of the text's bytes where there are no
+    token ids.
     """
     from ..lab.analyze import Analyzer
     from ..lab.convert import Converter, ConvertOptions
     from ..lab.trace import write_trace
-    from . import lab_views as views
-    from .progress import reading
+    from .views.lab import written
+    from .views.progress import reading
 
-    target = json_target(ctx, json_file, taken=output == STDOUT)
+    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
     with bad_input():
         if source != STDOUT and Path(source).resolve() == Path(output).resolve():
             raise ValueError(f"{output} is the file to read; write the trace to another one")
@@ -226,7 +225,7 @@ def convert(
         **analyzer.finish().to_json(),
     }
     warn(converter.warnings())
-    show(data, target, lambda: views.written(data), stderr=output == STDOUT)
+    show(data, target, lambda: written(data), stderr=output == STDOUT)
 
 
 def analyze(
@@ -237,28 +236,167 @@ def analyze(
     skip_bad: SkipBadOption = False,
     json_file: JsonFileOption = None,
 ) -> None:
-    """Show what a trace offers a prefix cache.
+    """Show how much of a trace a prefix cache can reuse.
 
     Unique, shared and reusable blocks, shared-prefix lengths, reuse distances,
     popularity, session depth, and what a cache without limits would save.
     """
     from ..lab import analyze as analysis
     from ..lab.trace import read_trace
-    from . import lab_views as views
-    from .progress import reading
+    from .views.lab import analysis as analysis_view
+    from .views.progress import reading
 
-    target = json_target(ctx, json_file)
+    target = json_target(root_options(ctx), json_file)
     with bad_input():
         reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
     data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())
-    show(data, target, lambda: views.analysis(data))
+    show(data, target, lambda: analysis_view(data))
+
+
+def simulate(
+    ctx: typer.Context,
+    trace: TraceArgument,
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 16,
+    route: Annotated[
+        str,
+        typer.Option(
+            metavar="round-robin|hash|least-loaded|prefix-aware", help="Which node gets a request."
+        ),
+    ] = "round-robin",
+    capacity_blocks: Annotated[
+        int, typer.Option(metavar="N", help="Blocks that each node holds.")
+    ] = 4096,
+    shared_blocks: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Blocks that a shared tier holds; 0 means no shared tier.",
+            rich_help_panel=SHARING,
+        ),
+    ] = 0,
+    write: Annotated[
+        str,
+        typer.Option(
+            metavar="all|second-use",
+            help="What enters the shared tier: every block that was not found, or only blocks that "
+            "were used before.",
+            rich_help_panel=SHARING,
+        ),
+    ] = "all",
+    peer_reads: Annotated[
+        bool,
+        typer.Option(
+            "--peer-reads", help="Nodes also read from each other.", rich_help_panel=SHARING
+        ),
+    ] = False,
+    bytes_per_token: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE",
+            help="KV state of a token, all layers, as 128KiB: shows bytes and bandwidth.",
+        ),
+    ] = None,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare",
+            help="Also simulate every route: without sharing, with peer reads, with a shared tier.",
+        ),
+    ] = False,
+    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    limit: LimitOption = None,
+    skip_bad: SkipBadOption = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
+    ] = None,
+    json_file: JsonFileOption = None,
+) -> None:
+    """Say what a fleet of nodes would hit.
+
+    Each node has its own LRU. A request's blocks are looked up from the root on: a
+    block in its node's LRU is a local hit, one in the shared tier's LRU a shared
+    hit and, with --peer-reads, one in another node's LRU a peer hit. The first
+    block in none of them ends the look-up. Then the places that gave blocks count
+    these as used, all blocks of the request enter the node's LRU, and the blocks
+    that --write names enter the shared one; always leaf first, root last.
+
+    [bold]round-robin[/]: request r (from 0) goes to node r mod N.
+    [bold]hash[/]: by the CRC32 of the first two blocks.
+    [bold]least-loaded[/]: to the node that has prefilled the fewest tokens so far.
+    [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
+    """
+    from ...proto.units import parse_bytes
+    from ..lab.columns import TraceColumns
+    from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
+    from ..lab.fleet_page import render_fleet
+    from ..lab.trace import read_trace
+    from .views.lab import fleet_view
+    from .views.progress import counting, reading
+
+    target = json_target(root_options(ctx), json_file)
+    with bad_input():
+        requested = Fleet(
+            nodes,
+            capacity_blocks,
+            parse_name("route", route, Route),
+            shared_blocks,
+            parse_name("write policy", write, Write),
+            peer_reads,
+        )
+        token_bytes = None if bytes_per_token is None else parse_bytes(bytes_per_token)
+        if token_bytes is not None and token_bytes < 1:
+            raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        timed = _Timed(reading(reader, "reading"))
+        columns = TraceColumns.load(timed)
+        others = requested.alternatives() if compare else []
+        fleets = dict.fromkeys([requested, *others])
+        results = {
+            fleet: simulate_fleet(columns, fleet, block_tokens=block_tokens)
+            for fleet in counting(fleets, len(fleets), "simulating")
+        }
+        data = fleet_document(
+            title_of(trace),
+            {**columns.summary(block_tokens).to_json(), "duration_s": timed.duration_s},
+            results[requested],
+            compared=[results[fleet] for fleet in others],
+            block_tokens=block_tokens,
+            bytes_per_token=token_bytes,
+        )
+    warn(reader.warnings())
+    if html is not None:
+        write_text(html, render_fleet(data))
+    show(data, target, lambda: fleet_view(data))
+
+
+class _Timed:
+    """Passes requests on, and measures the time from the earliest to the latest of them."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self._first_ms: int | None = None
+        self._last_ms = 0
+
+    @property
+    def duration_s(self) -> float:
+        return 0.0 if self._first_ms is None else (self._last_ms - self._first_ms) / 1000
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            time_ms = request.timestamp_ms
+            self._first_ms = time_ms if self._first_ms is None else min(self._first_ms, time_ms)
+            self._last_ms = max(self._last_ms, time_ms)
+            yield request
+
+
+# ---- input and output of all commands over traces
 
 
 @contextmanager
 def bad_input() -> Iterator[None]:
-    """What the user gave is wrong: one sentence, exit code 2."""
+    """Report a ValueError as bad input: one sentence, exit code 2."""
     try:
         yield
     except ValueError as error:
@@ -266,18 +404,18 @@ def bad_input() -> Iterator[None]:
 
 
 def warn(notes: Iterable[str]) -> None:
-    """Say on standard error what the results don't."""
+    """Print notes on the input on standard error."""
     for note in notes:
         typer.echo(f"prefixctl: note: {note}", err=True)
 
 
-def json_target(ctx: typer.Context, json_file: str | None, *, taken: bool = False) -> str | None:
-    """Where the JSON goes: what --json says, after the command's name or before it.
+def json_target(ctl: Ctl, json_file: str | None, *, taken: bool = False) -> str | None:
+    """The file for the JSON: the command's own `--json FILE`, or standard output for a `--json`
+    before its name.
 
-    `taken`: the trace itself goes to standard output, so the JSON cannot.
+    `taken`: standard output is for the trace, so that the JSON cannot go there.
     """
-    before_name = cast(Ctl, ctx.find_root().obj or Ctl()).as_json
-    target = STDOUT if json_file is None and before_name else json_file
+    target = STDOUT if json_file is None and ctl.as_json else json_file
     if taken and target == STDOUT:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)
     return target
@@ -300,7 +438,7 @@ def show(
 
 
 def write_text(path: str, text: str) -> None:
-    """Write a file, or leave with one sentence about why not."""
+    """Write a file. When that fails, exit with a sentence that says why."""
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
@@ -308,6 +446,36 @@ def write_text(path: str, text: str) -> None:
 
 
 def cannot_write(path: str, error: OSError) -> NoReturn:
-    """Leave with one sentence about why a file cannot be written."""
+    """Exit with a sentence that says why a file cannot be written."""
     why = (error.strerror or str(error)).lower()
     fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)
+
+
+def title_of(trace: str) -> str:
+    """The name of a trace in reports."""
+    return "standard input" if trace == STDOUT else Path(trace).name
+
+
+def parse_list(what: str, text: str | None, kind: Callable[[str], T]) -> list[T]:
+    """The values of a comma-separated list, each once. None is an empty list.
+
+    Raises ValueError that says `what` an item should be.
+    """
+    values = []
+    for part in (text or "").split(","):
+        try:
+            if part.strip():
+                values.append(kind(part.strip()))
+        except ValueError:
+            raise ValueError(f"{part.strip()!r} is no {what}") from None
+    if text is not None and not values:
+        raise ValueError(f"no {what} given")
+    return list(dict.fromkeys(values))
+
+
+def parse_name(what: str, text: str, names: type[Name]) -> Name:
+    """The member with this value. Raises ValueError with the known values."""
+    try:
+        return names(text)
+    except ValueError:
+        raise ValueError(f"unknown {what} {text!r}, known are {', '.join(names)}") from None

@@ -1,27 +1,37 @@
-"""prefixctl: look into a daemon, make room in it, replay traffic through it.
+"""prefixctl: inspect and change a daemon, replay traffic, measure.
 
 Exit codes: 0 good; 1 the command found something wrong; 2 the input is wrong; 3 no daemon
-answers at the address. Modules that cost time to import are imported by the command that
-needs them: `--help` and completion stay fast.
+answers at the address. A command imports slow modules itself, so that `--help` and completion
+stay fast.
+
+The modules of this folder are groups of commands. What they print for people is drawn in `views/`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Final
 
 import typer
 
-from . import admin, bench, change, lab, lab_curve, lab_fleet, replay, top, transfer, watch, why
+from . import bench, change, lab, live, look, policies, transfer, watch
 from .command import (
     AddressOption,
     Ctl,
     Group,
+    JsonFileCommand,
     JsonOption,
     TargetsOption,
     TimeoutOption,
     command,
     parse_targets,
 )
+
+#: The panels of --help.
+START: Final = "Start here"
+LAB: Final = "Traces and policies"
+LOOK: Final = "Look"
+CHANGE: Final = "Change"
 
 app = typer.Typer(
     name="prefixctl",
@@ -33,8 +43,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         from ... import __version__
 
         typer.echo(f"prefixctl {__version__}")
@@ -58,11 +68,11 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Look into a prefixd daemon, make room in it, replay traffic through it.
+    """Inspect and change a prefixd daemon, replay traffic through it, measure it.
 
-    A daemon that listens at the default address is found by itself.
+    A daemon at the default address is found without --address.
 
-    Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon there.
+    Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon answers.
     """
     ctx.obj = Ctl(address, as_json, timeout, parse_targets(targets))
 
@@ -88,19 +98,62 @@ def version(ctl: Ctl) -> None:
     )
 
 
-# The panels of --help come in this order.
-replay.register(app)
-bench.register(app)
-admin.register(app)
-change.register(app)
-why.register(app)
-top.register(app)
-transfer.register(app)
-watch.register(app)
-command(app, "version", panel=admin.LOOK)(version)
-lab.register(app)
-lab_curve.register(app)
-lab_fleet.register(app)
+def _trace_command(
+    group: typer.Typer, name: str, function: Callable[..., None], *, panel: str | None = None
+) -> None:
+    """Register a command that needs no daemon. It has its own option `--json FILE`."""
+    group.command(name, cls=JsonFileCommand, rich_help_panel=panel)(function)
+
+
+# --help lists the panels, and the commands of each, in this order.
+command(app, "demo", live.demo, panel=START)
+_trace_command(app, "replay", policies.replay, panel=LAB)
+command(app, "replay-live", live.replay_live, panel=LAB, json_file=True)
+command(app, "bench", bench.bench, panel=START, json_file=True)
+
+command(app, "stats", look.stats, panel=LOOK)
+command(app, "ls", look.ls, panel=LOOK)
+command(app, "inspect", look.inspect, panel=LOOK)
+command(app, "claims", look.claims, panel=LOOK)
+command(app, "reservations", look.reservations, panel=LOOK)
+command(app, "sessions", look.sessions, panel=LOOK)
+command(app, "preview", look.preview, panel=LOOK)
+command(app, "check", look.check, panel=LOOK)
+command(app, "verify", look.verify, panel=LOOK)
+command(app, "health", look.health, panel=LOOK)
+command(app, "evict", change.evict, panel=CHANGE)
+command(app, "gc", change.gc, panel=CHANGE)
+command(app, "delete", change.delete, panel=CHANGE)
+command(app, "clear", change.clear, panel=CHANGE)
+command(app, "kick", change.kick, panel=CHANGE)
+command(app, "drain", change.drain, panel=CHANGE)
+command(app, "log-level", change.log_level, panel=CHANGE)
+command(app, "why", look.why, panel=LOOK)
+command(app, "top", look.top, panel=LOOK)
+command(app, "export", transfer.export, panel=LOOK)
+command(app, "import", transfer.import_, panel=CHANGE)
+command(app, "watch", watch.watch, panel=LOOK)
+command(app, "publish-kv-events", watch.publish_kv_events, panel=LOOK)
+command(app, "version", version, panel=LOOK)
+
+_trace_command(app, "analyze", lab.analyze, panel=LAB)
+_trace_command(app, "curve", policies.curve, panel=LAB)
+command(app, "curve-live", live.curve_live, panel=LAB, json_file=True)
+_trace_command(app, "advise", policies.advise, panel=LAB)
+_trace_command(app, "simulate", lab.simulate, panel=LAB)
+
+config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
+command(config, "show", change.show)
+command(config, "diff", change.diff)
+command(config, "reload", change.reload)
+app.add_typer(config, name="config", rich_help_panel=CHANGE)
+tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
+command(tier, "resize", change.resize)
+app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
+trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
+_trace_command(trace, "generate", lab.generate)
+_trace_command(trace, "convert", lab.convert)
+app.add_typer(trace, name="trace", rich_help_panel=LAB)
 
 
 def main() -> None:

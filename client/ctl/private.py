@@ -1,4 +1,4 @@
-"""A daemon of our own, for a demonstration or a test: started, waited for, ended."""
+"""A private daemon for a demonstration, a measurement or a test."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ from .connection import AdminConnection, Health
 SHM: Final = Path("/dev/shm")
 MODULE: Final = "prefixd"
 START_WITHIN_S: Final = 60.0
-#: It is asked this often whether it serves: a daemon that recovers has better things to do.
-_ASKED_EACH_S: Final = 0.02
+#: Seconds between two health checks while it starts. More frequent ones would slow it down.
+_POLL_EVERY_S: Final = 0.02
 STOP_WITHIN_S: Final = 30.0
-#: Of the daemon's log, when it did not start.
+#: How much of the log is shown when the daemon does not start.
 _TAIL_LINES: Final = 15
 
 
 class PrivateDaemon:
-    """A daemon in a process of its own, below `directory`, which is short: the path of its longest
-    socket may have 107 bytes. A context manager that starts and stops it; may be started again.
+    """A daemon in a process of its own. A context manager that starts and stops it; it may be
+    started again.
 
-    `flags` are the daemon's own. Its log is `directory/log`; what it stores lies in
-    `directory/disk` and in `shm_directory`. Neither directory is removed.
+    `directory` holds its sockets, its log (`log`) and its disk tier (`disk`). It must be a short
+    path, because that of a socket may have 107 bytes. `shm_directory` holds the shm tier. Neither
+    is removed. `flags` are options of the daemon.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class PrivateDaemon:
 
     @property
     def pid(self) -> int:
-        """Of the running daemon."""
+        """The process id of the running daemon."""
         assert self._process is not None, "the daemon is not running"
         return self._process.pid
 
@@ -76,11 +77,11 @@ class PrivateDaemon:
         return AdminConnection(self.address, timeout_s)
 
     def start(self) -> None:
-        """Start it and wait until all of its tiers serve. Raises PrefixdError with the
-        end of its log."""
+        """Start it and wait until all of its tiers serve. Raises PrefixdError with the end of its
+        log."""
         assert self._process is None, "the daemon is running already"
         with self.log.open("ab") as log:
-            # A session of its own: the Ctrl-C that ends us must not end it under our hands.
+            # A session of its own, so that a Ctrl-C for this process does not reach the daemon.
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -95,11 +96,11 @@ class PrivateDaemon:
             raise
 
     def stop(self) -> int | None:
-        """End it in order, and return its exit status; None if it was not running."""
+        """Stop it with SIGTERM. Returns its exit status, None if it was not running."""
         return self._end(signal.SIGTERM)
 
     def kill(self) -> int | None:
-        """End it as a crash would (SIGKILL)."""
+        """Kill it with SIGKILL, as a crash would."""
         return self._end(signal.SIGKILL)
 
     def tail(self) -> str:
@@ -118,7 +119,7 @@ class PrivateDaemon:
                         return
                 except (DaemonUnavailable, DeadlineExceeded):
                     pass  # not there yet
-                time.sleep(_ASKED_EACH_S)
+                time.sleep(_POLL_EVERY_S)
                 if time.monotonic() > deadline_s:
                     raise PrefixdError(
                         f"the daemon did not start within {self.start_within_s:g} s:\n{self.tail()}"
@@ -141,8 +142,8 @@ class PrivateDaemon:
 
 @contextmanager
 def temporary_directories(purpose: str) -> Iterator[tuple[Path, Path]]:
-    """One for everything, with a path short enough for a socket, and one of the same name for
-    the shm tier; both gone in the end."""
+    """Yields a directory with a path short enough for a socket, and one for the shm tier. Removes
+    both at the end."""
     parent = Path(tempfile.gettempdir())
     if len(str(parent)) > MAX_SOCKET_PATH_BYTES // 2:
         parent = Path("/tmp")
@@ -158,7 +159,7 @@ def temporary_directories(purpose: str) -> Iterator[tuple[Path, Path]]:
 
 @contextmanager
 def unwound_by_signals() -> Iterator[None]:
-    """Being terminated, or losing the terminal, cleans up like any other end."""
+    """Turns SIGTERM and SIGHUP into SystemExit, so that context managers clean up."""
 
     def leave(number: int, _frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + number)

@@ -1,11 +1,12 @@
 """`prefixctl export` and `import`: the entries of a tier as a stream, and back.
 
-Both are clients like any other. An export reads under claims, a batch at a time, and counts as a
-use of each entry. An import saves, with everything that a save may be refused for. What is there
-already is not saved again, so an import that broke off goes on when it is repeated.
+Both are ordinary clients. An export reads under claims, a batch at a time, which counts as a use of
+each entry. An import makes ordinary saves, which the daemon may refuse. It skips entries that are
+there already, so an interrupted import is continued by running it again.
 
-A stream has what was least recently used first. Claims and saves use the last of their keys first,
-as the leaf of a chain: so each batch is named backwards, and the order stays what it was.
+A stream has the least recently used entries first. Claims and saves count as a use of their last
+key first, because that is the leaf of a chain. So each batch is passed in reverse, and the entries
+keep their order.
 """
 
 from __future__ import annotations
@@ -13,18 +14,17 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
 import typer
 
 from ...proto.vocabulary import Tier
-from .admin import CHANGE, LOOK
-from .command import Ctl, ExitCode, command, fail
-from .options import LONG_TIMEOUT_S, DiskTierOption
+from .command import LONG_TIMEOUT_S, STDOUT, Ctl, DiskTierOption, ExitCode, exit_if, fail
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -32,30 +32,27 @@ if TYPE_CHECKING:
     from .connection import AdminConnection
     from .entry_stream import Exported, StreamWriter
 
-#: What is claimed, or saved, at once: bytes, which one more entry may exceed, and entries.
+T = TypeVar("T")
+
+#: The most bytes and entries in one claim or save. The last entry may exceed the bytes.
 _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)
-_PIPE: Final = "-"
-#: The label of its sessions, as `sessions` and `stats` show it.
+#: The label of the sessions, as `sessions` and `stats` show it.
 _LABEL: Final = "prefixctl"
 
-FileArgument = Annotated[str, typer.Argument(metavar="FILE", help="`-`: standard input or output.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    command(app, "export", panel=LOOK)(export)
-    command(app, "import", panel=CHANGE)(import_)
+FileArgument = Annotated[
+    str, typer.Argument(metavar="FILE", help="A file; - is standard input or output.")
+]
 
 
 @dataclass(slots=True)
 class Moved:
-    """What a transfer came to."""
+    """The result of a transfer."""
 
     entries: int = 0
     payload_bytes: int = 0
-    #: by why not
+    #: How many entries were not moved, by the reason.
     others: Counter[str] = field(default_factory=Counter)
 
     def as_dict(self) -> dict[str, Any]:
@@ -66,7 +63,7 @@ class Moved:
         }
 
     def sentence(self, done: str) -> str:
-        from .render import size
+        from .views.tables import size
 
         rest = "".join(f", {count:,} {why}" for why, count in sorted(self.others.items()))
         return f"{self.entries:,} entries ({size(self.payload_bytes)}) {done}{rest}"
@@ -80,46 +77,45 @@ def export(
     file: FileArgument,
     tier: DiskTierOption = Tier.DISK,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on behind what FILE has, and leave that out.")
+        bool, typer.Option("--resume", help="Append the entries that FILE does not have yet.")
     ] = False,
 ) -> None:
     """Write the entries of a tier to a file, the least recently used first.
 
-    Each is verified before it is written. The daemon goes on serving; what leaves meanwhile is left
-    out. Exits 1 when something could not be read.
+    Each entry is verified before it is written. The daemon keeps serving; entries that it evicts
+    meanwhile are left out. Exits 1 when an entry could not be read.
     """
     from .entry_stream import StreamWriter
 
-    if file == _PIPE and (resume or sys.stdout.isatty()):
+    if file == STDOUT and (resume or sys.stdout.isatty()):
         fail("--resume takes a file, and a terminal no entries", ExitCode.BAD_INPUT)
-    if file == _PIPE and ctl.as_json:
+    if file == STDOUT and ctl.as_json:
         fail("--json would stand among the entries; write them to a file", ExitCode.BAD_INPUT)
     moved = Moved()
     with _output(file, resume=resume) as (out, known, written):
         writer = StreamWriter(out, *written)
         if not known:
             writer.begin()
-        # What the index has no room for is found by asking only.
+        # Entries that the index has no room for are found only by rpc.
         with (
             ctl.connect(LONG_TIMEOUT_S) as daemon,
             _client(ctl) as client,
-            _client(ctl, local=False) as asking,
+            _client(ctl, local=False) as remote,
         ):
-            _export(daemon, (client, asking), tier, known, writer, moved)
+            _export(daemon, (client, remote), tier, known, writer, moved)
         writer.end()
         out.flush()
-        if file != _PIPE:
+        if file != STDOUT:
             os.fsync(out.fileno())
-    _show(ctl, moved, "exported", to_stderr=file == _PIPE)
-    if moved.others["unreadable"]:
-        raise typer.Exit(ExitCode.PROBLEM)
+    _show(ctl, moved, "exported", to_stderr=file == STDOUT)
+    exit_if(moved.others["unreadable"])
 
 
 @contextmanager
 def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], tuple[int, int]]]:
-    """Where to write, the keys that are there already, and how many records and payload bytes. A
-    record that is not whole, and the end, are cut off."""
-    if file == _PIPE:
+    """The file to write to, the keys that it has, and its numbers of records and payload bytes.
+    A last record that is not whole is cut off, as is the end of the stream."""
+    if file == STDOUT:
         yield sys.stdout.buffer, set(), (0, 0)
         return
     from .entry_stream import MAGIC, BrokenStream, StreamReader
@@ -139,7 +135,7 @@ def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], 
                 head = out.read(len(MAGIC))
                 if head and not MAGIC.startswith(head) and head != MAGIC:
                     fail(f"{path} is no stream of entries; it stays as it is", ExitCode.BAD_INPUT)
-            # A file that has nothing whole begins anew.
+            # A file without a whole record is written anew.
             out.truncate(reader.good_bytes if known else 0)
             out.seek(0, os.SEEK_END)
             yield out, known, (reader.entries, reader.payload_bytes)
@@ -155,7 +151,8 @@ def _export(
     writer: StreamWriter,
     moved: Moved,
 ) -> None:
-    from .progress import counting
+    from ...proto.keys import Key
+    from .views.progress import counting
 
     listed = [
         (entry.last_used_unix_ns, entry.key, entry.info.payload_bytes)
@@ -165,7 +162,9 @@ def _export(
     if known:
         moved.others["there already"] = len(known)
     listed.sort()
-    for keys in _batches(counting(listed, len(listed), "export")):
+    counted = counting(listed, len(listed), "export")
+    for batch in _batches(counted, lambda entry: entry[2]):
+        keys = [Key(key) for _, key, _ in batch]
         for client in clients:
             with client.claim(keys[::-1], deadline_ms=_CALL_MS) as hit:
                 _put(hit, tier, writer, moved)
@@ -174,20 +173,7 @@ def _export(
             if not keys:
                 break
         moved.others["left meanwhile"] += len(keys)
-    moved.others += Counter()  # no zeros
-
-
-def _batches(listed: Iterable[tuple[int, bytes, int]]) -> Iterator[list[Any]]:
-    keys: list[bytes] = []
-    size_bytes = 0
-    for _, key, payload_bytes in listed:
-        keys.append(key)
-        size_bytes += payload_bytes
-        if size_bytes >= _BATCH_BYTES or len(keys) == _BATCH_ENTRIES:
-            yield keys
-            keys, size_bytes = [], 0
-    if keys:
-        yield keys
+    moved.others += Counter()  # drops zeros
 
 
 def _put(hit: Hit, tier: Tier, writer: StreamWriter, moved: Moved) -> None:
@@ -221,11 +207,12 @@ def _put(hit: Hit, tier: Tier, writer: StreamWriter, moved: Moved) -> None:
 
 
 def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> None:
-    """Save the entries of a file that `export` wrote.
+    """Save the entries of a file that export wrote.
 
-    They are ordinary saves, and evict what these would. Each record is verified before it is saved:
-    where the stream is broken it is refused, and what came before it stays. What is there already
-    is left out, so the same command goes on after a break. Exits 1 when something was not saved.
+    These are ordinary saves, which evict other entries. Each record is verified before it is saved.
+    At a damaged record the import stops, and keeps what it has saved. Entries that are already
+    there are skipped, so the same command continues an interrupted import. Exits 1 when something
+    was not saved.
     """
     from .entry_stream import BrokenStream, StreamReader
 
@@ -234,32 +221,29 @@ def import_(ctl: Ctl, file: FileArgument, tier: DiskTierOption = Tier.DISK) -> N
     with _input(file) as source, _client(ctl) as client:
         if not client.wait_connected(deadline_ms=round(1e3 * (ctl.timeout_s or 10))):
             fail(f"no daemon answers at {ctl.address}", ExitCode.UNREACHABLE)
-        batch: list[Exported] = []
-        size_bytes = 0
-        try:
-            for entry in StreamReader(source):
-                batch.append(entry)
-                size_bytes += len(entry.payload)
-                if size_bytes >= _BATCH_BYTES or len(batch) == _BATCH_ENTRIES:
-                    _save(client, batch, tier, moved)
-                    batch, size_bytes = [], 0
-        except BrokenStream as problem:
-            broken = str(problem)
-        _save(client, batch, tier, moved)
+
+        def whole_entries() -> Iterator[Exported]:
+            nonlocal broken
+            try:
+                yield from StreamReader(source)
+            except BrokenStream as problem:
+                broken = str(problem)
+
+        for batch in _batches(whole_entries(), lambda entry: len(entry.payload)):
+            _save(client, batch, tier, moved)
     _show(ctl, moved, "imported")
     if broken:
         fail(f"{file}: {broken}", ExitCode.PROBLEM)
-    if set(moved.others) - {"there already"}:
-        raise typer.Exit(ExitCode.PROBLEM)
+    exit_if(set(moved.others) - {"there already"})
 
 
 @contextmanager
 def _input(file: str) -> Iterator[BinaryIO]:
-    if file == _PIPE:
+    if file == STDOUT:
         yield sys.stdin.buffer
         return
     try:
-        source = Path(file).open("rb")  # noqa: SIM115  # the caller's sentence is for this alone
+        source = Path(file).open("rb")  # noqa: SIM115  # only its errors are bad input
     except OSError as problem:
         fail(f"{file}: {problem.strerror}", ExitCode.BAD_INPUT)
     with source:
@@ -267,22 +251,15 @@ def _input(file: str) -> Iterator[BinaryIO]:
 
 
 def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -> None:
-    """In the order of the stream. What the daemon has no room for now is asked for once more,
-    alone: of a batch that is larger than a share of the tier single ones fit."""
+    """Save entries in the order of the stream. An entry that found no room in its batch is saved
+    again alone: single entries may fit where the whole batch exceeds its share of the tier."""
     from ...proto.vocabulary import SaveStatus
     from ..saves import SaveItem
 
-    if not batch:
-        return
-    there = client.exists([entry.key for entry in batch])
-    missing = [entry for entry, is_there in zip(batch, there, strict=True) if not is_there]
+    present = client.exists([entry.key for entry in batch])
+    missing = [entry for entry, is_present in zip(batch, present, strict=True) if not is_present]
     moved.others["there already"] += len(batch) - len(missing)
-    groups: list[list[Exported]] = []
-    for entry in missing:
-        if groups and groups[-1][0].reason == entry.reason:
-            groups[-1].append(entry)
-        else:
-            groups.append([entry])
+    groups = [list(group) for _, group in groupby(missing, key=lambda entry: entry.reason)]
     while groups:
         group = groups.pop(0)
         items = [
@@ -312,6 +289,19 @@ def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -
 
 
 # ---- both
+
+
+def _batches(items: Iterable[T], payload_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    batch: list[T] = []
+    size_bytes = 0
+    for item in items:
+        batch.append(item)
+        size_bytes += payload_bytes(item)
+        if size_bytes >= _BATCH_BYTES or len(batch) == _BATCH_ENTRIES:
+            yield batch
+            batch, size_bytes = [], 0
+    if batch:
+        yield batch
 
 
 def _client(ctl: Ctl, *, local: bool = True) -> Client:

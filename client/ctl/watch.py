@@ -1,10 +1,9 @@
-"""`prefixctl watch`: which keys a daemon has, as it happens; and `publish-kv-events`, which tells
-the indexers of others."""
+"""`prefixctl watch`, which follows the keys of a daemon, and `publish-kv-events`, which publishes
+them to other projects' indexers."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated
@@ -12,35 +11,27 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.vocabulary import Tier
-from .admin import LOOK
-from .command import Ctl, ExitCode, command, fail, print_json
-from .options import TiersOption, chosen
+from .command import Ctl, ExitCode, TiersOption, chosen, fail, print_json
 
 if TYPE_CHECKING:
     from ..watch import Watch, WatchEvent
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    command(app, "watch", panel=LOOK)(watch)
-    command(app, "publish-kv-events", panel=LOOK)(publish_kv_events)
 
 
 def watch(
     ctl: Ctl,
     tier: TiersOption = None,
     until_synced: Annotated[
-        bool, typer.Option("--once", help="Stop when everything that there is has been told.")
+        bool, typer.Option("--once", help="Exit after listing what is there.")
     ] = False,
 ) -> None:
-    """Tell which keys are there, and then what comes and goes, until it is interrupted.
+    """List the keys that are there, then follow what is saved and evicted, until interrupted.
 
-    With --json an object a line. A daemon that is started again is found again.
+    With --json, one object per line. Reconnects to a daemon that was restarted.
     """
     from ..watch import Synced
 
-    with open_watch(ctl, tier) as watching:
-        for event in answered(watching):
+    with _open_watch(ctl, tier) as watching:
+        for event in _first_answered(watching):
             if ctl.as_json:
                 print_json(as_dict(event), indent=None)
             else:
@@ -50,7 +41,7 @@ def watch(
 
 
 class Encoding(Enum):
-    """How an event is written in msgpack."""
+    """How an event is encoded in msgpack."""
 
     MAP = "map"
     ARRAY = "array"
@@ -62,28 +53,33 @@ def publish_kv_events(
         str, typer.Option(help="Where subscribers connect: tcp://HOST:PORT or ipc://PATH.")
     ] = "tcp://127.0.0.1:5557",
     replay: Annotated[
-        str | None, typer.Option(help="Where they ask for what they missed. Default: nowhere.")
+        str | None,
+        typer.Option(help="Where subscribers ask for missed messages (default: nowhere)."),
     ] = None,
-    topic: Annotated[str, typer.Option(help="Of every message; llm-d wants kv@POD@MODEL.")] = "",
+    topic: Annotated[
+        str, typer.Option(help="The topic of every message; llm-d expects kv@POD@MODEL.")
+    ] = "",
     tier: TiersOption = None,
     namespace: Annotated[
-        str | None, typer.Option(help="Only what clients with this label saved.")
+        str | None, typer.Option(help="Only entries that clients with this label saved.")
     ] = None,
     block_tokens: Annotated[
         int | None, typer.Option(min=1, help="Only entries with this number of tokens.")
     ] = None,
-    rank: Annotated[int, typer.Option(min=0, help="The data-parallel rank that is told.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The data-parallel rank in the messages.")] = 0,
     buffer: Annotated[
-        int, typer.Option(min=1, max=1_000_000, help="Messages that can be asked for again.")
+        int, typer.Option(min=1, max=1_000_000, help="How many messages are kept for a replay.")
     ] = 10_000,
     encoding: Annotated[
         Encoding,
-        typer.Option(help="How events are written: as maps by vLLM 0.33, as arrays by older ones."),
+        typer.Option(
+            help="The encoding of events: map as in vLLM 0.33, array as in older versions."
+        ),
     ] = Encoding.MAP,
 ) -> None:
-    """Tell vLLM's indexers (llm-d, Dynamo) which blocks are there, in vLLM's own format over ZMQ.
+    """Publish which blocks are there to vLLM's indexers (llm-d, Dynamo), in vLLM's format over ZMQ.
 
-    Told are entries that were saved with their token ids, behind the blocks before them. Needs
+    Publishes entries that were saved with their token ids, each after the block before it. Needs
     pyzmq and msgspec, which prefixd's extra kv-events installs.
     """
     try:
@@ -97,7 +93,7 @@ def publish_kv_events(
 
     blocks = Blocks(block_tokens=block_tokens, namespace=namespace)
     with (
-        open_watch(ctl, tier, token_ids=True) as watching,
+        _open_watch(ctl, tier, token_ids=True) as watching,
         Publisher(
             bind, replay, topic, rank=rank, buffer=buffer, as_map=encoding is Encoding.MAP
         ) as publisher,
@@ -116,35 +112,27 @@ def publish_kv_events(
                     )
 
 
-def open_watch(ctl: Ctl, tiers: list[Tier] | None, *, token_ids: bool = False) -> Watch:
-    """A watch of the daemon that the command is for."""
-    from ...proto.endpoints import ADMIN_ADDRESS_VARIABLE, normalize_address
+def _open_watch(ctl: Ctl, tiers: list[Tier] | None, *, token_ids: bool = False) -> Watch:
     from ..watch import Watch
 
-    given = os.environ.get(ADMIN_ADDRESS_VARIABLE)
-    return Watch(
-        ctl.address,
-        tiers=chosen(tiers),
-        token_ids=token_ids,
-        operators=normalize_address(given) if given else None,
-    )
+    return Watch(ctl.address, tiers=chosen(tiers), token_ids=token_ids, operators=ctl.admin_address)
 
 
-def answered(watching: Watch) -> Iterator[WatchEvent]:
-    """Its events. Raises DaemonUnavailable if nobody answers at first."""
+def _first_answered(watching: Watch) -> Iterator[WatchEvent]:
+    """The events. Raises DaemonUnavailable if the first attempt to connect fails."""
     from ...proto.errors import DaemonUnavailable
     from ..watch import Disconnected
 
-    heard = False
-    for event in watching:
-        if not heard and isinstance(event, Disconnected):
-            raise DaemonUnavailable(f"nobody can be watched at {watching.address}: {event.why}")
-        heard = True
+    for number, event in enumerate(watching):
+        if not number and isinstance(event, Disconnected):
+            raise DaemonUnavailable(
+                f"the daemon at {watching.address} can't be watched: {event.why}"
+            )
         yield event
 
 
 def as_dict(event: WatchEvent) -> dict[str, object]:
-    """For JSON: keys and token ids in hexadecimal, tiers and reasons by name."""
+    """An event for JSON. Keys and token ids are hexadecimal, tiers and reasons are names."""
     found: dict[str, object] = {"event": type(event).__name__.lower()}
     for name, value in dataclasses.asdict(event).items():
         if isinstance(value, bytes):
@@ -156,7 +144,7 @@ def as_dict(event: WatchEvent) -> dict[str, object]:
 
 
 def line_of(event: WatchEvent) -> str:
-    """For people."""
+    """An event as a line for people."""
     from ..watch import Cleared, Disconnected, Evicted, Published, Synced
 
     match event:

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Final
 
-from prefixd.client.bench.moving import Buffers
+from prefixd.client.bench.transfers import Buffers
 from prefixd.proto.copying import address_of
 from prefixd.proto.layout import crc32c
 

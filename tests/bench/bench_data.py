@@ -27,8 +27,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.bench.run import OverData, wait_until_secured
+from prefixd.client.bench.transfers import Batch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Final
 
 from prefixd.client import restores
-from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case
+from prefixd.client.bench.transfers import Batch, Buffers, Subject, memcpy_case
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.proto.vocabulary import Tier

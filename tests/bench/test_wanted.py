@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.bench.rows import Rows
+from prefixd.client.bench.report import Rows
 from prefixd.client.bench.samples import Row
 from tests.bench import wanted as module
 from tests.bench.wanted import Wanted, wanted, wanted_table

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from prefixd.client.bench.evicting import EVICTED, PINNED, UNPINNED
-from prefixd.client.bench.moving import MEMCPY
-from prefixd.client.bench.report import Table, as_markdown
-from prefixd.client.bench.rows import Rows, read_rows
+from prefixd.client.bench.report import Rows, Table, as_markdown, read_rows
+from prefixd.client.bench.run import EVICTED, PINNED, UNPINNED
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.walking import HASHING, searches
+from prefixd.client.bench.searches import HASHING, searches
+from prefixd.client.bench.transfers import MEMCPY
 from prefixd.proto.units import format_bytes
 
 

@@ -23,7 +23,7 @@ from rich.text import Text
 from prefixd.client import Client
 from prefixd.client.ctl.demo import BLOCK_BYTES, BLOCK_TOKENS, PROFILE
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.ctl.top_board import OLDEST_CLAIMS, Board
+from prefixd.client.ctl.views.top import OLDEST_CLAIMS, Board
 from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
 from prefixd.client.lab.generate import generate
 from prefixd.client.lab.worker import LiveOptions, Replayer

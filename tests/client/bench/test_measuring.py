@@ -1,4 +1,4 @@
-"""What is measured, against real daemons: it does what it says, and notices what is wrong."""
+"""The measurements, against real daemons: they do what they say, and notice what is wrong."""
 
 from __future__ import annotations
 
@@ -11,20 +11,29 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.bench import crowd
-from prefixd.client.bench.crowd import Crowd, work
-from prefixd.client.bench.evicting import EVICTED, OPS, Evictions
-from prefixd.client.bench.moving import Batch, Buffers, Subject, memcpy_case, new_keys
+from prefixd.client.bench import transfers
 from prefixd.client.bench.run import (
+    EVICTED,
     MOVERS,
+    OPS,
     PARTS,
+    Evictions,
     OverData,
     Plan,
     measure,
     measure_evictions,
 )
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.walking import CHAIN_BLOCKS, HASHING, Walks, questions_of, rpcs_of
+from prefixd.client.bench.searches import CHAIN_BLOCKS, HASHING, Walks, lookups_of, rpcs_of
+from prefixd.client.bench.transfers import (
+    Batch,
+    Buffers,
+    Crowd,
+    Subject,
+    memcpy_case,
+    new_keys,
+    work,
+)
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.bench import bench
@@ -60,7 +69,7 @@ def remote(daemon: PrivateDaemon) -> Iterator[Client]:
         yield connected
 
 
-# ---- moving
+# ---- transfers
 
 
 @pytest.mark.parametrize("tier", list(Tier))
@@ -95,7 +104,7 @@ def test_the_same_over_grpc(remote: Client) -> None:
 
 @pytest.mark.parametrize("by_key", [False, True])
 def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> None:
-    """Two trips for a restore: what is there, and then claim and bytes in one. Or all in one."""
+    """A restore takes two round trips: the search, then claim and bytes. By key it takes one."""
     counters = Counters()
     transport = OverData(daemon.address, counters=counters)
     with Client(transport=transport, counters=counters) as client:
@@ -146,8 +155,8 @@ def test_what_is_gone_is_noticed(client: Client, daemon: PrivateDaemon) -> None:
 
 
 def test_buffers_begin_where_an_engines_do() -> None:
-    """A tensor begins at a multiple of 64 bytes; what malloc gives does not, and costs memcpy half
-    of its speed."""
+    """Tensors begin at multiples of 64 bytes. Memory from malloc does not, which halves the
+    speed of memcpy."""
     buffers = Buffers(2, 64)
     for view in (*buffers.sources(2), *buffers.rooms(2)):
         assert ctypes.addressof(ctypes.c_char.from_buffer(view)) % 64 == 0
@@ -167,7 +176,7 @@ def test_memcpy_copies() -> None:
     assert bytes(buffers.rooms(3)[2]) == b"\1" * 64
 
 
-# ---- searching
+# ---- searches
 
 
 def test_searches_find_what_is_there_and_ask_nobody(client: Client, daemon: PrivateDaemon) -> None:
@@ -182,20 +191,20 @@ def test_searches_find_what_is_there_and_ask_nobody(client: Client, daemon: Priv
         "chain-miss-16": 1,
     }
     with daemon.admin() as admin:
-        before = rpcs_of(client), questions_of(admin.stats())
+        before = rpcs_of(client), lookups_of(admin.stats())
         for case in cases:
             case.action()
-        assert (rpcs_of(client), questions_of(admin.stats())) == before
+        assert (rpcs_of(client), lookups_of(admin.stats())) == before
         assert client.exists(new_keys(1)) == [False]
 
 
 def test_the_daemon_counts_what_it_is_asked(remote: Client, daemon: PrivateDaemon) -> None:
     with daemon.admin() as admin:
-        before = rpcs_of(remote), questions_of(admin.stats())
+        before = rpcs_of(remote), lookups_of(admin.stats())
         remote.probe(new_keys(3))
         remote.claim(new_keys(3))
         assert rpcs_of(remote) == before[0] + 2
-        assert questions_of(admin.stats()) == before[1] + 2
+        assert lookups_of(admin.stats()) == before[1] + 2
 
 
 def test_a_search_that_finds_something_else_is_noticed(
@@ -209,11 +218,11 @@ def test_a_search_that_finds_something_else_is_noticed(
         hit.action()
 
 
-# ---- evicting
+# ---- evictions
 
 
 def test_evictions_pass_by_what_is_pinned() -> None:
-    """The tier holds just what is needed."""
+    """The tier is just large enough."""
     pinned, plan = 200, Plan(pinned=200, repeats=1)
     notes: list[str] = []
     flags = ("--shm.budget=0", "--disk.budget=0")
@@ -240,7 +249,7 @@ def test_evictions_pass_by_what_is_pinned() -> None:
     assert notes
 
 
-# ---- many
+# ---- many processes
 
 
 def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
@@ -261,7 +270,7 @@ def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
 
 
 def hurried(*arguments: Any) -> None:
-    """`work` in a process of the crowd, which waits for the daemon for a moment only."""
+    """`work`, but waiting only a moment for the daemon."""
     wait = Client.wait_connected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Client, "wait_connected", lambda client: wait(client, deadline_ms=100))
@@ -269,7 +278,7 @@ def hurried(*arguments: Any) -> None:
 
 
 def test_a_crowd_without_a_daemon_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(crowd, "work", hurried)
+    monkeypatch.setattr(transfers, "work", hurried)
     with (
         pytest.raises(PrefixdError, match="no daemon answers"),
         Crowd(1, "unix:/nowhere/at/all", new_keys(1), 10, "disk"),
@@ -289,7 +298,7 @@ def test_one_that_dies_is_missed(client: Client, daemon: PrivateDaemon) -> None:
             crowd.restore(1)
 
 
-# ---- all of it
+# ---- plans
 
 
 def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:

@@ -1,7 +1,8 @@
-"""Cases by turns, and the rows that come of their times."""
+"""Timing cases by turns, and the rows that result."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -10,7 +11,7 @@ from prefixd.client.bench.samples import LIGHT_SAMPLES, ROUNDS, Case, Row, inter
 
 
 class Machine:
-    """Cases that write down when they ran, on a clock that they move."""
+    """Cases that record when they ran, and advance the clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -20,7 +21,7 @@ class Machine:
         return self.now_s
 
     def case(self, name: str, seconds: list[float], **options: bool) -> Case:
-        """Takes these seconds, one after the other, again and again; preparing takes longer."""
+        """A case that takes these seconds in turn. Preparing it takes longer."""
         number = count()
 
         def action() -> None:
@@ -43,7 +44,7 @@ def test_cases_take_turns_and_each_turn_begins_with_one_that_does_not_count() ->
 
 
 def test_only_what_is_timed_counts() -> None:
-    """Of every turn the first second is of the warm-up; 3 and 5 and 4 are measured."""
+    """The first run of each turn is the warm-up. 3, 5 and 4 are measured."""
     machine = Machine()
     (row,) = interleave([machine.case("a", [100, 3, 5, 4])], 3 * ROUNDS, machine.clock)
     assert (row.p50_ms, row.gb_per_s) == (4000.0, 0.25)
@@ -67,8 +68,8 @@ def test_a_row_has_the_form_that_peers_have() -> None:
     assert row.as_dict() == {
         "peer": "me", "op": "save", "blocks": 48, "p50_ms": 200.0, "gb_per_s": 1.26,
     }  # fmt: skip
-    probe = make_row(Case("me", "exists", 48, lambda: None), [5e-6], {"rpcs": 0})
-    assert probe.as_dict() == {
+    probe = make_row(Case("me", "exists", 48, lambda: None), [5e-6])
+    assert replace(probe, more={"rpcs": 0}).as_dict() == {
         "peer": "me", "op": "exists", "blocks": 48, "p50_ms": 0.005, "rpcs": 0,
     }  # fmt: skip
 

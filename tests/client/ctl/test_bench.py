@@ -1,4 +1,4 @@
-"""`prefixctl bench` as people call it: tables, rows, Markdown, and nothing left behind."""
+"""`prefixctl bench` from the command line: tables, rows, Markdown, and cleaning up."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 @pytest.fixture
 def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where it puts its daemons, and what they keep in shared memory."""
+    """The directory of its daemons, and of their shared memory."""
     for name in ("disk", "shm"):
         (tmp_path / name).mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "disk"))
@@ -74,7 +74,7 @@ def test_everything_is_measured_and_nothing_is_left(temporary: Path) -> None:
 def test_a_table_beside_peers_and_rows_in_a_file(
     daemon: PrivateDaemon, peers: Path, tmp_path: Path
 ) -> None:
-    """All in one: on a running daemon."""
+    """On a running daemon."""
     file = tmp_path / "rows.jsonl"
     result = ctl("ram", "walk", *SMALL, "--address", daemon.address, "--compare", peers,
                  "--json", file)  # fmt: skip

@@ -13,7 +13,17 @@ import typer
 from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import command as commands
-from prefixd.client.ctl.command import Ctl, ExitCode, Group, command
+from prefixd.client.ctl.command import (
+    Ctl,
+    ExitCode,
+    Group,
+    chosen,
+    command,
+    parse_reason,
+    parse_seconds,
+    parse_size,
+    parse_tier,
+)
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
 from prefixd.client.lab.source import TraceError
@@ -26,6 +36,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownEntry,
 )
+from prefixd.proto.vocabulary import SaveReason, Tier
 
 seen: list[Any] = []
 
@@ -34,7 +45,7 @@ def made(function: Any, **options: Any) -> typer.Typer:
     """prefixctl with one command, `it`."""
     app = typer.Typer(cls=Group)
     app.callback()(root)
-    command(app, "it", **options)(function)
+    command(app, "it", function, **options)
     app.command("other")(lambda: None)
     return app
 
@@ -94,7 +105,7 @@ def test_options_may_be_before_and_after_the_name(arguments: list[str], ctl: Ctl
 
 def test_a_command_with_its_own_json_option_sees_the_one_before_its_name() -> None:
     seen.clear()
-    app = made(note, own_json=True)
+    app = made(note, json_file=True)
     assert run(app, "--json", "it").exit_code == 0
     assert seen == [(Ctl(as_json=True), 1)]
     assert run(app, "it", "--json").exit_code == ExitCode.BAD_INPUT
@@ -183,7 +194,7 @@ def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
         "from prefixd.client.ctl.command import command, print_json\n"
         "def much(ctl):\n"
         "    for _ in range(100): print_json(list(range(10_000)))\n"
-        "command(app, 'much')(much)\n"
+        "command(app, 'much', much)\n"
         "app(['much'])\n"
     )
     process = subprocess.Popen(
@@ -213,3 +224,41 @@ def test_help_needs_none_of_the_slow_modules() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "Usage" in done.stdout
+
+
+# ---- values of options
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"), [("1", 1), ("4KiB", 4096), ("1.5MiB", 3 * 2**19), (4096, 4096)]
+)
+def test_sizes(text: str | int, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "8GB", "many", "0.2B"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("5", 5.0), ("0.5", 0.5), ("500ms", 0.5), ("2m", 120.0), (60.0, 60.0)]
+)
+def test_times(text: str | float, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "soon", "nan", "inf", "1e10", "5 parsecs"])
+def test_what_is_no_time_is_refused(text: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_seconds(text)
+
+
+def test_tiers_and_reasons_go_by_the_names_of_the_vocabulary() -> None:
+    assert [parse_tier(tier.label) for tier in Tier] == [*Tier]
+    assert [parse_reason(reason.label) for reason in SaveReason] == [*SaveReason]
+    assert chosen([Tier.SHM, Tier.RAM, Tier.SHM]) == [Tier.SHM, Tier.RAM]
+    assert chosen(None) == []
+    with pytest.raises(typer.BadParameter, match="none of ram, shm, disk"):
+        parse_tier("tape")

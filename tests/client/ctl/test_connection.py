@@ -1,4 +1,4 @@
-"""The operator's connection, against a daemon that a test makes up."""
+"""The operator's connection, against a fake daemon."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from prefixd.proto.vocabulary import Tier
 
 
 class Made(pb_grpc.AdminServicer):
-    """Has as many entries as it is told, and fails as it is told."""
+    """An Admin service with a given number of entries, which fails on demand."""
 
     def __init__(self, entries: int = 0) -> None:
         self.entries = [pb.EntryDetail(key=number.to_bytes(32)) for number in range(entries)]
@@ -59,14 +59,14 @@ class Made(pb_grpc.AdminServicer):
         context.abort(error.code, str(error))
 
     def Verify(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
-        """Says two things, and nothing more until the caller is gone."""
+        """Sends two messages, then none until the caller hangs up."""
         context.add_callback(self.verify_ended.set)
         yield pb.VerifyResponse(problems=["one"])
         yield pb.VerifyResponse(problems=["two"])
         self.verify_ended.wait()
 
     def Check(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
-        """Answers when the caller is gone."""
+        """Answers only once the caller has hung up."""
         while context.is_active():
             pass
         return pb.CheckResponse()
@@ -74,7 +74,7 @@ class Made(pb_grpc.AdminServicer):
 
 @contextmanager
 def serving(made: Made, status: int | None = None) -> Iterator[str]:
-    """The address of a daemon that answers for both, workers and operators."""
+    """The address of a daemon that serves workers and operators."""
     with ThreadPoolExecutor(2) as threads, TemporaryDirectory(dir="/tmp") as directory:
         server = grpc.server(threads)
         pb_grpc.add_AdminServicer_to_server(made, server)
@@ -142,7 +142,7 @@ def test_they_may_be_served_elsewhere(tmp_path: Path) -> None:
 def test_who_may_not_use_the_socket_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Root may, so that the refusal of the kernel is played here."""
+    """Root may connect, so the kernel's refusal is simulated."""
     address = f"unix:{tmp_path}/s"
 
     class Forbidden(socket.socket):

@@ -1,4 +1,4 @@
-"""The demonstration (client/ctl/demo.py): what a newcomer sees, and that nothing is left of it."""
+"""The demonstration: what it shows, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.warm import WARM
 
 SHM = Path("/dev/shm")
 SCRIPT = (Path(sys.executable).with_name("prefixctl"),)
-#: The same, that says sooner how far it is.
+#: The same with more frequent lines about the progress.
 IN_A_HURRY = """
 from prefixd.client.ctl import demo
 from prefixd.commands import prefixctl
@@ -35,7 +35,7 @@ def demo(
     *arguments: str,
     command: Sequence[str | Path] = (*WARM, "-c", IN_A_HURRY),
 ) -> Iterator[subprocess.Popen[str]]:
-    """Running, with its temporary files below `directory`."""
+    """A running demonstration with its temporary files below `directory`."""
     with subprocess.Popen(
         [*command, "demo", "--workers", "2", *arguments],
         stdout=subprocess.PIPE,
@@ -51,7 +51,7 @@ def demo(
 
 @pytest.fixture
 def directory() -> Iterator[Path]:
-    """For its temporary files; the path is short, as that of a socket in it must be."""
+    """A directory with a path short enough for a socket."""
     path = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
     yield path
     shutil.rmtree(path)
@@ -114,7 +114,7 @@ def test_it_cleans_up_when_it_is_stopped(
 ) -> None:
     with demo(directory, "--requests", "100000") as process:
         assert process.stdout is not None
-        # Not the first such line: that comes before the first request.
+        # Skip the first such line, which comes before the first request.
         next(line for line in process.stdout if re.match(r"[1-9].* of 100,000 ", line))
         name = name_of_its_directories(directory)
         process.send_signal(number)
@@ -122,5 +122,5 @@ def test_it_cleans_up_when_it_is_stopped(
         assert process.returncode == status, complaints
     assert list(directory.iterdir()) == []
     assert not (SHM / name).exists()
-    # Interrupted, it shows what it has seen until then.
+    # After Ctrl-C it shows the results so far.
     assert ("stopped before the end" in rest) is (number == signal.SIGINT)

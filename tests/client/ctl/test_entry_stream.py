@@ -1,4 +1,4 @@
-"""The stream of an export: what is written is read, and nothing else is."""
+"""The stream of an export: it reads back as written, and anything else is refused."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_no_flipped_bit_goes_unnoticed() -> None:
             damaged[place] ^= bit
             found: list[Exported] = []
             with pytest.raises(BrokenStream):
-                # It has what came before the break.
+                # It has read the entries before the damage.
                 found.extend(StreamReader(io.BytesIO(damaged)))
             assert found == [entry(1), entry(2)][: len(found)], "nothing wrong is ever handed on"
             assert len(found) >= (place >= first_ends)
@@ -87,7 +87,7 @@ def test_the_record_and_its_place_are_named() -> None:
 
 
 def header(**fields: int) -> bytes:
-    """Of a record that says what it likes, with a good checksum."""
+    """A header with any values and a correct checksum."""
     said = {"layers": 0, "size": 20, "tokens": 1, "ids": 0, "reason": 1} | fields
     packed = struct.pack(
         "<4sIQQIIII32s", b"pxe1", said["layers"], said["size"], said["tokens"], said["ids"],

@@ -43,7 +43,7 @@ def ids(number: int, tokens: int = 2) -> bytes:
 
 
 def block(number: int, parent: int | None = None, **fields: Any) -> Published:
-    """`parent` 0: it is the first; None: nobody knows."""
+    """A block. `parent` 0: it is the first of its chain. None: its parent is not known."""
     given = {
         "tier": Tier.RAM, "token_count": 2, "token_ids": ids(number), "namespace": "m",
         "parent": None if parent is None else key(parent) if parent else b"",
@@ -57,7 +57,7 @@ def gone(number: int, tier: Tier = Tier.RAM) -> Evicted:
 
 
 def told(blocks: Blocks, *events: Any) -> list[Any]:
-    """As a decoder with vLLM's types reads it."""
+    """The message as vLLM's types decode it."""
     payload = encode(blocks.translated(events), 3, 1.5)
     batch = msgspec.msgpack.decode(payload, type=KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 3)
@@ -96,7 +96,7 @@ def test_what_does_not_follow_is_an_event_of_its_own() -> None:
 
 
 def test_a_hash_is_the_beginning_of_a_key() -> None:
-    """Its end is that of its tenant."""
+    """All keys of a tenant have the same end."""
     number = 2**64 - 5
     (stored,) = told(begun(), block(1, 0, key=key(number)))
     assert stored.block_hashes == [2**64 - 5]
@@ -140,8 +140,8 @@ def test_a_block_waits_for_the_one_before_it(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_is_told_anew_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a resync subscribers hear what left meanwhile and what came, and nothing twice; the
-    daemon knows no parents then, and they are remembered."""
+    """After a resync, subscribers hear of the blocks that left and came meanwhile, each once. The
+    daemon does not send parents then, so they are remembered."""
     blocks = begun()
     told(blocks, block(1, 0), block(2, 1), block(3, 2), block(4, 3, tier=Tier.DISK))
     told(blocks, gone(3))
@@ -151,7 +151,7 @@ def test_what_is_told_anew_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None
         Cleared("resync"),
         block(3),
         block(1),
-        block(4),  # in another tier by now
+        block(4),  # now in another tier
         Synced(9),
     )
     kinds = [(type(one), one.block_hashes) for one in events]
@@ -182,8 +182,8 @@ def test_older_decoders_get_arrays() -> None:
 
 
 def test_any_order_of_events_leaves_an_indexer_right() -> None:
-    """An indexer that knows a block only behind the one before it knows, in the end, what is there
-    and can be reached."""
+    """An indexer that accepts a block only after the one before it ends up with every block that
+    can be reached."""
     for seed in range(200):
         draw = random.Random(seed)
         blocks, indexer, there = begun(), Indexer(), dict[int, int]()
@@ -223,7 +223,7 @@ def test_any_order_of_events_leaves_an_indexer_right() -> None:
 
 
 class Subscriber:
-    """What vLLM's documentation shows: SUB for what happens, REQ-like for what was missed."""
+    """As in vLLM's documentation: SUB for events, and a request for missed messages."""
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
         self._context = zmq.Context()
@@ -264,8 +264,8 @@ def publisher(tmp_path: Path) -> Iterator[Publisher]:
 
 
 def publish_until_heard(publisher: Publisher, subscriber: Subscriber) -> int:
-    """A subscriber hears nothing of before it has connected: publish until it does. The number of
-    the last message."""
+    """Publish until the subscriber has connected, because it hears nothing from before. Returns the
+    number of the last message."""
     stored = Blocks().translated([Cleared("")])
     subscriber.socket.setsockopt(zmq.RCVTIMEO, 0)
     while True:
@@ -296,7 +296,7 @@ def test_a_subscriber_hears_and_asks_again(publisher: Publisher) -> None:
     replayed = subscriber.replay(publisher.replay_bound, last + 4)
     assert [number for number, _ in replayed] == [last + 4, last + 5, last + 6]
     assert [batch.events[0].block_hashes for _, batch in replayed] == [[4], [5], [6]]
-    # Only the last four are there, whoever asks for more.
+    # Only the last four messages are kept.
     assert len(subscriber.replay(publisher.replay_bound, 0)) == 4
     assert subscriber.replay(publisher.replay_bound, last + 7) == []
     subscriber.close()

@@ -1,25 +1,16 @@
-"""The lab's commands as people call them: tables, JSON, exit codes, one clear sentence."""
+"""Commands over traces: tables, JSON, exit codes, one sentence on bad input."""
 
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab
-from prefixd.client.ctl.command import Ctl, Group
+from prefixd.client.ctl.main import app
 from prefixd.client.lab.profiles import PROFILES
 from prefixd.client.lab.trace import Request, read_trace, write_trace
-
-app = typer.Typer(cls=Group)
-lab.register(app)
-
-
-@app.callback()
-def root(ctx: typer.Context, as_json: bool = typer.Option(False, "--json")) -> None:
-    ctx.obj = Ctl(as_json=as_json)
 
 
 def ctl(*arguments: object, stdin: bytes | None = None) -> Result:

@@ -1,4 +1,4 @@
-"""`prefixctl curve-live`, held against what daemons of those budgets really hit."""
+"""`prefixctl curve-live`, compared with what daemons of those budgets really hit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from prefixd.client.ctl.live_curve import live_curves
+from prefixd.client.ctl.live import live_curves
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.generate import generate
@@ -21,20 +21,21 @@ from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import private_daemon
 
 SLOTS = 150
-#: Of all tokens. The sample is of all keys here; what is left is that distances are kept to 0.4 %,
-#: and that a request's hits and its saves reach the curve one after the other, about 24 blocks.
+#: The tolerance, as a share of all tokens. The sample has all keys here. What remains is that
+#: distances are kept to 0.4 %, and that the curve gets a request's hits before its saves, about 24
+#: blocks.
 TOLERANCE = 0.01
 
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Enough for twice as many slots to make a difference."""
+    """Enough requests for twice as many slots to make a difference."""
     return list(generate("multi-turn", requests=300, seed=3, sessions_per_s=20))
 
 
 @pytest.fixture(scope="module")
 def once(requests: list[Request]) -> Iterator[PrivateDaemon]:
-    """A RAM tier of 150 blocks that has seen all requests, an shm tier that has seen none."""
+    """A RAM tier of 150 blocks that got all requests, and an shm tier that got none."""
     with fed_daemon(requests, SLOTS) as running:
         yield running
 
@@ -48,7 +49,7 @@ def twice(requests: list[Request]) -> Iterator[PrivateDaemon]:
 
 @contextmanager
 def fed_daemon(requests: list[Request], slots: int, *flags: str) -> Iterator[PrivateDaemon]:
-    """A daemon with so many RAM slots, through which the requests were replayed."""
+    """A daemon with this many RAM slots, through which the requests were replayed."""
     with private_daemon("--disk.budget=0", *flags, ram=f"{4 * slots}KiB") as running:
         assert LiveReplay(requests, LiveOptions(running.address)).run().good
         yield running

@@ -37,7 +37,7 @@ def test_a_command_that_does_not_exist_is_bad_input() -> None:
 
 
 def test_the_console_script(tmp_path: Path) -> None:
-    """Without a daemon: a sentence, no traceback, its exit code."""
+    """Without a daemon: a sentence, an exit code, and no traceback."""
     script = Path(sys.executable).with_name("prefixctl")
     done = subprocess.run(
         [script, "stats", "--address", f"{tmp_path}/nobody"],

@@ -1,4 +1,4 @@
-"""A daemon of our own: started, ended, and what is said when it does not start."""
+"""A private daemon: starting, stopping, and the error when it does not start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A warm tier goes into a file and comes back into another daemon."""
+"""A warm tier is exported to a file, and imported into another daemon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(daemon: PrivateDaemon, *arguments: str, code: int = 0) -> str:
 
 
 def fill(daemon: PrivateDaemon, numbers: range) -> None:
-    """One after the other: the later ones are used later."""
+    """Saves entries one after the other, so that later ones are used later."""
     with Client(daemon.address) as client:
         for number in numbers:
             item = SaveItem(
@@ -67,7 +67,7 @@ def test_what_was_exported_is_there_in_its_order(warm: PrivateDaemon, tmp_path: 
     file = tmp_path / "entries"
     assert f"{ENTRIES} entries" in run(warm, "export", str(file))
     assert by_use(warm) == [key(n) for n in range(ENTRIES)], "the order is what it was"
-    # Slabs of another size: an arena could not be taken along so.
+    # Slabs of another size, so that copying the arena would not do.
     with private_daemon("--disk.slab=8KiB") as cold:
         said = json.loads(run(cold, "import", str(file), "--json"))
         assert (said["entries"], said["others"]) == (ENTRIES, {})
@@ -170,7 +170,7 @@ def test_nobody_answers(tmp_path: Path) -> None:
 
 
 def test_what_the_index_has_no_room_for_is_exported_too(tmp_path: Path) -> None:
-    """Keys that begin alike belong to one bucket of the index, which has room for some of them."""
+    """Keys with the same beginning share a bucket of the index, which has room for some of them."""
     file = tmp_path / "entries"
     alike = [Key(number.to_bytes(32, "big")) for number in range(ENTRIES)]
     with private_daemon() as daemon:

@@ -1,4 +1,4 @@
-"""What `prefixctl watch` and `prefixctl publish-kv-events` say."""
+"""What `prefixctl watch` and `prefixctl publish-kv-events` print."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_what_comes_and_goes_is_a_line_each(daemon: PrivateDaemon) -> None:
 def test_nobody_to_watch(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["watch", "--address", f"unix:{tmp_path}/nobody"])
     assert result.exit_code == ExitCode.UNREACHABLE
-    assert "nobody can be watched at unix:" in result.output
+    assert f"the daemon at unix:{tmp_path}/nobody can't be watched: " in result.output
 
 
 def test_what_publishing_needs_is_said(

@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.ctl.stats_view import total_usage
+from prefixd.client.ctl.views.stats import total_usage
 from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
 from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay

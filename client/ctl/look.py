@@ -1,0 +1,396 @@
+"""The commands that look into a running daemon: stats, top, ls, inspect, why, sessions ..."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from contextlib import closing, suppress
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from ...proto.vocabulary import Tier
+from .command import (
+    DEFAULT_TIMEOUT_S,
+    LONG_TIMEOUT_S,
+    Ctl,
+    ExitCode,
+    TierOption,
+    TiersOption,
+    chosen,
+    exit_if,
+    fail,
+    make_console,
+    print_json,
+    size_option,
+    time_option,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ...proto import prefixd_pb2 as pb
+    from .connection import AdminConnection
+    from .views.top import Board
+
+#: The shortest beginning of a key that is accepted. Fewer digits match several entries of any
+#: cache of a useful size.
+MIN_KEY_DIGITS: Final = 4
+_BEGINNING: Final = re.compile(rf"[0-9a-f]{{{MIN_KEY_DIGITS},64}}")
+
+
+# ---- the whole daemon
+
+
+def stats(
+    ctl: Ctl,
+    watch: Annotated[float | None, time_option("The same as top --every TIME.")] = None,
+    counters: Annotated[
+        bool, typer.Option("--counters", help="Show every counter of the daemon, too.")
+    ] = False,
+) -> None:
+    """Show budgets, hits, saves and evictions of the tiers."""
+    from . import targets
+    from .views.daemon import counters_table
+    from .views.stats import stats_view
+
+    if ctl.targets:
+        if watch is not None or counters:
+            raise typer.BadParameter("--watch and --counters are of one daemon: use --address")
+        targets.stats(ctl)
+        return
+    with ctl.connect() as daemon:
+        if watch is not None:
+            with suppress(KeyboardInterrupt):
+                while ctl.as_json:
+                    print_json(daemon.stats(), indent=None)
+                    time.sleep(watch)
+                follow(daemon, make_console(), watch)
+            return
+        response = daemon.stats()
+    if ctl.as_json:
+        print_json(response)
+        return
+    console = make_console()
+    console.print(stats_view(response, ctl.address))
+    if counters:
+        console.print(counters_table(response.counters))
+
+
+def top(
+    ctl: Ctl,
+    every: Annotated[float, time_option("How often to refresh.")] = 2.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Take two samples, show what happened between, and exit.")
+    ] = False,
+) -> None:
+    """Show what the daemon does now: tiers, rates, hit ratios, slow stages, the oldest claims.
+
+    With --targets, several daemons: a line for each, and one for all together.
+    Ends with Ctrl-C. Clients report with their heartbeats, so what they read in place shows later.
+    """
+    from .views.top import Board
+
+    if ctl.targets:
+        from . import targets
+
+        targets.top(ctl, every, once=once)
+        return
+    with ctl.connect() as daemon:
+        if not once and not ctl.as_json:
+            with suppress(KeyboardInterrupt):
+                follow(daemon, make_console(), every)
+            return
+        board = Board(daemon.address)
+        _sample(board, daemon)
+        time.sleep(every)
+        _sample(board, daemon)
+    ctl.show(board.between(), lambda: board)
+
+
+def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
+    """Show what a daemon does until interrupted, across its restarts. Raises DaemonUnavailable
+    when no daemon answers at first."""
+    from ...proto.errors import DaemonUnavailable, DeadlineExceeded
+    from .views.progress import live_view
+    from .views.top import Board
+
+    board = Board(daemon.address)
+    _sample(board, daemon)
+    with live_view(console, board.__rich__) as refresh:
+        while True:
+            time.sleep(every_s)
+            try:
+                _sample(board, daemon)
+                board.note = ""
+            except (DaemonUnavailable, DeadlineExceeded):
+                board.note = "the daemon does not answer; trying again"
+            refresh()
+
+
+def _sample(board: Board, daemon: AdminConnection) -> None:
+    from .views.top import OLDEST_CLAIMS
+
+    board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
+
+
+def health(ctl: Ctl) -> None:
+    """Ask the health service, as a probe does.
+
+    Exits 0 when the daemon serves, 1 when it is unhealthy or stopping, 3 when none answers.
+    """
+    from .connection import Health
+
+    with ctl.connect() as daemon:
+        status = daemon.health()
+        reason = "" if status is Health.SERVING else _unhealthy_part(daemon)
+    if ctl.as_json:
+        print_json({"address": ctl.address, "status": status.value, "why": reason})
+    elif status is Health.SERVING:
+        typer.echo("serving")
+    if status is not Health.SERVING:
+        fail(f"not serving: {reason}" if reason else "not serving", ExitCode.PROBLEM)
+
+
+def _unhealthy_part(daemon: AdminConnection) -> str:
+    """The part of the daemon that does not work, or why it does not say."""
+    from ...proto.errors import PrefixdError
+
+    try:
+        response: pb.StatsResponse = daemon.stats()
+    except PrefixdError as error:
+        return str(error)
+    return response.health
+
+
+def check(ctl: Ctl) -> None:
+    """Recount the daemon's whole state from scratch.
+
+    Exits 1 when something is wrong. Does not read the payloads; verify does.
+    """
+    from . import targets
+    from .views.daemon import check_view
+
+    if ctl.targets:
+        targets.check(ctl, LONG_TIMEOUT_S)
+        return
+    with ctl.connect(LONG_TIMEOUT_S) as daemon:
+        response = daemon.check()
+    ctl.show(response, lambda: check_view(response))
+    exit_if(response.problems)
+
+
+def verify(ctl: Ctl, tier: TiersOption = None) -> None:
+    """Read every entry back and compare its checksums; damaged entries are dropped.
+
+    Exits 1 when something is wrong. Ctrl-C stops it, in the daemon too.
+    """
+    from ...proto import prefixd_pb2 as pb
+    from .views.daemon import verified_so_far, verify_view
+    from .views.progress import permille_bar
+
+    found = pb.VerifyResponse()
+    with (
+        ctl.connect() as daemon,
+        closing(daemon.verify(chosen(tier))) as steps,
+        suppress(KeyboardInterrupt),
+    ):
+        for step in permille_bar(steps, "verifying", verified_so_far):
+            found = step
+    ctl.show(found, lambda: verify_view(found))
+    exit_if(found.problems)
+    exit_if(not found.done, ExitCode.INTERRUPTED)
+
+
+# ---- entries
+
+
+def ls(
+    ctl: Ctl,
+    tier: TiersOption = None,
+    limit: Annotated[int, typer.Option(min=0, help="Entries per tier, 0 for all.")] = 20,
+) -> None:
+    """List the next victims of eviction in their order; pinned entries come last.
+
+    With --limit 0, or a limit above one page, the least recently used entries come first.
+    """
+    from .views.daemon import entries_table
+
+    with ctl.connect() as daemon:
+        entry_counts = {Tier(t.tier): t.entries for t in daemon.stats().tiers}
+        listed = [(t, _entries(daemon, t, limit)) for t in chosen(tier) or entry_counts]
+    if ctl.as_json:
+        print_json({"tiers": [{"tier": t.label, "entries": entries} for t, entries in listed]})
+        return
+    console = make_console()
+    for t, entries in listed:
+        if not entries:
+            console.print(f"{t.label}: no entries")
+            continue
+        title = f"{t.label}: {len(entries):,} of {entry_counts.get(t, 0):,} entries"
+        console.print(entries_table(entries, time.time_ns(), title))
+
+
+def _entries(daemon: AdminConnection, tier: Tier, limit: int) -> list[pb.EntryDetail]:
+    """What `ls` shows of a tier."""
+    from ...proto.limits import MAX_PAGE_ENTRIES
+
+    if 0 < limit <= MAX_PAGE_ENTRIES:
+        return daemon.next_victims(tier, limit)
+    entries = least_recent_first(daemon, tier)
+    return entries[:limit] if limit else entries
+
+
+def least_recent_first(daemon: AdminConnection, tier: Tier) -> list[pb.EntryDetail]:
+    """Every entry of a tier, the pinned ones last. Under LRU this is the order of eviction."""
+    return sorted(
+        daemon.all_entries(tier), key=lambda entry: (entry.pins > 0, entry.last_used_unix_ns)
+    )
+
+
+def inspect(
+    ctl: Ctl,
+    key: Annotated[str, typer.Argument(help="Hexadecimal; a unique beginning is enough.")],
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read the payload and compare its checksum.")
+    ] = False,
+) -> None:
+    """Show everything known about one entry.
+
+    Exits 1 when --verify finds damage.
+    """
+    from .views.daemon import entry_view
+
+    with ctl.connect(LONG_TIMEOUT_S if verify else DEFAULT_TIMEOUT_S) as daemon:
+        response = daemon.inspect(find_key(daemon, key), verify=verify)
+    ctl.show(response, lambda: entry_view(response, time.time_ns(), verify=verify))
+    exit_if(verify and (response.problem or not response.verified))
+
+
+def find_key(daemon: AdminConnection, text: str) -> bytes:
+    """The key that `text` spells in full, or the key of the one entry that begins with it.
+
+    Raises InvalidKey when `text` is neither or several entries begin with it, UnknownEntry when
+    none does.
+    """
+    from ...proto.errors import InvalidKey, UnknownEntry
+    from ...proto.keys import key_from_hex
+    from ...proto.limits import KEY_BYTES
+
+    text = text.strip().lower()
+    if len(text) >= 2 * KEY_BYTES:
+        return key_from_hex(text)
+    if not _BEGINNING.fullmatch(text):
+        raise InvalidKey(_no_beginning(text))
+    found = {
+        entry.key
+        for tier in daemon.stats().tiers
+        for entry in daemon.all_entries(Tier(tier.tier))
+        if entry.key.hex().startswith(text)
+    }
+    if not found:
+        raise UnknownEntry(f"no entry has a key that begins with {text}")
+    if len(found) > 1:
+        some = ", ".join(sorted(key.hex()[: len(text) + 8] for key in found)[:5])
+        raise InvalidKey(
+            f"{len(found):,} keys begin with {text}, such as {some}: write more digits"
+        )
+    return found.pop()
+
+
+def _no_beginning(text: str) -> str:
+    return f"{text[:80]!r} begins no key: write {MIN_KEY_DIGITS} to 64 hexadecimal digits"
+
+
+def why(
+    ctl: Ctl,
+    key: Annotated[str, typer.Argument(help="Hexadecimal; its first 4 digits or more are enough.")],
+) -> None:
+    """Say why an entry is there or is not: when and by whom it was saved, why it was evicted.
+
+    The daemon remembers the latest events since its start, as many as server.journal allows.
+    """
+    from .views.daemon import why_view
+
+    text = key.strip().lower()
+    if not _BEGINNING.fullmatch(text):
+        fail(_no_beginning(key), ExitCode.BAD_INPUT)
+    with ctl.connect() as daemon:
+        response = daemon.why(bytes.fromhex(text[: len(text) // 2 * 2]))
+    if len(text) % 2:
+        # The daemon searches for whole bytes. The last digit is half a byte.
+        for listed in (response.events, response.present, response.shared):
+            kept = [one for one in listed if one.key.hex().startswith(text[: 2 * len(one.key)])]
+            del listed[:]
+            listed.extend(kept)  # type: ignore[arg-type]
+    ctl.show(response, lambda: why_view(text, response, time.time_ns()))
+
+
+def preview(
+    ctl: Ctl,
+    payload: Annotated[int, size_option("Of one entry: 5MiB.", "--bytes")],
+    tier: TierOption,
+    entries: Annotated[int, typer.Option(min=1, max=4096, help="How many of that size.")] = 1,
+    namespace: Annotated[
+        str, typer.Option(help="Namespace of the client's token (default: none).")
+    ] = "",
+) -> None:
+    """Say whether entries of SIZE could be admitted, and what they would evict.
+
+    Changes nothing. Exits 1 when they could not be admitted now.
+    """
+    from .views.daemon import preview_view
+
+    with ctl.connect() as daemon:
+        response = daemon.preview(tier, payload, entries, namespace)
+    ctl.show(response, lambda: preview_view(response, tier.label, time.time_ns()))
+    exit_if(not response.admissible)
+
+
+# ---- clients
+
+
+def claims(ctl: Ctl) -> None:
+    """List who holds entries, since when, and for how much longer."""
+    from .views.daemon import claims_table
+
+    with ctl.connect() as daemon:
+        found = daemon.claims()
+    ctl.show({"claims": found}, lambda: claims_table(found))
+
+
+def reservations(ctl: Ctl) -> None:
+    """List saves that are not published yet, and their stage."""
+    from .views.daemon import reservations_table
+
+    with ctl.connect() as daemon:
+        found = daemon.reservations()
+    ctl.show({"reservations": found}, lambda: reservations_table(found))
+
+
+def sessions(
+    ctl: Ctl,
+    every: Annotated[float | None, time_option("Take two samples, TIME apart.")] = None,
+) -> None:
+    """List connected clients, and how much each holds, saves and restores.
+
+    Rates are averages since a session was opened or, with --every, between the two samples.
+    """
+    from .message_json import as_dict
+    from .views.daemon import session_rates, sessions_table
+
+    before: Sequence[pb.SessionDetail] = ()
+    between_s = 0.0
+    with ctl.connect() as daemon:
+        if every is not None:
+            before, sampled_s = daemon.sessions().sessions, time.monotonic()
+            time.sleep(every)
+            between_s = time.monotonic() - sampled_s
+        found = daemon.sessions().sessions
+    rates = session_rates(found, before, between_s)
+    data = [
+        as_dict(session) | {"per_second": rate._asdict()}
+        for session, rate in zip(found, rates, strict=True)
+    ]
+    ctl.show({"sessions": data}, lambda: sessions_table(found, rates, between_s))

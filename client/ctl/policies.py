@@ -1,0 +1,372 @@
+"""What policies would hit of a trace at which capacity: `replay`, `curve` and `advise`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from . import lab
+from .command import STDOUT, root_options, size_option, time_option
+
+if TYPE_CHECKING:
+    from ..lab.columns import TraceColumns
+    from ..lab.curve import LruCurve
+    from ..lab.simulate import Cell, ReplayResult, TouchOrder
+    from ..lab.trace import Request
+
+#: Panels of options in --help.
+PICTURES: Final = "Pictures and pages"
+SAMPLE: Final = "Sampling"
+LIMITS: Final = "The most of each tier; without any of these, all is RAM"
+GOAL: Final = "The goal"
+#: The capacities when none is named, as shares of the different blocks.
+DEFAULT_FRACTIONS: Final = "0.01,0.05,0.1,0.2,0.5"
+
+
+def replay(
+    ctx: typer.Context,
+    trace: lab.TraceArgument,
+    limit: lab.LimitOption = None,
+    skip_bad: lab.SkipBadOption = False,
+    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_bytes: lab.BlockBytesOption = None,
+    policy: lab.PoliciesOption = None,
+    capacity_blocks: lab.CapacityBlocksOption = None,
+    capacity: lab.CapacityOption = None,
+    capacity_fraction: lab.CapacityFractionOption = None,
+    touch_order: lab.TouchOrderOption = "in-order",
+    per_request: Annotated[
+        bool, typer.Option("--per-request", help="Add the hits of every request to the JSON.")
+    ] = False,
+    jobs: lab.JobsOption = None,
+    json_file: lab.JsonFileOption = None,
+) -> None:
+    """Replay a trace through the policies: what each hits at each capacity.
+
+    Exact, and without a daemon: replay-live sends a trace through one.
+    """
+    from ..lab.columns import TraceColumns
+    from ..lab.simulate import TouchOrder, replay_document
+    from ..lab.trace import read_trace
+    from .views.lab import replay_view
+    from .views.progress import reading
+
+    target = lab.json_target(root_options(ctx), json_file)
+    with lab.bad_input():
+        order = lab.parse_name("touch order", touch_order, TouchOrder)
+        cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        columns = TraceColumns.load(reading(reader, "reading"))
+        results = _replays(columns, cells, block_tokens, per_request, jobs)
+        document = replay_document(columns.summary(block_tokens), results)
+        data = {"block_tokens": block_tokens, **document}
+    lab.warn(reader.warnings())
+    lab.show(data, target, lambda: replay_view(data, block_bytes))
+
+
+def curve(
+    ctx: typer.Context,
+    trace: lab.TraceArgument,
+    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_bytes: lab.BlockBytesOption = None,
+    touch_order: lab.TouchOrderOption = "in-order",
+    points: Annotated[int, typer.Option(min=2, help="Points of the curve to write.")] = 256,
+    limit: lab.LimitOption = None,
+    skip_bad: lab.SkipBadOption = False,
+    policy: lab.PoliciesOption = None,
+    capacity_blocks: lab.CapacityBlocksOption = None,
+    capacity: lab.CapacityOption = None,
+    capacity_fraction: lab.CapacityFractionOption = None,
+    jobs: lab.JobsOption = None,
+    sample_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE,...",
+            help="Also estimate the curve from this share of the blocks, and show the error of "
+            "the estimate.",
+            rich_help_panel=SAMPLE,
+        ),
+    ] = None,
+    sample_blocks: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...", help="The same from at most N blocks.", rich_help_panel=SAMPLE
+        ),
+    ] = None,
+    sample_only: Annotated[
+        bool,
+        typer.Option(
+            "--sample-only",
+            help="Only the estimate, which needs memory for the sample alone: for huge traces.",
+            rich_help_panel=SAMPLE,
+        ),
+    ] = False,
+    seed: Annotated[
+        int, typer.Option(help="Another seed takes another sample.", rich_help_panel=SAMPLE)
+    ] = 0,
+    svg: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Draw the curve.", rich_help_panel=PICTURES)
+    ] = None,
+    html: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Write a page with all results.", rich_help_panel=PICTURES
+        ),
+    ] = None,
+    json_file: lab.JsonFileOption = None,
+) -> None:
+    """Show the hit rate at every capacity.
+
+    One pass over a trace gives the exact hit tokens of LRU for every number of
+    blocks, and the knee, where more memory starts to pay less. The other policies
+    are replayed at the capacities that are named; with --html also without any, at
+    some shares of the different blocks.
+    """
+    from ..lab.charts import curve_picture
+    from ..lab.columns import TraceColumns, TraceSummary
+    from ..lab.curve import exact_curve, sampled_curve
+    from ..lab.report import render_report, report_data
+    from ..lab.simulate import TouchOrder
+    from ..lab.trace import read_trace
+    from .views.lab import curve_view
+    from .views.progress import reading
+
+    target = lab.json_target(root_options(ctx), json_file)
+    if html is not None and not sample_only and not (capacity_blocks or capacity):
+        capacity_fraction = capacity_fraction or DEFAULT_FRACTIONS
+    with_replays = any((capacity_blocks, capacity, capacity_fraction))
+    with lab.bad_input():
+        samplings = _samplings(sample_rate, sample_blocks, seed)
+        if sample_only and (len(samplings) != 1 or with_replays):
+            raise ValueError("without the exact curve it takes one sample, and no capacities")
+        order = lab.parse_name("touch order", touch_order, TouchOrder)
+        cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        settings: dict[str, Any] = {"block_tokens": block_tokens, "touch_order": order}
+        results: list[ReplayResult] = []
+        sampled: list[LruCurve] = []
+        if sample_only:
+            stream = _Stream(reading(reader, "sampling"))
+            found = sampled_curve(stream, **samplings[0], **settings)
+            summary = TraceSummary(
+                found.requests,
+                stream.blocks,
+                found.unique_blocks,
+                found.prompt_tokens,
+                found.infinite_hit_tokens,
+            )
+        else:
+            columns = TraceColumns.load(reading(reader, "reading"))
+            found = exact_curve(columns, **settings)
+            summary = columns.summary(block_tokens)
+            sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
+            if with_replays:
+                results = _replays(columns, cells, block_tokens, False, jobs)
+        data = report_data(
+            lab.title_of(trace),
+            summary.to_json(),
+            found,
+            results=results,
+            sampled=sampled,
+            block_bytes=block_bytes,
+            most_points=points,
+        )
+    lab.warn(reader.warnings())
+    if svg is not None:
+        lab.write_text(svg, curve_picture(data))
+    if html is not None:
+        lab.write_text(html, render_report(data))
+    lab.show(data, target, lambda: curve_view(data))
+
+
+def _cells(
+    policy: str | None,
+    order: TouchOrder,
+    capacity_blocks: str | None,
+    capacity: str | None,
+    block_bytes: int | None,
+    capacity_fraction: str | None,
+) -> Callable[[int], list[Cell]]:
+    """A function from the number of different blocks to the cells to replay. Raises ValueError for
+    bad options, before the trace is read."""
+    from ...proto.units import parse_bytes
+    from ...tiers.eviction import POLICIES
+    from ..lab.simulate import Cell
+
+    if capacity is not None and block_bytes is None:
+        raise ValueError("a capacity in bytes needs the bytes of a block (--block-bytes)")
+    if capacity_blocks is capacity is capacity_fraction is None:
+        capacity_fraction = DEFAULT_FRACTIONS
+    blocks = lab.parse_list("number of blocks", capacity_blocks, int)
+    sizes = [parse_bytes(size) for size in lab.parse_list("size", capacity, str)]
+    fractions = lab.parse_list("fraction", capacity_fraction, float)
+    policies = [*POLICIES] if policy is None else lab.parse_list("policy", policy, str)
+    for name in policies:
+        for count in (0, *blocks):
+            Cell(name, count)  # checks both
+    for fraction in fractions:
+        if not 0 <= fraction < float("inf"):
+            raise ValueError(f"a fraction of the blocks must not be negative, got {fraction}")
+
+    def cells(unique_blocks: int) -> list[Cell]:
+        capacities = [
+            *blocks,
+            *(size // (block_bytes or 1) for size in sizes),
+            *(round(fraction * unique_blocks) for fraction in fractions),
+        ]
+        return [Cell(p, c, order) for p in policies for c in dict.fromkeys(capacities)]
+
+    return cells
+
+
+def _replays(
+    columns: TraceColumns,
+    cells_for: Callable[[int], list[Cell]],
+    block_tokens: int,
+    per_request: bool,
+    jobs: int | None,
+) -> list[ReplayResult]:
+    from rich.progress import MofNCompleteColumn
+
+    from ..lab.simulate import available_jobs, replay_all
+    from .views.progress import bar
+
+    cells = cells_for(columns.unique_blocks)
+    with bar(MofNCompleteColumn()) as progress:
+        task = progress.add_task("replaying", total=len(cells))
+        return replay_all(
+            columns,
+            cells,
+            block_tokens=block_tokens,
+            per_request=per_request,
+            jobs=available_jobs() if jobs is None else jobs,
+            on_result=lambda _result: progress.advance(task),
+        )
+
+
+def _samplings(rates: str | None, sizes: str | None, seed: int) -> list[dict[str, Any]]:
+    """Keyword arguments for `sampled_curve`. Raises ValueError for bad ones."""
+    from ..lab.curve import sampled_curve
+
+    samplings: list[dict[str, Any]] = [
+        *({"rate": rate} for rate in lab.parse_list("sampling rate", rates, float)),
+        *({"max_blocks": size} for size in lab.parse_list("number of blocks", sizes, int)),
+    ]
+    for sampling in samplings:
+        sampled_curve((), **sampling)  # checks them
+    return [{**sampling, "seed": seed} for sampling in samplings]
+
+
+class _Stream:
+    """The blocks and lengths of requests, as a curve takes them. Counts the blocks."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self.blocks = 0
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
+        for request in self._requests:
+            self.blocks += len(request.hash_ids)
+            yield request.hash_ids, request.input_length
+
+
+def advise(
+    ctx: typer.Context,
+    trace: lab.TraceArgument,
+    bytes_per_token: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="KV state of a token, all layers: 131072 or 128KiB."),
+    ] = None,
+    model_shape: Annotated[
+        str | None,
+        typer.Option(
+            metavar="L,H,D,B",
+            help="Or the model's layers, KV heads, head dimension and bytes per number: "
+            "32,8,128,2 is Llama 3 8B in 16 bits.",
+        ),
+    ] = None,
+    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    hit_rate: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help="The share of prompt tokens to hit: 0.3 or 30%.",
+            rich_help_panel=GOAL,
+        ),
+    ] = None,
+    fraction_of_best: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE",
+            help="Or a share of the hits of a cache without limits.",
+            rich_help_panel=GOAL,
+        ),
+    ] = "0.9",
+    ram: Annotated[int | None, size_option("As 64GiB.", panel=LIMITS)] = None,
+    shm: Annotated[int | None, size_option("As 64GiB.", panel=LIMITS)] = None,
+    disk: Annotated[int | None, size_option("As 2TiB.", panel=LIMITS)] = None,
+    reorder_window: Annotated[
+        float, time_option("How long requests may wait to be sorted by prefix.", show_default="10s")
+    ] = 10.0,
+    limit: lab.LimitOption = None,
+    skip_bad: lab.SkipBadOption = False,
+    json_file: lab.JsonFileOption = None,
+) -> None:
+    """Say how much memory a hit rate takes, tier by tier.
+
+    From the exact LRU curve: the working set, 20 % of headroom, the budgets of
+    RAM, /dev/shm and disk, what sorting requests by shared prefix would add, and
+    a piece of prefixd.toml.
+    """
+    from ..lab import advise as adviser
+    from ..lab.curve import curve_of
+    from ..lab.trace import read_trace
+    from .views.lab import advice
+    from .views.progress import Rereading, reading
+
+    target = lab.json_target(root_options(ctx), json_file)
+    limits = {"ram": ram, "shm": shm, "disk": disk}
+    with lab.bad_input():
+        token_bytes = _token_bytes(bytes_per_token, model_shape)
+        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        requests = (
+            list(reading(reader, "reading"))
+            if trace == STDOUT  # standard input can be read only once
+            else Rereading(reader, "measuring", "dividing", "reordering")
+        )
+        found = adviser.advise(
+            requests,
+            lambda given: curve_of(given, block_tokens=block_tokens),
+            bytes_per_token=token_bytes,
+            block_tokens=block_tokens,
+            hit_rate=None if hit_rate is None else _share(hit_rate),
+            fraction_of_best=_share(fraction_of_best),
+            limits={tier: size for tier, size in limits.items() if size is not None},
+            window_ms=round(reorder_window * 1000),
+        )
+    data = {"path": trace, "model_shape": model_shape, **found.to_json()}
+    lab.warn(reader.warnings())
+    lab.show(data, target, lambda: advice(data))
+
+
+def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:
+    from ...proto.units import parse_bytes
+    from ..lab.advise import parse_model_shape
+
+    if (bytes_per_token is None) == (model_shape is None):
+        raise ValueError("say how big a token's KV state is: --bytes-per-token or --model-shape")
+    if model_shape is not None:
+        return parse_model_shape(model_shape).bytes_per_token
+    assert bytes_per_token is not None
+    return parse_bytes(bytes_per_token)
+
+
+def _share(text: str) -> float:
+    """`0.3` or `30%`."""
+    try:
+        return float(text[:-1]) / 100 if text.endswith("%") else float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is no share: write 0.3 or 30%") from None
