@@ -21,7 +21,7 @@ T = TypeVar("T")
 #: Slabs as small as they can be: entries take what they need, and budgets can be tiny.
 SMALL_SLABS: Final = ("--ram.slab=4KiB", "--shm.slab=4KiB", "--disk.slab=4KiB")
 #: To zero the 64 MiB that a client has by default takes longer than most tests.
-SMALL_STAGING: Final = "--server.staging=16MiB"
+SMALL_STAGING: Final = "--server.staging=4MiB"
 #: Two seconds on a loaded machine are nothing. Only a test that fails waits for it.
 WITHIN_S: Final = 60.0
 #: Between two questions.
