@@ -14,8 +14,9 @@ from prefixd.client.ctl.connection import Health
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import eventually
+from tests.support.event_loop import in_loop
 from tests.support.outside import daemon_process
-from tests.support.running import Refused, in_loop, key, payload
+from tests.support.running import Refused, key, payload
 
 DATA = payload(1, 100_000)
 #: Above what is copied on the loop itself.

@@ -14,8 +14,9 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from tests.support.columns import Item
 from tests.support.daemon import eventually
+from tests.support.event_loop import in_loop
 from tests.support.outside import DaemonProcess, assert_sound, daemon_process
-from tests.support.running import in_loop, key, payload
+from tests.support.running import key, payload
 
 DATA = payload(1, 100_000)
 #: The disk tier comes back two entries at a time, and stops behind the first of these until a

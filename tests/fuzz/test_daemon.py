@@ -23,6 +23,7 @@ from tests.proto.test_contract import METHODS
 from tests.server.api.test_grpc_adapter import raw_call
 from tests.support.bad_input import ERRORS
 from tests.support.data_client import HOST
+from tests.support.event_loop import shared_loop
 from tests.support.running import OpenSession, Refused, answer, key, payload, running
 
 from .ends import Ends, is_unsent
@@ -46,7 +47,6 @@ class Daemon(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self._directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
-        self._loop = asyncio.new_event_loop()
         self._logged: list[dict[str, Any]] = []
         structlog.configure(processors=[self._log], cache_logger_on_first_use=False)
         self._ends = Ends()
@@ -68,7 +68,7 @@ class Daemon(RuleBasedStateMachine):
             async with asyncio.timeout(BOUND_S):
                 return await what
 
-        return self._loop.run_until_complete(bounded())
+        return shared_loop().run_until_complete(bounded())
 
     async def _open(self) -> OpenSession:
         return await self._daemon.open()
@@ -192,8 +192,6 @@ class Daemon(RuleBasedStateMachine):
             self._do(self._ended())
         finally:
             self._do(self._context.__aexit__(None, None, None))
-            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
-            self._loop.close()
             self._ends.close()
             structlog.reset_defaults()
             shutil.rmtree(self._directory)

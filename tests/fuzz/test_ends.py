@@ -11,7 +11,8 @@ import pytest
 from prefixd.proto.vocabulary import Tier
 from tests.proto.test_contract import METHODS
 from tests.server.api.test_grpc_adapter import raw_call
-from tests.support.running import Refused, answer, in_loop, key, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, answer, key, running
 
 from .ends import Ends, is_unsent
 

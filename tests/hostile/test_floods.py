@@ -37,8 +37,9 @@ from tests.support.daemon import (
     temporary_directories,
 )
 from tests.support.entries import key_of, restore, save
+from tests.support.event_loop import in_loop
 from tests.support.outside import DaemonProcess
-from tests.support.running import OpenSession, Outside, Refused, answer, in_loop, item, key, part
+from tests.support.running import OpenSession, Outside, Refused, answer, item, key, part
 
 MIB: Final = 2**20
 #: What a daemon needs anyway while it is busy: gRPC's buffers, messages, what is free in its heap.

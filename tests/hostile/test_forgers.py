@@ -18,12 +18,12 @@ from google.protobuf.descriptor import Descriptor
 from prefixd.proto import prefixd_pb2 as pb
 from tests.support.columns import StagedPart, columns, staged
 from tests.support.data_client import data_connection
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     part,

@@ -1,6 +1,5 @@
 """The error tree: a total table, and the same class on the other side of a real gRPC call."""
 
-import asyncio
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from prefixd.proto.errors import (
     from_grpc,
     metadata_of,
 )
+from tests.support.event_loop import run
 
 SENTENCE = "the key is 31 bytes, §é: send 32\nand try no more"
 
@@ -172,7 +172,7 @@ def test_the_asyncio_stack_tells_the_same(address: str) -> None:
                 errors.append(from_grpc(failure.value))
         return errors
 
-    errors = asyncio.run(calls())
+    errors = run(calls())
     assert [type(error) for error in errors] == CLASSES
     assert {str(error) for error in errors} == {SENTENCE}
 

@@ -26,8 +26,9 @@ from prefixd.server.certificates import SOON_NS, Certificates
 from prefixd.server.config.loading import load_config
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually, tcp_address
+from tests.support.event_loop import in_loop
 from tests.support.outside import DaemonProcess, daemon_process
-from tests.support.running import ManualClock, in_loop, running
+from tests.support.running import ManualClock, running
 
 DATA = bytes(range(256)) * 1_000
 

@@ -18,8 +18,9 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.arena_store import ARENA_FILE
 from prefixd.tiers.records import USAGE_FILE
 from prefixd.tiers.row_table import RECORDS_FILE
+from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process, python
-from tests.support.running import in_loop, key, payload
+from tests.support.running import key, payload
 
 DATA = payload(1)
 SURVIVING = (Tier.SHM, Tier.DISK)

@@ -31,6 +31,7 @@ from prefixd.tiers.arena import Arena, BaseArena
 from prefixd.tiers.arena_store import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
 from tests.support.daemon import eventually
+from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process
 from tests.support.running import (
     MACHINE,
@@ -38,7 +39,6 @@ from tests.support.running import (
     Outside,
     Refused,
     answer,
-    in_loop,
     item,
     key,
     part,

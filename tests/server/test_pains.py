@@ -9,7 +9,8 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from tests.support.running import in_loop, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import key, payload, running
 
 PAYLOAD_BYTES = 20_000
 

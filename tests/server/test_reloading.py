@@ -14,7 +14,8 @@ from prefixd.proto.errors import ConfigError
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
 from prefixd.server.reloading import FileChange, FilesRead, Reloader, values
-from tests.support.running import Refused, Running, answer, in_loop, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, Running, answer, running
 
 
 @pytest.fixture(autouse=True)

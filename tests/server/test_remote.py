@@ -25,7 +25,8 @@ from prefixd.server.config.loading import load_config
 from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.daemon import private_daemon, tcp_address
-from tests.support.running import Running, in_loop, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Running, running
 
 TOKENS = {role: f"{role.name.lower()}-" * 10 for role in Role}
 KEY = Key(b"\xab" * 32)

@@ -21,17 +21,8 @@ from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.columns import Item
 from tests.support.data_client import HOST, secured_connection
-from tests.support.running import (
-    OpenSession,
-    Outside,
-    Refused,
-    answer,
-    in_loop,
-    item,
-    key,
-    part,
-    stream,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, Outside, Refused, answer, item, key, part, stream
 from tests.support.tenants import (
     COMMON,
     DATA,

@@ -13,13 +13,13 @@ from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
 from tests.support.columns import columns
 from tests.support.data_client import DataConnection, data_connection
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     LocalConnection,
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     part,

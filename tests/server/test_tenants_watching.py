@@ -15,7 +15,8 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
-from tests.support.running import Refused, Running, answer, in_loop, key, payload
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, Running, answer, key, payload
 from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
 from tests.support.watchers import Watcher
 

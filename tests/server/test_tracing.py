@@ -27,7 +27,8 @@ from prefixd.server.config.loading import load_config
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.tracing import OtelTracing, make_provider, shut_down
 from tests.support.columns import Item
-from tests.support.running import Refused, answer, in_loop, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, answer, key, payload, running
 from tests.support.spans import Told, memory_provider, spans_of, tree
 
 PARENT: Final = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -11,12 +11,8 @@ from prefixd.server.core.events import ReserveAsked, SaveItem
 from prefixd.server.runtime.incoming import Incoming
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
-from tests.support.running import (
-    PATIENCE_S,
-    OpenSession,
-    Running,
-    key,
-)
+from tests.support.event_loop import PATIENCE_S
+from tests.support.running import OpenSession, Running, key
 
 
 class Gate:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
@@ -49,8 +49,6 @@ from prefixd.server.runtime.recovery import Recovery
 from prefixd.tiers.store import Store
 from tests.support.columns import Item, columns
 
-#: What a test waits for at most before it fails.
-PATIENCE_S: Final = 60.0
 SLAB: Final = 4096
 STAGING_BYTES: Final = 2**20
 HEARTBEAT_NS: Final = 2_000_000_000
@@ -59,31 +57,6 @@ RESERVATION_TTL_MS: Final = 60_000
 MACHINE: Final = Machine(2**34, 2**34, 2**34, 2**34, 2**34, 0)
 
 Wrap = Callable[[Store], Store]
-
-
-def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run an asynchronous test. What nobody caught in its loop fails it, but for one thing that
-    is known of gRPC (its issue 25364): of two event loops that are woken for one byte, that of an
-    earlier test too, the later one finds nothing to read and says so."""
-
-    @functools.wraps(test)
-    def run(*args: Any, **kwargs: Any) -> None:
-        async def watched() -> None:
-            stray: list[dict[str, Any]] = []
-
-            def uncaught(_loop: asyncio.AbstractEventLoop, what: dict[str, Any]) -> None:
-                woken_for_nothing = isinstance(what.get("exception"), BlockingIOError)
-                if not (woken_for_nothing and "PollerCompletionQueue" in what["message"]):
-                    stray.append(what)
-
-            asyncio.get_running_loop().set_exception_handler(uncaught)
-            async with asyncio.timeout(PATIENCE_S):
-                await test(*args, **kwargs)
-            assert not stray, f"nobody caught {stray}"
-
-        asyncio.run(watched())
-
-    return run
 
 
 class ManualClock(Clock):

@@ -25,6 +25,7 @@ from prefixd.tiers.arena_store import ARENA_FILE
 from prefixd.tiers.eviction import POLICIES
 from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.event_loop import in_loop
 from tests.support.incoming import Gate
 from tests.support.lengths import times
 from tests.support.running import (
@@ -33,7 +34,6 @@ from tests.support.running import (
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     payload,

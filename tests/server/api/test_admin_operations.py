@@ -21,19 +21,9 @@ from prefixd.server.api.admin import audit
 from prefixd.server.api.calls import Process
 from prefixd.tiers.store import Damaged, Store
 from tests.contract.faulty import FaultyStore
+from tests.support.event_loop import PATIENCE_S, in_loop
 from tests.support.incoming import Gate
-from tests.support.running import (
-    PATIENCE_S,
-    Refused,
-    Running,
-    answer,
-    in_loop,
-    item,
-    key,
-    next_of,
-    payload,
-    running,
-)
+from tests.support.running import Refused, Running, answer, item, key, next_of, payload, running
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from tests.server.api.test_admin import DATA, SLAB, TIERS, fill
-from tests.support.running import Running, answer, in_loop, item, key, part, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Running, answer, item, key, part, running
 
 
 @TIERS

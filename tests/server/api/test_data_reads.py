@@ -26,15 +26,8 @@ from tests.support.data_client import (
     fetch_of,
     generation_of,
 )
-from tests.support.running import (
-    OpenSession,
-    Refused,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, Refused, item, key, payload, running
 
 DATA = payload(1)
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)

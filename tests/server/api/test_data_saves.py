@@ -15,13 +15,8 @@ from tests.support.data_client import (
     daemon_for_large,
     data_connection,
 )
-from tests.support.running import (
-    Refused,
-    in_loop,
-    item,
-    key,
-    payload,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, item, key, payload
 
 DATA = payload(1)
 SAVED = pb.SAVE_STATUS_SAVED

@@ -22,14 +22,8 @@ from tests.support.data_client import (
     fetch_of,
     generation_of,
 )
-from tests.support.running import (
-    Refused,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, item, key, payload, running
 
 DATA = payload(1)
 

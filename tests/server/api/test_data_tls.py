@@ -30,16 +30,8 @@ from prefixd.server.config.loading import load_config
 from prefixd.server.remote import tokens_of
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
-from tests.support.running import (
-    OpenSession,
-    Refused,
-    Running,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, Refused, Running, item, key, payload, running
 
 TOKENS = {role: f"{role.name.lower()}-" * 10 for role in Role}
 DATA = payload(1)

@@ -21,17 +21,8 @@ from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_servic
 from prefixd.server.api.messages import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
-from tests.support.running import (
-    Refused,
-    answer,
-    in_loop,
-    key,
-    next_of,
-    payload,
-    rest_of,
-    running,
-    stream,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, answer, key, next_of, payload, rest_of, running, stream
 
 METHODS = [
     method for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods

@@ -25,13 +25,13 @@ from prefixd.server.api.sessions import Membership
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.arena import SEALS, Arena
+from tests.support.event_loop import in_loop
 from tests.support.fakes_local import open_descriptors
 from tests.support.running import (
     STAGING_BYTES,
     OpenSession,
     Refused,
     Running,
-    in_loop,
     key,
     payload,
     running,

@@ -42,7 +42,7 @@ from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
 from tests.support.chromium import Browser, browser, find_chromium
 from tests.support.daemon import eventually, metrics_of, private_daemon
-from tests.support.running import in_loop
+from tests.support.event_loop import in_loop
 
 ANYWHERE = "127.0.0.1:0"
 

@@ -18,16 +18,8 @@ from prefixd.proto.errors import PrefixdError
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import lent_saves
 from prefixd.server.runtime.lent_memory import LentMemory, LentTurn
-from tests.support.running import (
-    PATIENCE_S,
-    OpenSession,
-    Refused,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import OpenSession, Refused, item, key, payload, running
 
 TOKEN = b"sixteen bytes, 1"
 

@@ -18,13 +18,13 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import calls
 from prefixd.server.api import local_socket as module
 from tests.support.bare import bare, claim_of, frame, make_staging, served
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     LocalConnection,
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     payload,

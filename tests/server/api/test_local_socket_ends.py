@@ -24,18 +24,10 @@ from prefixd.server.api.service import CacheService
 from prefixd.server.runtime import incoming
 from tests.support.bare import Bare, bare, claim_of, frame, served
 from tests.support.columns import StagedPart, staged
+from tests.support.event_loop import in_loop
 from tests.support.fakes_local import open_descriptors
 from tests.support.incoming import Gate
-from tests.support.running import (
-    OpenSession,
-    Running,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-    some_turns,
-)
+from tests.support.running import OpenSession, Running, item, key, payload, running, some_turns
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])

@@ -16,14 +16,8 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES
 from prefixd.server.api import connections, local_socket
 from prefixd.server.api.local_socket import _Connection
 from tests.support.bare import bare, claim_of, frame, served
-from tests.support.running import (
-    Refused,
-    in_loop,
-    key,
-    payload,
-    running,
-    some_turns,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, key, payload, running, some_turns
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])

@@ -26,12 +26,12 @@ from prefixd.server.runtime import slices
 from prefixd.tiers.store import Damaged
 from tests.server.api.test_hand_over import handed_over
 from tests.support.data_client import data_connection
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     payload,

@@ -30,7 +30,8 @@ from prefixd.server.core.events import SaveItem
 from tests.support.bare import bare, frame
 from tests.support.columns import Item, StagedPart, columns, staged
 from tests.support.data_client import data_connection
-from tests.support.running import Refused, answer, in_loop, key, payload, running, stream
+from tests.support.event_loop import in_loop
+from tests.support.running import Refused, answer, key, payload, running, stream
 from tests.support.unseen import Unseen
 
 TIERS = {Tier.RAM, Tier.DISK}

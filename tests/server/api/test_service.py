@@ -20,12 +20,12 @@ from tests.proto.test_contract import METHODS, can_be_wrong, comment_of
 from tests.support import bad_input
 from tests.support.bad_input import DATA, FLAGS, THERE, mistakes
 from tests.support.columns import Item
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     part,

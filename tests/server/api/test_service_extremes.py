@@ -16,17 +16,8 @@ from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.proto.test_contract import METHODS
 from tests.server.api.test_grpc_adapter import raw_call
 from tests.support.bad_input import DATA, ERRORS, THERE
-from tests.support.running import (
-    OpenSession,
-    Refused,
-    answer,
-    in_loop,
-    item,
-    key,
-    next_of,
-    part,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, Refused, answer, item, key, next_of, part, running
 
 BITS_32, BITS_64 = [1, 2**31, 2**32 - 1], [1, 2**40, 2**63, 2**64 - 1]
 EXTREMES: dict[int, list[Any]] = {

@@ -20,12 +20,12 @@ from prefixd.server.api import sessions
 from prefixd.server.core.effects import TellClaimLost
 from prefixd.tiers.store import Damaged, Store, StoreError
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     part,

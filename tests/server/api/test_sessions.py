@@ -18,6 +18,7 @@ from prefixd.server.api.calls import Process
 from prefixd.server.api.sessions import Sessions
 from prefixd.server.runtime import loop
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     CLAIM_LEASE_MS,
     HEARTBEAT_NS,
@@ -25,7 +26,6 @@ from tests.support.running import (
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     next_of,

@@ -21,11 +21,11 @@ from prefixd.server.api import watching
 from prefixd.server.core.answers import LookupAnswer
 from prefixd.server.core.events import LookupAsked
 from tests.server.runtime.test_loop import Broken, Questions
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     OpenSession,
     Refused,
     answer,
-    in_loop,
     item,
     key,
     part,

@@ -13,7 +13,8 @@ from prefixd.server.core.effects import Erase, IndexDelete, IndexPut
 from prefixd.server.core.entries import Entry
 from prefixd.server.runtime import changes
 from prefixd.server.runtime.changes import COST_BYTES, ChangeLog, WatchedTooSlowly
-from tests.support.running import in_loop, key, some_turns
+from tests.support.event_loop import in_loop
+from tests.support.running import key, some_turns
 
 
 def entry(number: int) -> Entry:

@@ -12,7 +12,8 @@ from prefixd.server.api.metrics import StateCollector, lag_dict
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.runtime.clock import BOUNDS_NS, PULSE_NS, Clock, LoopLag
-from tests.support.running import ManualClock, answer, in_loop, item, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import ManualClock, answer, item, key, payload, running
 
 MS = 1_000_000
 DATA = payload(1)

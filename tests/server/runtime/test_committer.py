@@ -23,7 +23,8 @@ from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
 from tests.contract.faulty import Crash, Fault, FaultyStore
 from tests.support.daemon import eventually
-from tests.support.running import PATIENCE_S, SLAB, in_loop, key, payload, running
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import SLAB, key, payload, running
 from tests.support.stores import held, make_ready, record_of, sealed
 
 DATA = payload(1, 100)

@@ -19,15 +19,8 @@ from prefixd.server.runtime import recovery
 from prefixd.tiers import records
 from prefixd.tiers.store import RecoveryBatch, StoreError
 from tests.contract.faulty import Fault, FaultyStore
-from tests.support.running import (
-    PATIENCE_S,
-    ManualClock,
-    Running,
-    in_loop,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import ManualClock, Running, key, payload, running
 
 DATA = payload(1)
 BOUND_NS = 10_000_000_000

@@ -24,13 +24,13 @@ from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
 from tests.support.columns import StagedPart, staged
+from tests.support.event_loop import in_loop
 from tests.support.incoming import Gate, begin
 from tests.support.running import (
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     next_of,

@@ -17,8 +17,9 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import lent_memory
 from prefixd.server.runtime.lent_memory import LentMemory, LentPayload, LentTurn, turns_of
 from prefixd.server.runtime.writes import Write
+from tests.support.event_loop import in_loop
 from tests.support.incoming import begin
-from tests.support.running import Running, in_loop, payload, running
+from tests.support.running import Running, payload, running
 
 TOKEN = secrets.token_bytes(16)
 

@@ -42,17 +42,8 @@ from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.writes import Piece
 from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import Damaged
-from tests.support.running import (
-    OpenSession,
-    Refused,
-    Running,
-    answer,
-    in_loop,
-    item,
-    key,
-    payload,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, Refused, Running, answer, item, key, payload, running
 
 DATA = payload(1)
 MINUTE_NS = 60_000_000_000

@@ -11,7 +11,8 @@ from structlog.testing import capture_logs
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.runtime.pressure import PART, Pressure, Watermarks, check_reading
-from tests.support.running import Running, in_loop, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import Running, key, payload, running
 
 MARKS = Watermarks(high=0.9, low=0.8, max_stalled=0.5)
 TOTAL = 1_000_000

@@ -12,7 +12,7 @@ import pytest
 from prefixd.server.core.tables import TierCounters
 from prefixd.server.runtime import process_memory
 from prefixd.server.runtime.process_memory import Freezer, IdleHeap, give_back_idle_heap
-from tests.support.running import in_loop
+from tests.support.event_loop import in_loop
 
 MIB = 2**20
 

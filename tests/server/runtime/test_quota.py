@@ -8,7 +8,8 @@ import pytest
 
 from prefixd.proto.errors import LimitReached
 from prefixd.server.runtime.quota import Quota
-from tests.support.running import PATIENCE_S, in_loop, some_turns
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import some_turns
 
 
 def quota(limit_bytes: int = 100, wait_s: float = PATIENCE_S) -> Quota:

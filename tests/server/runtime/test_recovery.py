@@ -26,14 +26,13 @@ from prefixd.tiers.row_table import RECORDS_FILE
 from prefixd.tiers.rows import ROW_BYTES
 from prefixd.tiers.store import Location, RecoveryBatch, Store, StoredEntry
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.event_loop import PATIENCE_S, in_loop
 from tests.support.running import (
-    PATIENCE_S,
     SLAB,
     ManualClock,
     OpenSession,
     Running,
     answer,
-    in_loop,
     item,
     key,
     payload,

@@ -19,7 +19,8 @@ from prefixd.server.core.events import LookupAsked
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter
 from tests.server.runtime.test_loop import Broken, FailingIndex, Questions
-from tests.support.running import answer, in_loop, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import answer, key, payload, running
 
 
 def spread(number: int) -> Key:

@@ -14,13 +14,13 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import TierState
 from prefixd.tiers.store import Location, StoreFull
 from tests.contract.faulty import FaultyStore
+from tests.support.event_loop import in_loop
 from tests.support.running import (
     SLAB,
     OpenSession,
     Refused,
     Running,
     answer,
-    in_loop,
     item,
     key,
     payload,

@@ -23,16 +23,8 @@ from prefixd.server.runtime.scrubbing import (
 from prefixd.server.runtime.verification import ENTRY_BYTES
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.columns import Item
-from tests.support.running import (
-    ManualClock,
-    Running,
-    answer,
-    in_loop,
-    key,
-    part,
-    payload,
-    running,
-)
+from tests.support.event_loop import in_loop
+from tests.support.running import ManualClock, Running, answer, key, part, payload, running
 
 MIB = 2**20
 

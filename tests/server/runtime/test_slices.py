@@ -13,7 +13,8 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import checking
 from prefixd.server.runtime import slices
 from prefixd.server.runtime.slices import Slices, recount
-from tests.support.running import OpenSession, in_loop, key, payload, running
+from tests.support.event_loop import in_loop
+from tests.support.running import OpenSession, key, payload, running
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ import pytest
 from prefixd.proto.errors import UnknownStaging
 from prefixd.server.runtime import staging as module
 from prefixd.server.runtime.staging import Staging, StagingPool
-from tests.support.running import ManualClock, in_loop
+from tests.support.event_loop import in_loop
+from tests.support.running import ManualClock
 
 SIZE = 4 * 4096
 

@@ -6,7 +6,8 @@ import asyncio
 import threading
 
 from prefixd.server.runtime.supervision import FAULT_SHOWN_NS, Health, Supervisor, ended_within
-from tests.support.running import PATIENCE_S, ManualClock, in_loop
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import ManualClock
 
 
 class Watched:

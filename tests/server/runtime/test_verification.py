@@ -17,7 +17,8 @@ from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.verification import Reading, Verdict
 from prefixd.tiers.store import Damaged, Store
 from tests.contract.faulty import Fault, FaultyStore
-from tests.support.running import PATIENCE_S, in_loop, key, payload, running
+from tests.support.event_loop import PATIENCE_S, in_loop
+from tests.support.running import key, payload, running
 
 DATA = payload(1)
 SAVED = pb.SAVE_STATUS_SAVED

@@ -18,7 +18,8 @@ from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
 from tests.support.bad_input import DATA
-from tests.support.running import in_loop, key, running
+from tests.support.event_loop import in_loop
+from tests.support.running import key, running
 
 PATIENCE_S = 30.0
 CONFIG = SharingConfig(Tier.RAM, WritePolicy.NONE, 3_600_000, 2**20)
