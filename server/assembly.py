@@ -23,7 +23,7 @@ from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
-from .config.memory_sources import make_source
+from .config.machine import make_source
 from .config.options import Config
 from .core.state import MetaState
 from .runtime.clock import Clock

@@ -32,23 +32,20 @@ from .api.http import serve_metrics
 from .api.metrics import StateCollector
 from .api.page import Board
 from .api.sessions import ServiceConfig
-from .certificates import Certificates, certificates_of
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
 from .config.machine import Machine
 from .config.options import Config
-from .lock import lock_directories
+from .credentials import Certificates, RemoteFiles, certificates_of, tokens_of
 from .logs import configure_logs
-from .notify import keep_alive, notify
+from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
 from .reloading import Reloader
-from .remote import RemoteFiles, tokens_of
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
-from .stopping import Stop, leave, running_threads
 
 log = structlog.get_logger("prefixd")
 

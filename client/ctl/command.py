@@ -246,7 +246,7 @@ class Group(TyperGroup):
         except Exception as error:
             # Imported here: commands that never fail (--help) don't pay for gRPC.
             from ...proto.errors import PrefixdError
-            from ..lab.source import TraceError
+            from ..lab.trace_file import TraceError
 
             if not isinstance(error, PrefixdError | TraceError):
                 raise

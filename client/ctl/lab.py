@@ -128,7 +128,7 @@ def generate(
     [bold]batch[/]: one instruction over many documents.
     [bold]random[/]: nothing in common.
     """
-    from ..lab import generate as generator
+    from ..lab import workloads
     from ..lab.analyze import Analyzer
     from ..lab.trace import write_trace
     from . import lab_views as views
@@ -136,7 +136,7 @@ def generate(
 
     target = json_target(ctx, json_file, taken=output == STDOUT)
     with bad_input():
-        made = generator.generate(
+        made = workloads.generate(
             profile,
             requests=requests,
             seed=seed,

@@ -98,10 +98,9 @@ def simulate(
     [bold]least-loaded[/]: to the node that has prefilled the fewest tokens so far.
     [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
     """
-    from ..lab.columns import TraceColumns
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
-    from ..lab.fleet_page import render_fleet
-    from ..lab.trace import read_trace
+    from ..lab.report import render_fleet
+    from ..lab.trace import TraceColumns, read_trace
     from .progress import counting, reading
     from .replay_offline import parse_name
 
@@ -202,7 +201,7 @@ def _fleet_line(data: Json) -> str:
 
 def _sources_table(data: Json) -> Table:
     from ...proto.units import percent
-    from ..lab.fleet_page import SOURCES
+    from ..lab.report import SOURCES
     from .render import make_table
 
     prompt_tokens = data["total_prompt_tokens"]
@@ -219,7 +218,7 @@ def _sources_table(data: Json) -> Table:
 
 
 def _moves_table(data: Json) -> Table:
-    from ..lab.fleet_page import MOVES
+    from ..lab.report import MOVES
     from .render import make_table, size
 
     total = data["moved"]["total"]
@@ -246,7 +245,7 @@ def _balance_line(data: Json) -> str:
 
 def _comparison_table(data: Json) -> Table:
     from ...proto.units import percent
-    from ..lab.fleet_page import sharing
+    from ..lab.report import sharing
     from .render import make_table
 
     rows: dict[str, dict[str, str]] = {}

@@ -132,8 +132,8 @@ def replay_live(
     save the rest, release. Exits 1 on any mismatch.
     """
     from ...proto.errors import UnknownTier
+    from ..lab.replayer import LiveOptions
     from ..lab.trace import read_trace
-    from ..lab.worker import LiveOptions
     from .replay_live import run_live, tiers_of, totals_view
 
     target = lab.STDOUT if json_file is None and ctl.as_json else json_file

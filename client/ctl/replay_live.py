@@ -11,10 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ...proto.vocabulary import Tier
-from ..lab.live import LiveReplay
-from ..lab.outcome import STEPS, Totals
+from ..lab.live import LiveReplay, Totals
+from ..lab.replayer import STEPS, LiveOptions
 from ..lab.trace import TraceReader
-from ..lab.worker import LiveOptions
 from . import render
 from .command import make_console
 from .connection import AdminConnection

@@ -17,7 +17,6 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.units import format_bytes, parse_bytes, percent
 from ...tiers.eviction import POLICIES
 from ..lab.charts import label
-from ..lab.columns import TraceColumns, TraceSummary
 from ..lab.curve import DEFAULT_POINTS, LruCurve, exact_curve, sampled_curve
 from ..lab.report import report_data
 from ..lab.simulate import (
@@ -28,7 +27,7 @@ from ..lab.simulate import (
     replay_all,
     replay_document,
 )
-from ..lab.trace import Request, read_trace
+from ..lab.trace import Request, TraceColumns, TraceSummary, read_trace
 from .progress import bar, reading
 from .render import make_table
 

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from ...proto.units import format_bytes, percent
-from .page import CHART_STYLE, STYLE
-
-Json = Mapping[str, Any]
+from .page import CHART_STYLE, STYLE, Json, value_at
 
 #: Colour (a CSS class) and mark by policy; the mark tells them apart without colour.
 MARKS = {
@@ -26,7 +23,11 @@ MARKS = {
     "lfu": "triangle",
     "fifo": "cross",
 }
+
+
 LABELS = {"lru": "LRU", "s3fifo": "S3-FIFO", "arc": "ARC", "lfu": "LFU", "fifo": "FIFO"}
+
+
 #: What the legend says of a sampled curve.
 SAMPLED = ("sample_rate", "mean_absolute_error")
 
@@ -34,13 +35,6 @@ SAMPLED = ("sample_rate", "mean_absolute_error")
 def label(policy: str) -> str:
     """A policy's name as people write it."""
     return LABELS.get(policy, policy)
-
-
-def value_at(data: Any, path: str) -> Any:
-    """The value at a dotted path; KeyError or IndexError where there is none."""
-    for step in path.split("."):
-        data = data[int(step)] if isinstance(data, list) else data[step]
-    return data
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,9 +42,9 @@ from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from .shapes import ConvertOptions, Prompt, prompts, time_ms
-from .source import MAX_LINE_BYTES, RequestReader, Stream, TraceError, display_name
+from .records import ConvertOptions, Prompt, prompts, time_ms
 from .trace import Request
+from .trace_file import MAX_LINE_BYTES, RequestReader, Stream, TraceError, display_name
 
 __all__ = ["ConvertOptions", "Converter"]
 

@@ -40,7 +40,7 @@ from typing import Any, Final
 from ... import __version__
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
-from .columns import TraceColumns
+from .trace import TraceColumns
 
 #: More than this is a slip: the time of some routes grows with requests times nodes.
 MAX_NODES: Final = 4096

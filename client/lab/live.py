@@ -7,26 +7,189 @@ that dies takes nothing with it but the request that it was working on.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import Final
+from typing import Any, Final, cast
 
 from ...proto.errors import CallerError
-from .outcome import Outcome, Totals
+from ..client import Client
+from .histogram import LogHistogram
+from .replayer import STEPS, LiveOptions, Outcome, Replayer
 from .trace import Request
-from .worker import Finished, LiveOptions, Ready, Refused, work
+
+#: Mismatches that are described; the others are only counted.
+MAX_DESCRIBED: Final = 10
+
+
+@dataclass(slots=True)
+class Totals:
+    """The sum of outcomes."""
+
+    requests: int = 0
+    requests_with_hit: int = 0
+    unavailable_requests: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    blocks: int = 0
+    hit_blocks: int = 0
+    lost_blocks: int = 0
+    verified_bytes: int = 0
+    mismatches: int = 0
+    described: list[str] = field(default_factory=list)
+    saves: Counter[str] = field(default_factory=Counter)
+    saved_bytes: int = 0
+    #: of each step, in nanoseconds
+    latencies: dict[str, LogHistogram] = field(
+        default_factory=lambda: {step: LogHistogram() for step in STEPS}
+    )
+    wall_seconds: float = 0.0
+    #: Of all workers, by the name of the rpc.
+    rpcs: Counter[str] = field(default_factory=Counter)
+    #: Sessions that were opened because an earlier one had ended.
+    reconnects: int = 0
+    #: Workers that ended before their time, with the request that they had.
+    workers_lost: int = 0
+    #: Stopped before the end of the trace: by the user, or because no daemon answered for too long.
+    interrupted: bool = False
+    gave_up: bool = False
+
+    def add(self, outcome: Outcome) -> None:
+        """One more request."""
+        self.requests += 1
+        self.requests_with_hit += outcome.hit_tokens > 0
+        self.unavailable_requests += outcome.unavailable
+        self.prompt_tokens += outcome.prompt_tokens
+        self.hit_tokens += outcome.hit_tokens
+        self.blocks += outcome.blocks
+        self.hit_blocks += outcome.hit_blocks
+        self.lost_blocks += outcome.lost_blocks
+        self.verified_bytes += outcome.verified_bytes
+        self.mismatches += len(outcome.mismatches)
+        self.described += outcome.mismatches[: MAX_DESCRIBED - len(self.described)]
+        self.saves.update(outcome.saves)
+        self.saved_bytes += outcome.saved_bytes
+        for step, duration_ns in outcome.durations_ns.items():
+            self.latencies[step].add(duration_ns)
+
+    @property
+    def hit_rate(self) -> float:
+        """By tokens, 0 ... 1."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def request_hit_rate(self) -> float:
+        """By requests with any hit, 0 ... 1."""
+        return self.requests_with_hit / self.requests if self.requests else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Was every byte right, and did every worker see it through?"""
+        return not (self.mismatches or self.workers_lost or self.gave_up)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; the names are stable and carry their units."""
+        return {
+            "requests": self.requests,
+            "requests_with_hit": self.requests_with_hit,
+            "unavailable_requests": self.unavailable_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate_tokens": self.hit_rate,
+            "hit_rate_requests": self.request_hit_rate,
+            "blocks": self.blocks,
+            "hit_blocks": self.hit_blocks,
+            "lost_blocks": self.lost_blocks,
+            "verified_bytes": self.verified_bytes,
+            "mismatches": self.mismatches,
+            "mismatches_described": self.described,
+            "saves": dict(sorted(self.saves.items())),
+            "saved_bytes": self.saved_bytes,
+            "latency_ms": {step: _quantiles(self.latencies[step]) for step in STEPS},
+            "wall_seconds": self.wall_seconds,
+            "rpcs": dict(sorted(self.rpcs.items())),
+            "reconnects": self.reconnects,
+            "workers_lost": self.workers_lost,
+            "interrupted": self.interrupted,
+            "gave_up": self.gave_up,
+        }
+
+
+def _quantiles(latencies: LogHistogram) -> dict[str, float | int | None]:
+    p50, p99 = (latencies.quantile(share) / 1e6 for share in (0.5, 0.99))
+    some = latencies.count > 0
+    return {"count": latencies.count, "p50": p50 if some else None, "p99": p99 if some else None}
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker can take requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A request that cannot be replayed at all; nothing else is wrong."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The worker's last word."""
+
+    rpcs: dict[str, int] = field(default_factory=dict)
+    #: Sessions opened after the first.
+    reconnects: int = 0
+    #: No daemon answered for longer than the worker may wait.
+    gave_up: bool = False
+
+
+def work(pipe: Connection, options: LiveOptions, number: int) -> None:
+    """The worker's process: takes requests from `pipe` until None, answers each by its Outcome."""
+    # Ctrl-C goes to everybody on the terminal; the parent says what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The parent is gone: there is no process to answer to.
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        _work(pipe, options, number)
+
+
+def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
+    gave_up = False
+    name = f"replay-{number}"
+    with Client(options.address, name=name, local=options.in_place) as client:
+        replayer = Replayer(client, options)
+        # Connecting is no part of the first request, which notices a daemon that is not there.
+        client.wait_connected()
+        pipe.send(Ready())
+        while not gave_up and (request := pipe.recv()) is not None:
+            try:
+                outcome = replayer.replay(request)
+            except CallerError as problem:
+                pipe.send(Refused(str(problem)))
+                break
+            pipe.send(outcome)
+            gave_up = outcome.unavailable and not replayer.wait_for_daemon()
+        counted = client.counters
+    rpcs = cast(dict[str, int], counted["rpcs"])
+    pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
+
 
 #: How often the parent looks for signals and shows progress when no worker answers.
 _TURN_S: Final = 0.2
+
+
 #: Requests that a worker has at once: one in work, one to go on with.
 _DEALT_AHEAD: Final = 2
+
+
 _STOP_WITHIN_S: Final = 30.0
 
 

@@ -6,21 +6,17 @@ shows as a number comes from that data, and says from where: `data-figure` is th
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any
 
 from ... import __version__
 from ...proto.units import format_bytes, percent
-from .charts import curve_chart, curve_legend, label, value_at
+from .charts import curve_chart, curve_legend, label
 from .curve import DEFAULT_POINTS, LruCurve, curve_error
-from .page import SCRIPT, STYLE
+from .page import Format, Json, cards, count, figure, render_page, table
 from .simulate import ReplayResult
-
-Json = Mapping[str, Any]
-Format = Callable[[Any], str]
 
 
 def report_data(
@@ -66,11 +62,6 @@ def _curve_json(curve: LruCurve, most_points: int, block_bytes: int | None) -> d
     return written
 
 
-def count(value: float) -> str:
-    """`182,790`."""
-    return f"{value:,.0f}"
-
-
 def render_report(data: Json) -> str:
     """The whole page for the data of `report_data`."""
     parts = [_curve_cards(data), _curve(data)]
@@ -82,64 +73,6 @@ def render_report(data: Json) -> str:
         parts,
         f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
         "of blocks from its first that is resident when it arrives.",
-    )
-
-
-def render_page(data: Json, subtitle: str, parts: Sequence[str], footer: str) -> str:
-    """A page around its parts, with the data in it.
-
-    `data` has a `title` and a `prefixd_version`; `parts` and `footer` are HTML.
-    """
-    title = escape(str(data["title"]))
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # The browser itself holds the promise that nothing is fetched.
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-            "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
-            '<link rel="icon" href="data:,">',
-            f"<title>{title}: prefix-cache report</title><style>{STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1>",
-            f'<p class="soft">{escape(subtitle)}</p>',
-            *parts,
-            f"<footer>prefixd {escape(str(data['prefixd_version']))}. {footer} "
-            '<a id="save" hidden>Save the data (JSON)</a></footer></main>',
-            f'<script type="application/json" id="data">{_embedded(data)}</script>',
-            f"<script>{SCRIPT}</script></body></html>\n",
-        ]
-    )
-
-
-def _embedded(data: Json) -> str:
-    # Nothing in a string may close the script element or open a comment in it.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")
-
-
-def figure(data: Json, path: str, form: Format) -> str:
-    """The value at a dotted path as HTML that says where it comes from."""
-    return f'<span data-figure="{path}">{escape(form(value_at(data, path)))}</span>'
-
-
-def cards(data: Json, figures: Sequence[tuple[str, str, Format]]) -> str:
-    """The main figures, each a name, the path of its value and how that is written."""
-    inside = "".join(
-        f'<div class="card"><b>{figure(data, path, form)}</b><span class="name">{name}</span></div>'
-        for name, path, form in figures
-    )
-    return f'<div class="cards">{inside}</div>'
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table from the HTML of its column names and of its rows' whole cells (`<td>...</td>`)."""
-    names = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-        '<p class="more" hidden>There are more columns: scroll the table sideways.</p>'
     )
 
 
@@ -243,4 +176,179 @@ def _residency(data: Json) -> str:
         "<h2>Residency</h2><p>What each policy kept at the end of the trace, how many blocks it "
         "remembers without holding them (ghosts), and how many it evicted on the way.</p>"
         + table(["policy", "capacity", "resident", "of capacity", "ghosts", "evictions"], rows)
+    )
+
+
+#: (what is said of it, the class of its colour, the start of its names in the data)
+SOURCES = (
+    ("the node itself", "local", "local_hit"),
+    ("the shared tier", "shared", "shared_hit"),
+    ("other nodes", "peer", "peer_hit"),
+)
+
+
+MOVES = (
+    ("read from the shared tier", "shared_reads"),
+    ("written to the shared tier", "shared_writes"),
+    ("read from other nodes", "peer_reads"),
+    ("in all", "total"),
+)
+
+
+#: Of more nodes than this, the page shows those that prefill the most.
+MOST_NODES = 64
+
+
+def render_fleet(data: Json) -> str:
+    """The whole page for the data of `fleet_document`."""
+    parts = [_main_figures(data), _sources(data), _moves(data), _nodes(data)]
+    if data["compared"]:
+        parts.append(_fleet_comparison(data))
+    return render_page(
+        data,
+        "What a fleet of nodes makes of this trace.",
+        parts,
+        f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
+        "of blocks from its first that its node finds anywhere when it arrives. Nothing takes time "
+        "in this simulation.",
+    )
+
+
+def _main_figures(data: Json) -> str:
+    return cards(
+        data,
+        [
+            ("requests", "trace.requests", count),
+            ("prompt tokens", "trace.prompt_tokens", count),
+            ("unlimited hit rate", "trace.infinite_hit_rate", percent),
+            ("nodes", "nodes", count),
+            ("hit rate of this fleet", "overall_hit_rate", percent),
+            ("hit tokens", "total_hit_tokens", count),
+        ],
+    )
+
+
+def sharing(data: Json) -> str:
+    """How a fleet shares, in a word or two."""
+    if data["shared_blocks"]:
+        return "both" if data["peer_reads"] else "shared tier"
+    return "peer reads" if data["peer_reads"] else "nothing shared"
+
+
+def _sources(data: Json) -> str:
+    prompt_tokens = data["total_prompt_tokens"]
+    rows = []
+    for said, colour, name in SOURCES:
+        tokens = f"{name}_tokens"
+        rows.append(
+            [
+                f'<td><i class="from from-{colour}"></i> {said}</td>',
+                f"<td>{figure(data, f'{name}_blocks', count)}</td>",
+                f"<td>{figure(data, tokens, count)}</td>",
+                f'<td class="meter">{_bar([(colour, data[tokens])], prompt_tokens)}</td>',
+            ]
+        )
+    rows.append(
+        [
+            "<td>nowhere: prefilled</td>",
+            "<td></td>",
+            f"<td>{figure(data, 'prefilled_tokens', count)}</td>",
+            f'<td class="meter">{_bar([], prompt_tokens)}</td>',
+        ]
+    )
+    shared = (
+        f"a shared tier of {figure(data, 'shared_blocks', count)} blocks "
+        f"(written: {escape(data['write'])})"
+        if data["shared_blocks"]
+        else "no shared tier"
+    )
+    peers = "and reads from other nodes" if data["peer_reads"] else "and no reads from other nodes"
+    return (
+        "<h2>Where the prompt tokens come from</h2>"
+        f"<p>Routed {escape(data['route'])} to nodes of "
+        f"{figure(data, 'capacity_blocks', count)} blocks each, with {shared} {peers}. The bars "
+        "are shares of all prompt tokens.</p>" + table(["from", "blocks", "tokens", "share"], rows)
+    )
+
+
+def _bar(parts: Iterable[tuple[str, int]], whole: int) -> str:
+    inside = "".join(
+        f'<i class="from-{colour}" style="width:{100 * tokens / whole if whole else 0:.2f}%"></i>'
+        for colour, tokens in parts
+    )
+    return f'<div class="bar stack">{inside}</div>'
+
+
+def _moves(data: Json) -> str:
+    sized = data["bytes_per_token"] is not None
+    timed = data["moved"]["total"]["bytes_per_second"] is not None
+    rows = []
+    for said, name in MOVES:
+        at = f"moved.{name}"
+        cells = [f"<td>{said}</td>", f"<td>{figure(data, f'{at}.blocks', count)}</td>"]
+        cells.append(f"<td>{figure(data, f'{at}.tokens', count)}</td>")
+        if sized:
+            cells.append(f"<td>{figure(data, f'{at}.bytes', format_bytes)}</td>")
+        if timed:
+            cells.append(f"<td>{figure(data, f'{at}.bytes_per_second', _bytes)}</td>")
+        rows.append(cells)
+    head = ["", "blocks", "tokens", *(["bytes"] if sized else []), *(["a second"] if timed else [])]
+    size = (
+        f" A token is {figure(data, 'bytes_per_token', format_bytes)}; a second is one of the "
+        "trace, on average."
+        if sized
+        else ""
+    )
+    return (
+        "<h2>What moves over the network</h2><p>Blocks that a node reads from elsewhere, and those "
+        f"that enter the shared tier.{size}</p>" + table(head, rows)
+    )
+
+
+def _bytes(value: float) -> str:
+    return format_bytes(round(value))
+
+
+def _nodes(data: Json) -> str:
+    nodes: Sequence[Json] = data["per_node"]
+    busiest = sorted(range(len(nodes)), key=lambda index: -nodes[index]["prefilled_tokens"])
+    most = max(node["prompt_tokens"] for node in nodes)
+    shown = sorted(busiest[:MOST_NODES])
+    rows = []
+    for index in shown:
+        at, node = f"per_node.{index}", nodes[index]
+        rows.append(
+            [
+                f'<td><span data-figure="{at}">{index}</span></td>',
+                f"<td>{figure(data, f'{at}.requests', count)}</td>",
+                f"<td>{figure(data, f'{at}.hit_tokens', count)}</td>",
+                f"<td>{figure(data, f'{at}.prefilled_tokens', count)}</td>",
+                f'<td class="meter">{_bar([("local", node["hit_tokens"])], most)}</td>',
+            ]
+        )
+    note = f" Of more nodes, the {MOST_NODES} busiest." if len(nodes) > MOST_NODES else ""
+    return (
+        "<h2>Nodes</h2><p>What each was given, and what it had to prefill. The bars are hit "
+        f"tokens over the prompt tokens of the node with the most.{note}</p>"
+        + table(["node", "requests", "hit tokens", "prefilled", "hits"], rows)
+    )
+
+
+def _fleet_comparison(data: Json) -> str:
+    compared: Sequence[Json] = data["compared"]
+    ways = list(dict.fromkeys(sharing(each) for each in compared))
+    best = max(each["total_hit_tokens"] for each in compared)
+    rows = []
+    for route in dict.fromkeys(each["route"] for each in compared):
+        cells = {}
+        for index, each in enumerate(compared):
+            if each["route"] == route:
+                style = ' class="best"' if each["total_hit_tokens"] == best else ""
+                rate = figure(data, f"compared.{index}.overall_hit_rate", percent)
+                tokens = figure(data, f"compared.{index}.total_hit_tokens", count)
+                cells[sharing(each)] = f"<td{style}>{rate}<small>{tokens} tokens</small></td>"
+        rows.append([f"<td>{escape(route)}</td>", *(cells.get(way, "<td></td>") for way in ways)])
+    return (
+        "<h2>Other routes, other ways to share</h2><p>The same nodes and trace: hit tokens over "
+        "prompt tokens; the best stands out.</p>" + table(["route", *ways], rows)
     )

@@ -24,7 +24,7 @@ from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction import make_policy
-from .columns import TraceColumns, TraceSummary
+from .trace import TraceColumns, TraceSummary
 
 #: Block references times cells below which starting processes takes longer than it saves.
 _WORTH_A_PROCESS = 2_000_000

@@ -9,26 +9,18 @@ everything before it*: two prompts that share ids share that prefix. No prompt t
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import sys
+import mmap
+from array import array
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, TypeAlias
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .source import STDIN, RequestReader, TraceError, display_name
-
-__all__ = [
-    "Request",
-    "TraceError",
-    "TraceReader",
-    "read_trace",
-    "write_trace",
-]
+from .trace_file import RequestReader, TraceError, display_name, open_output
 
 #: Fields fit into a signed 64-bit integer, like everywhere else.
 MAX_FIELD = (1 << 63) - 1
@@ -161,39 +153,6 @@ def format_request(request: Request) -> bytes:
     ).encode()
 
 
-@contextmanager
-def open_output(path: Path | str) -> Iterator[IO[bytes]]:
-    """Open a file for writing bytes, compressed by its suffix; `-` is standard output."""
-    if str(path) == STDIN:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    try:
-        with Path(path).open("wb") as raw, _compressing(raw, Path(path)) as file:
-            yield file
-    except OSError as error:
-        problem = (error.strerror or str(error)).lower()
-        raise TraceError(path, 0, f"cannot be written: {problem}") from None
-
-
-@contextmanager
-def _compressing(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    if path.suffix == ".gz":
-        # No name and no time in the header: the same requests give the same bytes.
-        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
-            yield cast(IO[bytes], packed)
-    elif path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            problem = "writing zstd needs `pip install 'prefixd[zstd]'`"
-            raise TraceError(path, 0, problem) from None
-        with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as stream:
-            yield stream
-    else:
-        yield raw
-
-
 def _parse(line: bytes | None) -> Request:
     """One line as a request; ValueError with a sentence about what is wrong with it."""
     if line is None:
@@ -252,3 +211,115 @@ def _missing(record: dict[str, Any], field: str) -> None:
 def _quoted(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+_Column: TypeAlias = "array[int] | memoryview[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A trace in numbers; `infinite_hit_tokens` is what a cache without limits would hit."""
+
+    requests: int
+    blocks: int
+    unique_blocks: int
+    prompt_tokens: int
+    infinite_hit_tokens: int
+
+    @property
+    def infinite_hit_rate(self) -> float:
+        return self.infinite_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "infinite_hit_rate": self.infinite_hit_rate}
+
+
+class TraceColumns:
+    """What a replay needs of a trace, in columns; immutable.
+
+    Block ids are renumbered 0, 1, 2, ... by first appearance, so they may be any integers and
+    take 4 bytes each (at most 2**32 different ones). That a block is new when a request
+    arrives is then a comparison with the number of blocks seen before.
+    """
+
+    def __init__(
+        self, blocks: _Column, ends: _Column, lengths: _Column, unique_blocks: int
+    ) -> None:
+        #: block numbers of all requests, one after the other
+        self._blocks = blocks
+        #: where each request ends in `_blocks`
+        self._ends = ends
+        #: prompt tokens of each request
+        self._lengths = lengths
+        self.unique_blocks = unique_blocks
+
+    @classmethod
+    def load(cls, requests: Iterable[Request]) -> TraceColumns:
+        """Pack a stream of requests. Memory: the columns, and a table of the different ids."""
+        numbers: dict[int, int] = {}
+        blocks, ends, lengths = array("I"), array("Q"), array("q")
+        for request in requests:
+            blocks.extend([numbers.setdefault(id_, len(numbers)) for id_ in request.hash_ids])
+            ends.append(len(blocks))
+            lengths.append(request.input_length)
+        return cls(blocks, ends, lengths, len(numbers))
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._ends)
+
+    @property
+    def blocks(self) -> int:
+        """Block references, repeats included."""
+        return len(self._blocks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._lengths)
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        """The requests in order: (block numbers in a new list, prompt tokens)."""
+        blocks, start = self._blocks, 0
+        for end, length in zip(self._ends, self._lengths, strict=True):
+            yield blocks[start:end].tolist(), length
+            start = end
+
+    def summary(self, block_tokens: int) -> TraceSummary:
+        """Count everything, and the hits of a cache without limits."""
+        hit_tokens = known = 0
+        for blocks, length in self:
+            hits = 0
+            for block in blocks:
+                if block >= known:
+                    break
+                hits += 1
+            hit_tokens += min(hits * block_tokens, length)
+            known = max(known, max(blocks, default=-1) + 1)
+        return TraceSummary(
+            len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the columns into a folder, for `map` in another process."""
+        (folder / "blocks").write_bytes(self._blocks)
+        (folder / "ends").write_bytes(self._ends)
+        (folder / "lengths").write_bytes(self._lengths)
+        (folder / "unique_blocks").write_text(str(self.unique_blocks))
+
+    @classmethod
+    def map(cls, folder: Path) -> TraceColumns:
+        """The columns in a folder, mapped: processes share one copy in the page cache."""
+        return cls(
+            _mapped(folder / "blocks").cast("I"),
+            _mapped(folder / "ends").cast("Q"),
+            _mapped(folder / "lengths").cast("q"),
+            int((folder / "unique_blocks").read_text()),
+        )
+
+
+def _mapped(path: Path) -> memoryview:
+    if not path.stat().st_size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        # The view keeps the mapping alive; both go when the columns go.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -34,10 +34,9 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from prefixd.client import Client, Key, SaveItem, Tier
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, simulate_fleet
-from prefixd.client.lab.trace import Request, read_trace
-from prefixd.client.lab.worker import LiveOptions, Replayer
+from prefixd.client.lab.replayer import LiveOptions, Replayer
+from prefixd.client.lab.trace import Request, TraceColumns, read_trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -30,11 +30,10 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.curve import curve_error, exact_curve, sampled_curve
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import read_trace
+from prefixd.client.lab.trace import TraceColumns, read_trace
+from prefixd.client.lab.workloads import generate
 from prefixd.tiers.eviction import POLICIES, make_policy
 
 

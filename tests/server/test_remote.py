@@ -20,9 +20,8 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
 from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.daemon import private_daemon, tcp_address
 from tests.support.running import Running, in_loop, running

@@ -16,7 +16,7 @@ from prefixd.client.ctl import command as commands
 from prefixd.client.ctl.command import Ctl, ExitCode, Group, command
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
-from prefixd.client.lab.source import TraceError
+from prefixd.client.lab.trace_file import TraceError
 from prefixd.proto.errors import (
     ConfigError,
     DaemonUnavailable,

@@ -32,9 +32,10 @@ from prefixd.client.ctl import (
 )
 from prefixd.client.ctl.fitted_table import MANY_ROWS, FittedTable
 from prefixd.client.ctl.top_board import Board
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.outcome import Outcome, Totals
+from prefixd.client.lab.live import Totals
+from prefixd.client.lab.replayer import Outcome
 from prefixd.client.lab.trace import write_trace
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable
 from prefixd.proto.vocabulary import SaveStatus

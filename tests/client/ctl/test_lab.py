@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab
 from prefixd.client.ctl.command import Ctl, Group
-from prefixd.client.lab.profiles import PROFILES
 from prefixd.client.lab.trace import Request, read_trace, write_trace
+from prefixd.client.lab.workloads import PROFILES
 
 app = typer.Typer(cls=Group)
 lab.register(app)

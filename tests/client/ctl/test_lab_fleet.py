@@ -14,9 +14,8 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab, lab_fleet
 from prefixd.client.ctl.command import Group
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, Route, Write, simulate_fleet
-from prefixd.client.lab.trace import Request, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceColumns, read_trace, write_trace
 from tests.support.page import Page
 
 app = typer.Typer(cls=Group)

@@ -11,10 +11,10 @@ from rich.console import Console
 
 from prefixd.client.ctl import replay_live
 from prefixd.client.ctl.replay_live import figures, run_live, tiers_of, totals_view
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.outcome import Outcome, Totals
+from prefixd.client.lab.live import Totals
+from prefixd.client.lab.replayer import LiveOptions, Outcome
 from prefixd.client.lab.trace import read_trace, write_trace
-from prefixd.client.lab.worker import LiveOptions
+from prefixd.client.lab.workloads import generate
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import private_daemon
 

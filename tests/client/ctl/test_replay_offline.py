@@ -16,10 +16,9 @@ from prefixd.client.ctl.replay_offline import (
     run_curve,
     run_offline,
 )
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.report import render_report
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, TraceError, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceError, read_trace, write_trace
 from prefixd.tiers.eviction import POLICIES
 
 

@@ -15,8 +15,8 @@ from prefixd.client.lab.advise import (
     smallest_capacity,
     stored_block_bytes,
 )
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.trace import Request
+from prefixd.client.lab.workloads import generate
 
 TOKENS = 8
 MIB = 1 << 20

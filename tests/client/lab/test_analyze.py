@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client.lab.analyze import analyze
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.workloads import generate
 
 requests_strategy = st.lists(
     st.builds(

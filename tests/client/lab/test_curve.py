@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.curve import (
     CurvePoint,
     LruCurve,
@@ -21,7 +20,7 @@ from prefixd.client.lab.curve import (
     sampled_curve,
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, read_trace
 
 Runs = list[tuple[tuple[int, ...], int]]
 orders = pytest.mark.parametrize("order", list(TouchOrder))

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import (
     MAX_NODES,
     Fleet,
@@ -25,7 +24,7 @@ from prefixd.client.lab.fleet import (
     simulate_fleet,
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, read_trace
 
 Runs = list[tuple[tuple[int, ...], int]]
 

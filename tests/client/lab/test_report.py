@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from prefixd.client.lab import charts
-from prefixd.client.lab.page import SCRIPT, STYLE
-from prefixd.client.lab.report import count, render_report, value_at
+from prefixd.client.lab.page import SCRIPT, STYLE, count, value_at
+from prefixd.client.lab.report import render_report
 from prefixd.proto.units import format_bytes, percent
 from tests.support.chromium import browser, find_chromium
 from tests.support.page import Page

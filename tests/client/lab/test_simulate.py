@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.client.lab import simulate
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.simulate import (
     Cell,
     ReplayResult,
@@ -23,7 +22,7 @@ from prefixd.client.lab.simulate import (
     replay_all,
     replay_document,
 )
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, read_trace
 from prefixd.tiers.eviction import POLICIES, make_policy
 
 CAPACITIES = (1_000, 4_096, 10_000, 30_000)

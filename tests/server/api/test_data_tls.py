@@ -26,9 +26,8 @@ from prefixd.proto.keys import Key
 from prefixd.server.api import data_connection as connections
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
 from tests.support.running import (

@@ -13,23 +13,36 @@ import zlib
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Protocol, TypeAlias, cast
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
+
 STDIN = "-"
+
+
 #: A request of a million 512-token blocks is a line of about 10 MB.
 MAX_LINE_BYTES = 64 << 20
+
+
 #: Compressed bytes handed to zstd at a time: a frame expands at most 32,768-fold, so that one
 #: step yields at most 128 MiB, even from a file made to hurt.
 ZSTD_STEP_BYTES = 4096
 
+
 _BUFFER_BYTES = 1 << 20
+
+
 Stream: TypeAlias = "io.BufferedReader[Any]"
 
+
 _GZIP_MAGIC = b"\x1f\x8b"
+
+
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
 _UTF8_BOM = b"\xef\xbb\xbf"
 
 
@@ -276,3 +289,36 @@ class RequestReader:
             raise error
         self.bad += 1
         self.first_bad = self.first_bad or error
+
+
+@contextmanager
+def open_output(path: Path | str) -> Iterator[IO[bytes]]:
+    """Open a file for writing bytes, compressed by its suffix; `-` is standard output."""
+    if str(path) == STDIN:
+        yield sys.stdout.buffer
+        sys.stdout.buffer.flush()
+        return
+    try:
+        with Path(path).open("wb") as raw, _compressing(raw, Path(path)) as file:
+            yield file
+    except OSError as error:
+        problem = (error.strerror or str(error)).lower()
+        raise TraceError(path, 0, f"cannot be written: {problem}") from None
+
+
+@contextmanager
+def _compressing(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
+    if path.suffix == ".gz":
+        # No name and no time in the header: the same requests give the same bytes.
+        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
+            yield cast(IO[bytes], packed)
+    elif path.suffix == ".zst":
+        try:
+            import zstandard
+        except ImportError:
+            problem = "writing zstd needs `pip install 'prefixd[zstd]'`"
+            raise TraceError(path, 0, problem) from None
+        with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as stream:
+            yield stream
+    else:
+        yield raw

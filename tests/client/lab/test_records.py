@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.shapes import (
+from prefixd.client.lab.records import (
     DIALOGUE_FIELDS,
     TEXT_FIELDS,
     TOKEN_FIELDS,

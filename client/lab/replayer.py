@@ -1,27 +1,145 @@
-"""One worker process of a live replay: a client that works on one request after the other."""
+"""What stands for the blocks of a trace in a live replay: their keys and their bytes.
+
+A trace has ids, not tokens, and an id stands for its block and everything before it, which is
+what the key of a block in a chain does. So the key of a block is
+
+    SHA-256( root || u64le(id) )
+
+where `root` is the prefix key of no tokens of a namespace that only replays have (its
+fingerprint is the SHA-256 of "prefixd/replay/v1"), and that differs for another block size, in
+bytes or tokens, or another salt: replays that would disagree on the bytes of a block never
+meet. The payload of a block is a fixed function of its id and its size (`BlockPayloads`).
+"""
 
 from __future__ import annotations
 
-import contextlib
-import signal
+import hashlib
+import struct
+import sys
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from typing import Final, cast
+from typing import TYPE_CHECKING, Final
 
 from ...proto.errors import CallerError
-from ...proto.keys import Key
-from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from ...proto.keys import Key, Namespace, context_hash
+from ...proto.limits import DEFAULT_BLOCK_TOKENS, MAX_PAYLOAD_BYTES
 from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from ..client import Client
 from ..hits import Hit
 from ..saves import SaveItem
-from .blocks import BlockPayloads, keys_of_ids, replay_namespace
-from .outcome import Outcome
 from .trace import Request
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+#: Few: to make them takes most of the time of a small payload.
+TILE_BYTES: Final = 512
+
+
+_LABEL: Final = b"prefixd/replay/v1"
+
+
+_SEED: Final = struct.Struct("<QQ")
+
+
+_U64: Final = struct.Struct("<Q")
+
+
+_MAX_ID: Final = 2**64 - 1
+
+
+def replay_namespace(block_bytes: int, block_tokens: int, salt: str = "") -> Namespace:
+    """What the keys of a replay with these blocks are scoped by."""
+    return Namespace(
+        fingerprint=hashlib.sha256(_LABEL).digest(),
+        quantisation=b"",
+        context_params=context_hash({"block_bytes": block_bytes, "block_tokens": block_tokens}),
+        salt=salt,
+    )
+
+
+def keys_of_ids(root: Key, ids: Sequence[int]) -> list[Key]:
+    """The keys of blocks with these ids. Raises CallerError for an id outside 0 ... 2^64 - 1."""
+    prefix = hashlib.sha256(root)
+    keys: list[Key] = []
+    try:
+        for block_id in ids:
+            digest = prefix.copy()
+            digest.update(_U64.pack(block_id))
+            keys.append(Key(digest.digest()))
+    except struct.error:
+        raise CallerError(f"a block id is in 0 ... {_MAX_ID}, not {block_id}") from None
+    return keys
+
+
+class BlockPayloads:
+    """The bytes of blocks: `block_bytes` each, cheap to make and to compare, hard to mix up.
+
+    The first tile of 512 bytes is SHAKE-128 of the id and the block's size, so that no two
+    blocks agree anywhere, nor do blocks of two sizes. The others repeat it, with their own
+    number as u32le in place of their first 4 bytes, so that no tile can stand for another of
+    the same block. Swapped, shifted, stale or cut bytes are therefore all found.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        if not 1 <= block_bytes <= MAX_PAYLOAD_BYTES:
+            raise CallerError(f"a block has 1 ... {MAX_PAYLOAD_BYTES} bytes, not {block_bytes}")
+        self.block_bytes = block_bytes
+        self._tiles = -(-block_bytes // TILE_BYTES)
+        numbers = array("I", range(1, self._tiles))
+        if sys.byteorder == "big":
+            numbers.byteswap()
+        #: the first bytes of the numbers of all tiles behind the first, their second bytes, ...
+        self._columns = [numbers.tobytes()[byte::4] for byte in range(4)]
+
+    def payload(self, block_id: int) -> bytearray:
+        """The bytes of a block; the caller's own."""
+        seed = _LABEL + _SEED.pack(block_id, self.block_bytes)
+        payload = bytearray(hashlib.shake_128(seed).digest(TILE_BYTES)) * self._tiles
+        if self._tiles > 1:
+            for byte, column in enumerate(self._columns):
+                payload[TILE_BYTES + byte :: TILE_BYTES] = column
+        del payload[self.block_bytes :]
+        return payload
+
+    def matches(self, block_id: int, data: Buffer) -> bool:
+        """Are these exactly the bytes of that block? `data` is any contiguous buffer."""
+        # A bytearray compares itself with any buffer by memcmp; a memoryview on the left would
+        # compare item by item.
+        return self.payload(block_id) == data
+
+
+#: What is timed, in the order in which a request does it.
+STEPS: Final = ("walk", "claim", "restore", "save", "release")
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one request did. Made by a worker, added up by `Totals`."""
+
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    blocks: int = 0
+    hit_blocks: int = 0
+    #: Bytes that were compared with what the block should hold, and were right.
+    verified_bytes: int = 0
+    #: Sentences about blocks whose bytes were wrong.
+    mismatches: list[str] = field(default_factory=list)
+    #: Claimed, but lost or unreadable before all bytes had arrived: misses, not mismatches.
+    lost_blocks: int = 0
+    #: No daemon answered for some part of it.
+    unavailable: bool = False
+    #: Saves of single blocks by how they ended.
+    saves: Counter[str] = field(default_factory=Counter)
+    saved_bytes: int = 0
+    #: By step; a step that was not needed is absent.
+    durations_ns: dict[str, int] = field(default_factory=dict)
+
 
 #: Misses that say nothing of the cache, only that it did not answer.
 _NO_ANSWER: Final = frozenset((MissReason.UNAVAILABLE, MissReason.DEADLINE))
@@ -62,59 +180,6 @@ class LiveOptions:
         ):
             if value < least:
                 raise CallerError(f"{name} is at least {least}, not {value}")
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """The worker can take requests."""
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """A request that cannot be replayed at all; nothing else is wrong."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The worker's last word."""
-
-    rpcs: dict[str, int] = field(default_factory=dict)
-    #: Sessions opened after the first.
-    reconnects: int = 0
-    #: No daemon answered for longer than the worker may wait.
-    gave_up: bool = False
-
-
-def work(pipe: Connection, options: LiveOptions, number: int) -> None:
-    """The worker's process: takes requests from `pipe` until None, answers each by its Outcome."""
-    # Ctrl-C goes to everybody on the terminal; the parent says what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent is gone: there is no process to answer to.
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        _work(pipe, options, number)
-
-
-def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
-    gave_up = False
-    name = f"replay-{number}"
-    with Client(options.address, name=name, local=options.in_place) as client:
-        replayer = Replayer(client, options)
-        # Connecting is no part of the first request, which notices a daemon that is not there.
-        client.wait_connected()
-        pipe.send(Ready())
-        while not gave_up and (request := pipe.recv()) is not None:
-            try:
-                outcome = replayer.replay(request)
-            except CallerError as problem:
-                pipe.send(Refused(str(problem)))
-                break
-            pipe.send(outcome)
-            gave_up = outcome.unavailable and not replayer.wait_for_daemon()
-        counted = client.counters
-    rpcs = cast(dict[str, int], counted["rpcs"])
-    pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
 
 
 class Replayer:

@@ -22,9 +22,9 @@ from prefixd.client.wire.channel import Security
 from prefixd.client.wire.data_transport import DataTransport
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
-from prefixd.server import certificates as module
-from prefixd.server.certificates import SOON_NS, Certificates
+from prefixd.server import credentials as module
 from prefixd.server.config.loading import load_config
+from prefixd.server.credentials import SOON_NS, Certificates
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually, tcp_address
 from tests.support.outside import DaemonProcess, daemon_process

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from prefixd.client.lab.source import LineSource, TraceError
+from prefixd.client.lab.trace_file import LineSource, TraceError
 
 TEXT = "first\n\n  \nfourth\nlast without an end"
 LINES = [(1, b"first\n"), (4, b"fourth\n"), (5, b"last without an end")]
