@@ -1,11 +1,11 @@
-"""Values of options as people write them: what is taken, what is refused and why, and how they
-are shown again."""
+"""The types of options: which values are valid, why others are refused, how they are written."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, TypeAlias
 
@@ -31,8 +31,8 @@ def _size(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-def _budget(value: object) -> object:
-    return value if value == "auto" else _size(value)
+def _or_auto(check: Callable[[object], object]) -> BeforeValidator:
+    return BeforeValidator(lambda value: value if value == "auto" else check(value))
 
 
 def _duration(value: object) -> object:
@@ -63,27 +63,29 @@ def _tracing(value: object) -> object:
 
 
 def has_module(name: str) -> bool:
-    """Could it be imported?"""
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # not even the package that it is in
+    except ImportError:  # the package of the module is missing
         return False
 
 
 def _directory(value: object) -> object:
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError("should be the name of a directory")
-    if "\0" in str(value):
-        raise ValueError("has a NUL in it, which no name of a file may have")
-    return Path(value).expanduser().absolute()
+    return _absolute(value)
 
 
 def _file(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("should be the name of a file")
-    if "\0" in value:
+    return str(_absolute(value)) if value else ""
+
+
+def _absolute(name: str | Path) -> Path:
+    if "\0" in str(name):
         raise ValueError("has a NUL in it, which no name of a file may have")
-    return str(Path(value).expanduser().absolute()) if value else ""
+    return Path(name).expanduser().absolute()
 
 
 def _unix_address(value: object) -> object:
@@ -101,8 +103,6 @@ def _unix_address(value: object) -> object:
 
 
 def _admin_address(value: object) -> object:
-    if value == "auto":
-        return value
     address = normalize_address(str(value))
     if socket_path(address) is None:
         raise ValueError("should be a Unix socket: operators are served on this host only")
@@ -135,7 +135,7 @@ def _engine_urls(value: object) -> object:
 
 
 def parse_shares(text: str) -> dict[str, int]:
-    """The bytes that each namespace is sure of. Raises ValueError."""
+    """The guaranteed bytes of each namespace. Raises ValueError."""
     shares: dict[str, int] = {}
     for each in text.split(",") if text.strip() else ():
         name, equals, size = (part.strip() for part in each.partition("="))
@@ -175,15 +175,11 @@ def _tiers(value: object) -> object:
     return value
 
 
-def _data_address(value: object) -> object:
-    return value if value == "auto" else _tcp_address(value)
-
-
 File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
 Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
 Budget: TypeAlias = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
-    BeforeValidator(_budget),
+    _or_auto(_size),
     Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
 ]
 Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
@@ -193,12 +189,12 @@ Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|au
 Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
 EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
-DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
+DataAddress: TypeAlias = Annotated[str, _or_auto(_tcp_address), Kind("HOST:PORT|auto")]
 Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
 Count: TypeAlias = Annotated[int, Field(ge=0)]
 Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
 UnixAddress: TypeAlias = Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
-AdminAddress: TypeAlias = Annotated[str, BeforeValidator(_admin_address), Kind("unix:PATH|auto")]
+AdminAddress: TypeAlias = Annotated[str, _or_auto(_admin_address), Kind("unix:PATH|auto")]
 MemorySource: TypeAlias = Annotated[
     str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
 ]
