@@ -1,9 +1,12 @@
-"""How the daemon ends: when it is told to, in order, and within a bound.
+"""The daemon as a process: its locks, what it tells systemd, and how it stops.
 
-A thread that waits for a device that hangs can't be ended by anything but the end of its process,
-and Python, asyncio and gRPC all wait for the threads and tasks that they know of. So what does not
-end is left behind with `os._exit`, which ends the process as a crash would: everything that was
-acknowledged is stored already.
+A lock keeps a second daemon off the directories and the socket of the first. The kernel holds it
+(flock), so it is gone with its process however that ends, and a lock file that was left behind is
+no obstacle. The note in the file is only for the error message of the second daemon.
+
+A thread that waits for a hung device can only be ended with its process, and Python, asyncio and
+gRPC all wait for the threads and tasks that they know of. So a stop that takes too long calls
+`os._exit`, which ends the process as a crash would: everything acknowledged is stored already.
 """
 
 from __future__ import annotations
@@ -29,18 +32,25 @@ from ..proto.endpoints import socket_path
 from ..proto.errors import DirectoryInUse
 from .config.options import Config
 
+log = structlog.get_logger("prefixd")
+
 LOCK_NAME: Final = "prefixd.lock"
-
-
 _MAX_NOTE_BYTES: Final = 4096
+#: Watchdog messages per interval that systemd allows.
+_BEATS: Final = 3
+#: A stop ends within the drain timeout and this time, a hurried one within this time alone.
+STOPPED_WITHIN_S: Final = 10.0
+
+
+# ---- locks
 
 
 @contextmanager
 def lock_directories(config: Config) -> Iterator[None]:
     """Own the shm directory, the disk directory (if there is such a tier) and the socket.
 
-    What does not exist is created, for this user only. Raises DirectoryInUse, which says who
-    has it, or OSError, which names the option; then nothing stays locked.
+    Missing directories are created, for this user only. Raises DirectoryInUse, which names the
+    holder, or OSError, which names the option; then nothing stays locked.
     """
     address = config.server.address
     socket = socket_path(address)
@@ -63,11 +73,11 @@ def lock_directories(config: Config) -> Iterator[None]:
 
 @contextmanager
 def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iterator[None]:
-    """Own one directory, or with another `name` one thing in it. `address` is for the note."""
+    """Own one directory or, with another `name`, one thing in it. `address` is for the note."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = directory.stat().st_uid
     if owner not in (0, os.geteuid()):
-        # In /tmp anybody can make the directory that this user will look for.
+        # In /tmp any user can create the directory that this daemon is going to use.
         raise PermissionError(f"{directory} belongs to the user {owner}; it is not used")
     file = directory / name
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -81,7 +91,7 @@ def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iter
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(note).encode(), 0)
         yield
-        # The file stays: to remove it would let two processes lock two files of one name.
+        # The file stays. If it were removed, two processes could lock two files of one name.
         os.ftruncate(fd, 0)
     finally:
         os.close(fd)
@@ -97,27 +107,26 @@ def _holder(fd: int) -> str:
     return f"the daemon with pid {pid} at {address}, started {started}"
 
 
-#: Signs of life within the time that the watchdog allows.
-_BEATS: Final = 3
+# ---- systemd
 
 
 def notify(state: str) -> bool:
-    """Send a state to systemd, at $NOTIFY_SOCKET. False: there is no such socket, or it can't be
-    reached."""
+    """Send a state to systemd, at $NOTIFY_SOCKET. False if there is no such socket, or it can't
+    be reached."""
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address.startswith(("/", "@")):
         return False
-    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as told:
-        # The service manager always reads; if it does not, the daemon does not wait for it.
-        told.setblocking(False)
-        told.connect(f"\0{address[1:]}" if address[0] == "@" else address)
-        told.send(state.encode())
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        # The daemon does not wait for a service manager that does not read.
+        manager.setblocking(False)
+        manager.connect(f"\0{address[1:]}" if address[0] == "@" else address)
+        manager.send(state.encode())
         return True
     return False
 
 
 def watchdog_interval_s() -> float:
-    """How often systemd wants to hear that the daemon lives; 0: it does not."""
+    """How often to tell systemd that the daemon is alive; 0 without a watchdog."""
     try:
         pid, limit_us = os.environ.get("WATCHDOG_PID"), int(os.environ["WATCHDOG_USEC"])
     except (KeyError, ValueError):
@@ -126,25 +135,21 @@ def watchdog_interval_s() -> float:
 
 
 async def keep_alive() -> None:
-    """Say so from the event loop, whose standstill is what the watchdog is for."""
+    """Feed the watchdog from the event loop, because it is there to notice a stuck loop."""
     interval_s = watchdog_interval_s()
     while interval_s > 0:
         notify("WATCHDOG=1")
         await asyncio.sleep(interval_s)
 
 
-log = structlog.get_logger("prefixd")
-
-
-#: A stop ends within the drain timeout and this time, a hurried one within this time alone.
-STOPPED_WITHIN_S: Final = 10.0
+# ---- stopping
 
 
 class Stop:
-    """What signals ask for: the first one to stop, the next not to wait for anybody."""
+    """What signals request: the first one to stop, the next one not to wait for anything."""
 
     def __init__(self, drain_timeout_s: float) -> None:
-        self.asked = asyncio.Event()
+        self.requested = asyncio.Event()
         self.hurried = asyncio.Event()
         self._drain_timeout_s = drain_timeout_s
         self._hurry = threading.Event()
@@ -155,24 +160,24 @@ class Stop:
             loop.add_signal_handler(number, self.signalled)
 
     def when_reloaded(self, reload: Callable[[], object]) -> None:
-        """Call this when SIGHUP comes, on the loop; until now it was ignored."""
+        """Call this on the loop at each SIGHUP, which is ignored until then."""
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
     def begin(self) -> None:
-        """What the first signal does; nothing if it has come."""
-        if not self.asked.is_set():
+        """Do what the first signal does, unless the stop has begun."""
+        if not self.requested.is_set():
             self.signalled()
 
     def signalled(self) -> None:
-        if self.asked.is_set():
+        if self.requested.is_set():
             self.hurried.set()
             self._hurry.set()
             return
-        self.asked.set()
+        self.requested.set()
         threading.Thread(target=self._give_up, name="prefixd-stop", daemon=True).start()
 
     def _give_up(self) -> None:
-        """On a thread: the loop itself may be what does not end."""
+        """End the process after the deadline. On a thread, because the loop itself may hang."""
         self._hurry.wait(self._drain_timeout_s)
         threading.Event().wait(STOPPED_WITHIN_S)
         log.error("stop_forced", threads=running_threads())
@@ -180,7 +185,7 @@ class Stop:
 
 
 def running_threads() -> list[str]:
-    """Ours, by their names."""
+    """The names of the daemon's own threads."""
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("prefixd-"))
 
 

@@ -167,7 +167,7 @@ def _validate(
     given: Mapping[str, Given], places: Mapping[str, str]
 ) -> tuple[Config, dict[str, str]]:
     """The configuration without its wrong options, and a sentence for each of those."""
-    known = {o.path: o for _, _, options in sources.sections(Config) for o in options}
+    known = sources.options(Config)
     wrong = {
         path: _complaint(path, entry, _unknown(path, list(known)))
         for path, entry in given.items()

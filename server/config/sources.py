@@ -53,6 +53,8 @@ class Option:
 
     section: str
     key: str
+    #: Name of its attribute in the section.
+    attribute: str
     info: FieldInfo
 
     @property
@@ -94,16 +96,21 @@ def sections(model: type[BaseModel]) -> Iterator[tuple[str, str, list[Option]]]:
         section = info.annotation
         assert isinstance(section, type)
         assert issubclass(section, BaseModel)
-        options = [Option(name, f.alias or key, f) for key, f in section.model_fields.items()]
-        yield name, info.description or "", options
+        found = [Option(name, f.alias or key, key, f) for key, f in section.model_fields.items()]
+        yield name, info.description or "", found
+
+
+def options(model: type[BaseModel]) -> dict[str, Option]:
+    """Every option of a model by its dotted key."""
+    return {option.path: option for _, _, found in sections(model) for option in found}
 
 
 def template(model: type[BaseModel], title: str) -> str:
     """A TOML file with every option, its description and its default."""
     lines = [f"# {line}".rstrip() for line in title.splitlines()]
-    for name, about, options in sections(model):
+    for name, about, section in sections(model):
         lines += ["", f"# {about}", f"[{name}]"]
-        for option in options:
+        for option in section:
             value = f'"{option.default}"' if option.is_text else option.default
             lines += ["", *_COMMENT.wrap(f"{option.description} ({option.kind.metavar})")]
             lines.append(f"{option.key} = {value}")
@@ -200,9 +207,9 @@ def parser(
         action="store_true",
         help="say whether the configuration is good and what each tier gets here, and exit",
     )
-    for name, about, options in sections(model):
+    for name, about, section in sections(model):
         group = made.add_argument_group(name, about)
-        for option in options:
+        for option in section:
             names = [flag for flag, path in program.flags.items() if path == option.path]
             text = f"{option.description} [{option.default or 'none'}]"
             flag_alone = "true" if option.kind.metavar == "BOOL" else None
@@ -298,12 +305,11 @@ def _one_underscore(
     model: type[BaseModel], program: Program, env: Mapping[str, str]
 ) -> Iterator[str]:
     """Variables that lack the second underscore of an option."""
-    for _, _, options in sections(model):
-        for option in options:
-            right = f"{program.prefix}{option.section}__{option.key}".upper()
-            name = right.replace("__", "_", 1)
-            if name in env and name not in program.variables:
-                yield f"{name}: two underscores are between section and key: {right}"
+    for option in options(model).values():
+        right = f"{program.prefix}{option.section}__{option.key}".upper()
+        name = right.replace("__", "_", 1)
+        if name in env and name not in program.variables:
+            yield f"{name}: two underscores are between section and key: {right}"
 
 
 def read(

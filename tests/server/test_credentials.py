@@ -254,7 +254,7 @@ def test_what_is_no_certificate_has_no_end() -> None:
 @in_loop
 async def test_it_is_told_a_week_before_and_once(tmp_path: Path, files: Files) -> None:
     made = Certificates(load_config(files.flags, {}).server)
-    (ends,) = {made.ends_s()["server.tls_cert"]}
+    (ends,) = {made.material.ends_s["server.tls_cert"]}
     clock = ManualClock()
     async with running(tmp_path, clock=clock) as daemon:
         core = daemon.core
