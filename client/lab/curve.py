@@ -117,7 +117,7 @@ class LruCurve:
         self, *, most_points: int = DEFAULT_POINTS, block_bytes: int | None = None
     ) -> dict[str, Any]:
         knee = self.knee()
-        return {
+        found = {
             "policy": "lru",
             "touch_order": self.touch_order.value,
             "unique_blocks": self.unique_blocks,
@@ -125,6 +125,9 @@ class LruCurve:
             "knee": None if knee is None else knee.to_json(block_bytes),
             "points": [point.to_json(block_bytes) for point in self.points(most_points)],
         }
+        if self.sample is not None:
+            found |= {"sample_rate": self.sample.rate, "sampled_blocks": self.sample.blocks}
+        return found
 
     def _rate(self, tokens: int) -> float:
         return tokens / self.prompt_tokens if self.prompt_tokens else 0.0

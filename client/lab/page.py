@@ -1,4 +1,4 @@
-"""The style and the script of the HTML report. Nothing in them is fetched from anywhere."""
+"""An HTML page with its data, style and script inside. It fetches nothing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from typing import Any
 
-#: Of the chart alone; its colours are those of the page around it.
+#: The style of a chart. Its colours are variables of the page's style.
 CHART_STYLE = """
 .grid { stroke: var(--line); stroke-width: 1; }
 .base, .tickmark { stroke: var(--soft); stroke-width: 1; }
@@ -120,8 +120,8 @@ footer a { color: var(--accent); }
 )
 
 
-#: Reading values off the curve, if there is one, saying of tables that are wider than the window
-#: that they scroll, and saving the data as a file. The page is whole without it.
+#: Shows values under the pointer on a curve, marks tables that are wider than the window as
+#: scrollable, and saves the data as a file. The page is complete without it.
 SCRIPT = """
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -170,10 +170,7 @@ save.download = "report.json";
 save.hidden = false;
 """
 
-
 Json = Mapping[str, Any]
-
-
 Format = Callable[[Any], str]
 
 
@@ -193,7 +190,7 @@ def render_page(data: Json, subtitle: str, parts: Sequence[str], footer: str) ->
             "<!doctype html>",
             '<html lang="en"><head><meta charset="utf-8">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # The browser itself holds the promise that nothing is fetched.
+            # Makes the browser enforce that nothing is fetched.
             '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
             "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
             '<link rel="icon" href="data:,">',
@@ -210,18 +207,18 @@ def render_page(data: Json, subtitle: str, parts: Sequence[str], footer: str) ->
 
 
 def _embedded(data: Json) -> str:
-    # Nothing in a string may close the script element or open a comment in it.
+    # No string may close the script element or open a comment in it.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c")
 
 
 def figure(data: Json, path: str, form: Format) -> str:
-    """The value at a dotted path as HTML that says where it comes from."""
+    """The value at a dotted path as HTML, with the path."""
     return f'<span data-figure="{path}">{escape(form(value_at(data, path)))}</span>'
 
 
 def cards(data: Json, figures: Sequence[tuple[str, str, Format]]) -> str:
-    """The main figures, each a name, the path of its value and how that is written."""
+    """The main figures; each is a name, the path of its value and how to format it."""
     inside = "".join(
         f'<div class="card"><b>{figure(data, path, form)}</b><span class="name">{name}</span></div>'
         for name, path, form in figures
@@ -230,9 +227,10 @@ def cards(data: Json, figures: Sequence[tuple[str, str, Format]]) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table from the HTML of its column names and of its rows' whole cells (`<td>...</td>`)."""
+    """A table from the HTML of its column names and cells. A cell with attributes is a whole
+    `<td ...>...</td>`."""
     names = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
     return (
         f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -240,8 +238,12 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     )
 
 
+def _cell(html: str) -> str:
+    return html if html.startswith("<td") else f"<td>{html}</td>"
+
+
 def value_at(data: Any, path: str) -> Any:
-    """The value at a dotted path; KeyError or IndexError where there is none."""
+    """The value at a dotted path. Raises KeyError or IndexError if there is none."""
     for step in path.split("."):
         data = data[int(step)] if isinstance(data, list) else data[step]
     return data

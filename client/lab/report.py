@@ -1,7 +1,6 @@
-"""One HTML file with the curve, the policies and what stayed resident.
+"""HTML reports: a curve with its policies, and a simulated fleet.
 
-Nothing is fetched: style, script, charts and the data are inside. Everything that the page
-shows as a number comes from that data, and says from where: `data-figure` is the path to it.
+Every number on a page comes from the data that is embedded in it; `data-figure` is its path there.
 """
 
 from __future__ import annotations
@@ -9,14 +8,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from ... import __version__
 from ...proto.units import format_bytes, percent
 from .charts import curve_chart, curve_legend, label
 from .curve import DEFAULT_POINTS, LruCurve, curve_error
-from .page import Format, Json, cards, count, figure, render_page, table
+from .page import Format, Json, cards, count, figure, render_page, table, value_at
 from .simulate import ReplayResult
+
+K = TypeVar("K")
+
+#: Where a fleet's hits come from: description, class of the colour, start of the names in the data.
+SOURCES = (
+    ("the node itself", "local", "local_hit"),
+    ("the shared tier", "shared", "shared_hit"),
+    ("other nodes", "peer", "peer_hit"),
+)
+MOVES = (
+    ("read from the shared tier", "shared_reads"),
+    ("written to the shared tier", "shared_writes"),
+    ("read from other nodes", "peer_reads"),
+    ("in all", "total"),
+)
+#: With more nodes than this, the page shows those that prefill the most.
+MOST_NODES = 64
+
+
+# ---- curves
 
 
 def report_data(
@@ -29,37 +48,25 @@ def report_data(
     block_bytes: int | None = None,
     most_points: int = DEFAULT_POINTS,
 ) -> dict[str, Any]:
-    """What `prefixctl curve` writes as JSON, and what the page and the plots are drawn from.
+    """The data that `prefixctl curve` writes as JSON, and that the page and the plots show.
 
     `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities. Sampled
     curves are compared with `curve`, at its points.
     """
-    prompt_tokens = trace["prompt_tokens"]
-    best = trace["infinite_hit_tokens"] / prompt_tokens if prompt_tokens else 0.0
+    sizes: dict[str, Any] = {"most_points": most_points, "block_bytes": block_bytes}
     return {
         "title": title,
         "prefixd_version": __version__,
         "block_tokens": curve.block_tokens,
         "block_bytes": block_bytes,
-        "trace": {**trace, "infinite_hit_rate": best},
-        "curve": _curve_json(curve, most_points, block_bytes),
+        "trace": trace,
+        "curve": curve.to_json(**sizes),
         "sampled": [
-            {
-                **_curve_json(estimate, most_points, block_bytes),
-                **asdict(curve_error(curve, estimate)),
-            }
+            {**estimate.to_json(**sizes), **asdict(curve_error(curve, estimate))}
             for estimate in sampled
         ],
         "results": [result.to_json() for result in results],
     }
-
-
-def _curve_json(curve: LruCurve, most_points: int, block_bytes: int | None) -> dict[str, Any]:
-    written = curve.to_json(most_points=most_points, block_bytes=block_bytes)
-    if curve.sample is not None:
-        written["sample_rate"] = curve.sample.rate
-        written["sampled_blocks"] = curve.sample.blocks
-    return written
 
 
 def render_report(data: Json) -> str:
@@ -128,27 +135,31 @@ def _comparison(data: Json) -> str:
     rows = []
     for capacity in sorted({r["capacity_blocks"] for r in results}):
         at = {
-            (r["policy"], r["touch_order"]): (index, r)
+            (r["policy"], r["touch_order"]): f"results.{index}"
             for index, r in enumerate(results)
             if r["capacity_blocks"] == capacity
         }
-        best = max(r["total_hit_tokens"] for _, r in at.values())
-        first = next(iter(at.values()))[0]
-        cells = [f"<td>{figure(data, f'results.{first}.capacity_blocks', count)} blocks</td>"]
-        for column in columns:
-            if column not in at:
-                cells.append("<td></td>")
-                continue
-            index, result = at[column]
-            style = ' class="best"' if result["total_hit_tokens"] == best else ""
-            rate = figure(data, f"results.{index}.overall_hit_rate", percent)
-            tokens = figure(data, f"results.{index}.total_hit_tokens", count)
-            cells.append(f"<td{style}>{rate}<small>{tokens} tokens</small></td>")
-        rows.append(cells)
+        cells = _rates(data, at)
+        first = next(iter(at.values()))
+        row = [f"{figure(data, f'{first}.capacity_blocks', count)} blocks"]
+        rows.append(row + [cells.get(column, "") for column in columns])
     return (
         "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
         "capacity; the best of a row stands out.</p>" + table(["capacity", *names], rows)
     )
+
+
+def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
+    """Cells with the hit rates of the results at these paths; the best stands out."""
+    tokens = {key: value_at(data, f"{path}.total_hit_tokens") for key, path in paths.items()}
+    best = max(tokens.values())
+    cells = {}
+    for key, path in paths.items():
+        style = ' class="best"' if tokens[key] == best else ""
+        rate = figure(data, f"{path}.overall_hit_rate", percent)
+        hits = figure(data, f"{path}.total_hit_tokens", count)
+        cells[key] = f"<td{style}>{rate}<small>{hits} tokens</small></td>"
+    return cells
 
 
 def _residency(data: Json) -> str:
@@ -164,12 +175,12 @@ def _residency(data: Json) -> str:
         meter = f'<i class="p-{escape(result["policy"])}" style="width:{100 * share:.1f}%"></i>'
         rows.append(
             [
-                f"<td>{escape(label(result['policy']))}</td>",
-                f"<td>{figure(data, f'{at}.capacity_blocks', count)}</td>",
-                f"<td>{figure(data, f'{at}.final_cache_blocks', count)}</td>",
+                escape(label(result["policy"])),
+                figure(data, f"{at}.capacity_blocks", count),
+                figure(data, f"{at}.final_cache_blocks", count),
                 f'<td class="meter"><div class="bar" title="{percent(share)}">{meter}</div></td>',
-                f"<td>{figure(data, f'{at}.ghost_blocks', count)}</td>",
-                f"<td>{figure(data, f'{at}.evictions', count)}</td>",
+                figure(data, f"{at}.ghost_blocks", count),
+                figure(data, f"{at}.evictions", count),
             ]
         )
     return (
@@ -179,31 +190,22 @@ def _residency(data: Json) -> str:
     )
 
 
-#: (what is said of it, the class of its colour, the start of its names in the data)
-SOURCES = (
-    ("the node itself", "local", "local_hit"),
-    ("the shared tier", "shared", "shared_hit"),
-    ("other nodes", "peer", "peer_hit"),
-)
-
-
-MOVES = (
-    ("read from the shared tier", "shared_reads"),
-    ("written to the shared tier", "shared_writes"),
-    ("read from other nodes", "peer_reads"),
-    ("in all", "total"),
-)
-
-
-#: Of more nodes than this, the page shows those that prefill the most.
-MOST_NODES = 64
+# ---- fleets
 
 
 def render_fleet(data: Json) -> str:
     """The whole page for the data of `fleet_document`."""
-    parts = [_main_figures(data), _sources(data), _moves(data), _nodes(data)]
+    main_figures: list[tuple[str, str, Format]] = [
+        ("requests", "trace.requests", count),
+        ("prompt tokens", "trace.prompt_tokens", count),
+        ("unlimited hit rate", "trace.infinite_hit_rate", percent),
+        ("nodes", "nodes", count),
+        ("hit rate of this fleet", "overall_hit_rate", percent),
+        ("hit tokens", "total_hit_tokens", count),
+    ]
+    parts = [cards(data, main_figures), _sources(data), _moves(data), _nodes(data)]
     if data["compared"]:
-        parts.append(_fleet_comparison(data))
+        parts.append(_alternatives(data))
     return render_page(
         data,
         "What a fleet of nodes makes of this trace.",
@@ -211,20 +213,6 @@ def render_fleet(data: Json) -> str:
         f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
         "of blocks from its first that its node finds anywhere when it arrives. Nothing takes time "
         "in this simulation.",
-    )
-
-
-def _main_figures(data: Json) -> str:
-    return cards(
-        data,
-        [
-            ("requests", "trace.requests", count),
-            ("prompt tokens", "trace.prompt_tokens", count),
-            ("unlimited hit rate", "trace.infinite_hit_rate", percent),
-            ("nodes", "nodes", count),
-            ("hit rate of this fleet", "overall_hit_rate", percent),
-            ("hit tokens", "total_hit_tokens", count),
-        ],
     )
 
 
@@ -237,25 +225,17 @@ def sharing(data: Json) -> str:
 
 def _sources(data: Json) -> str:
     prompt_tokens = data["total_prompt_tokens"]
-    rows = []
-    for said, colour, name in SOURCES:
-        tokens = f"{name}_tokens"
-        rows.append(
-            [
-                f'<td><i class="from from-{colour}"></i> {said}</td>',
-                f"<td>{figure(data, f'{name}_blocks', count)}</td>",
-                f"<td>{figure(data, tokens, count)}</td>",
-                f'<td class="meter">{_bar([(colour, data[tokens])], prompt_tokens)}</td>',
-            ]
-        )
-    rows.append(
+    rows = [
         [
-            "<td>nowhere: prefilled</td>",
-            "<td></td>",
-            f"<td>{figure(data, 'prefilled_tokens', count)}</td>",
-            f'<td class="meter">{_bar([], prompt_tokens)}</td>',
+            f'<i class="from from-{colour}"></i> {description}',
+            figure(data, f"{name}_blocks", count),
+            figure(data, f"{name}_tokens", count),
+            _bar([(colour, data[f"{name}_tokens"])], prompt_tokens),
         ]
-    )
+        for description, colour, name in SOURCES
+    ]
+    prefilled = figure(data, "prefilled_tokens", count)
+    rows.append(["nowhere: prefilled", "", prefilled, _bar([], prompt_tokens)])
     shared = (
         f"a shared tier of {figure(data, 'shared_blocks', count)} blocks "
         f"(written: {escape(data['write'])})"
@@ -276,54 +256,49 @@ def _bar(parts: Iterable[tuple[str, int]], whole: int) -> str:
         f'<i class="from-{colour}" style="width:{100 * tokens / whole if whole else 0:.2f}%"></i>'
         for colour, tokens in parts
     )
-    return f'<div class="bar stack">{inside}</div>'
+    return f'<td class="meter"><div class="bar stack">{inside}</div></td>'
 
 
 def _moves(data: Json) -> str:
-    sized = data["bytes_per_token"] is not None
-    timed = data["moved"]["total"]["bytes_per_second"] is not None
-    rows = []
-    for said, name in MOVES:
-        at = f"moved.{name}"
-        cells = [f"<td>{said}</td>", f"<td>{figure(data, f'{at}.blocks', count)}</td>"]
-        cells.append(f"<td>{figure(data, f'{at}.tokens', count)}</td>")
-        if sized:
-            cells.append(f"<td>{figure(data, f'{at}.bytes', format_bytes)}</td>")
-        if timed:
-            cells.append(f"<td>{figure(data, f'{at}.bytes_per_second', _bytes)}</td>")
-        rows.append(cells)
-    head = ["", "blocks", "tokens", *(["bytes"] if sized else []), *(["a second"] if timed else [])]
-    size = (
-        f" A token is {figure(data, 'bytes_per_token', format_bytes)}; a second is one of the "
-        "trace, on average."
-        if sized
-        else ""
-    )
+    columns: list[tuple[str, str, Format]] = [
+        ("blocks", "blocks", count),
+        ("tokens", "tokens", count),
+    ]
+    size = ""
+    if data["bytes_per_token"] is not None:
+        columns.append(("bytes", "bytes", format_bytes))
+        size = (
+            f" A token is {figure(data, 'bytes_per_token', format_bytes)}; a second is one of the "
+            "trace, on average."
+        )
+    if data["moved"]["total"]["bytes_per_second"] is not None:
+        columns.append(("a second", "bytes_per_second", lambda rate: format_bytes(round(rate))))
+    rows = [
+        [description, *(figure(data, f"moved.{move}.{name}", form) for _, name, form in columns)]
+        for description, move in MOVES
+    ]
+    head = ["", *(name for name, _, _ in columns)]
     return (
         "<h2>What moves over the network</h2><p>Blocks that a node reads from elsewhere, and those "
-        f"that enter the shared tier.{size}</p>" + table(head, rows)
+        f"that enter the shared tier.{size}</p>"
+        + table(head, rows)
     )
-
-
-def _bytes(value: float) -> str:
-    return format_bytes(round(value))
 
 
 def _nodes(data: Json) -> str:
     nodes: Sequence[Json] = data["per_node"]
     busiest = sorted(range(len(nodes)), key=lambda index: -nodes[index]["prefilled_tokens"])
     most = max(node["prompt_tokens"] for node in nodes)
-    shown = sorted(busiest[:MOST_NODES])
     rows = []
-    for index in shown:
-        at, node = f"per_node.{index}", nodes[index]
+    for index in sorted(busiest[:MOST_NODES]):
+        at = f"per_node.{index}"
         rows.append(
             [
-                f'<td><span data-figure="{at}">{index}</span></td>',
-                f"<td>{figure(data, f'{at}.requests', count)}</td>",
-                f"<td>{figure(data, f'{at}.hit_tokens', count)}</td>",
-                f"<td>{figure(data, f'{at}.prefilled_tokens', count)}</td>",
-                f'<td class="meter">{_bar([("local", node["hit_tokens"])], most)}</td>',
+                f'<span data-figure="{at}">{index}</span>',
+                figure(data, f"{at}.requests", count),
+                figure(data, f"{at}.hit_tokens", count),
+                figure(data, f"{at}.prefilled_tokens", count),
+                _bar([("local", nodes[index]["hit_tokens"])], most),
             ]
         )
     note = f" Of more nodes, the {MOST_NODES} busiest." if len(nodes) > MOST_NODES else ""
@@ -334,20 +309,14 @@ def _nodes(data: Json) -> str:
     )
 
 
-def _fleet_comparison(data: Json) -> str:
+def _alternatives(data: Json) -> str:
     compared: Sequence[Json] = data["compared"]
     ways = list(dict.fromkeys(sharing(each) for each in compared))
-    best = max(each["total_hit_tokens"] for each in compared)
-    rows = []
-    for route in dict.fromkeys(each["route"] for each in compared):
-        cells = {}
-        for index, each in enumerate(compared):
-            if each["route"] == route:
-                style = ' class="best"' if each["total_hit_tokens"] == best else ""
-                rate = figure(data, f"compared.{index}.overall_hit_rate", percent)
-                tokens = figure(data, f"compared.{index}.total_hit_tokens", count)
-                cells[sharing(each)] = f"<td{style}>{rate}<small>{tokens} tokens</small></td>"
-        rows.append([f"<td>{escape(route)}</td>", *(cells.get(way, "<td></td>") for way in ways)])
+    routes = dict.fromkeys(each["route"] for each in compared)
+    cells = _rates(
+        data, {(each["route"], sharing(each)): f"compared.{i}" for i, each in enumerate(compared)}
+    )
+    rows = [[escape(route), *(cells.get((route, way), "") for way in ways)] for route in routes]
     return (
         "<h2>Other routes, other ways to share</h2><p>The same nodes and trace: hit tokens over "
         "prompt tokens; the best stands out.</p>" + table(["route", *ways], rows)
