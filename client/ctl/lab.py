@@ -197,7 +197,8 @@ def convert(
     text's bytes.
     """
     from ..lab.analyze import Analyzer
-    from ..lab.convert import Converter, ConvertOptions
+    from ..lab.convert import Converter
+    from ..lab.records import ConvertOptions
     from ..lab.trace import write_trace
     from . import lab_views as views
     from .progress import reading

@@ -1,8 +1,8 @@
 """Replays a trace through a running daemon: real bytes, every one of them verified.
 
-The requests are dealt in their order to worker processes, each with a client of its own
-(`worker`). The parent never touches a payload. Every worker has its own pipe, so that one
-that dies takes nothing with it but the request that it was working on.
+The requests are dealt in order to worker processes, each with a client of its own (`Replayer`).
+The parent never touches a payload. Every worker has its own pipe, so that a worker that dies loses
+only the requests that it had.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ class Totals:
     described: list[str] = field(default_factory=list)
     saves: Counter[str] = field(default_factory=Counter)
     saved_bytes: int = 0
-    #: of each step, in nanoseconds
+    #: Step -> durations in nanoseconds.
     latencies: dict[str, LogHistogram] = field(
         default_factory=lambda: {step: LogHistogram() for step in STEPS}
     )
     wall_seconds: float = 0.0
-    #: Of all workers, by the name of the rpc.
+    #: Calls of all workers, by the name of the rpc.
     rpcs: Counter[str] = field(default_factory=Counter)
-    #: Sessions that were opened because an earlier one had ended.
+    #: Sessions that were opened after an earlier one had ended.
     reconnects: int = 0
-    #: Workers that ended before their time, with the request that they had.
+    #: Workers that ended early and lost their requests.
     workers_lost: int = 0
-    #: Stopped before the end of the trace: by the user, or because no daemon answered for too long.
+    #: Stopped before the end of the trace, by the user or because the daemon was away too long.
     interrupted: bool = False
     gave_up: bool = False
 
     def add(self, outcome: Outcome) -> None:
-        """One more request."""
+        """Add one request."""
         self.requests += 1
         self.requests_with_hit += outcome.hit_tokens > 0
         self.unavailable_requests += outcome.unavailable
@@ -82,21 +82,21 @@ class Totals:
 
     @property
     def hit_rate(self) -> float:
-        """By tokens, 0 ... 1."""
+        """Share of prompt tokens that were hits, 0 to 1."""
         return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
     @property
     def request_hit_rate(self) -> float:
-        """By requests with any hit, 0 ... 1."""
+        """Share of requests with any hit, 0 to 1."""
         return self.requests_with_hit / self.requests if self.requests else 0.0
 
     @property
     def good(self) -> bool:
-        """Was every byte right, and did every worker see it through?"""
+        """Whether every byte was right and every worker finished."""
         return not (self.mismatches or self.workers_lost or self.gave_up)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; the names are stable and carry their units."""
+        """For JSON. The names are stable and include the units."""
         return {
             "requests": self.requests,
             "requests_with_hit": self.requests_with_hit,
@@ -136,27 +136,27 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """A request that cannot be replayed at all; nothing else is wrong."""
+    """A request that cannot be replayed at all."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker's last word."""
+    """The last message of a worker."""
 
     rpcs: dict[str, int] = field(default_factory=dict)
     #: Sessions opened after the first.
     reconnects: int = 0
-    #: No daemon answered for longer than the worker may wait.
+    #: The daemon was away for longer than the worker may wait.
     gave_up: bool = False
 
 
 def work(pipe: Connection, options: LiveOptions, number: int) -> None:
-    """The worker's process: takes requests from `pipe` until None, answers each by its Outcome."""
-    # Ctrl-C goes to everybody on the terminal; the parent says what it means.
+    """The worker process: replays requests from `pipe` until None, and answers with `Outcome`s."""
+    # Ctrl-C reaches all processes on the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The parent is gone: there is no process to answer to.
+    # These errors mean that the parent is gone.
     with contextlib.suppress(EOFError, BrokenPipeError):
         _work(pipe, options, number)
 
@@ -166,7 +166,8 @@ def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     name = f"replay-{number}"
     with Client(options.address, name=name, local=options.in_place) as client:
         replayer = Replayer(client, options)
-        # Connecting is no part of the first request, which notices a daemon that is not there.
+        # So that connecting does not count as a part of the first request. If the daemon is away,
+        # that request reports it.
         client.wait_connected()
         pipe.send(Ready())
         while not gave_up and (request := pipe.recv()) is not None:
@@ -182,11 +183,11 @@ def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
 
 
-#: How often the parent looks for signals and shows progress when no worker answers.
+#: How often the parent checks for signals and reports progress while no worker answers.
 _TURN_S: Final = 0.2
 
 
-#: Requests that a worker has at once: one in work, one to go on with.
+#: Requests that a worker has at once: one in work and the next one.
 _DEALT_AHEAD: Final = 2
 
 
@@ -197,7 +198,7 @@ _STOP_WITHIN_S: Final = 30.0
 class _Worker:
     process: SpawnProcess
     pipe: Connection
-    #: requests dealt to it and not answered yet
+    #: Requests dealt to it and not answered yet.
     dealt: int = 0
     finished: bool = False
 
@@ -223,10 +224,10 @@ class LiveReplay:
         self._first_timestamp_ms: int | None = None
 
     def run(self) -> Totals:
-        """Replay to the end, to a Ctrl-C, or until the daemon was away for too long.
+        """Replay until the end, a Ctrl-C, or the daemon is away for too long.
 
         A first Ctrl-C finishes the requests under way; a second one raises KeyboardInterrupt.
-        Raises whatever reading the requests raises. No process outlives the call.
+        Raises what reading the requests raises. No process outlives the call.
         """
         with self._interruptible():
             try:
@@ -258,10 +259,10 @@ class LiveReplay:
                 daemon=True,
             )
             process.start()
-            # The worker's end lives in the worker only: it closes when the worker dies.
+            # Only the worker keeps its end, so that the pipe closes when the worker dies.
             theirs.close()
             self._workers.append(_Worker(process, ours, dealt=1))
-        # Their start is no part of the replay.
+        # Wait, because their start does not count as a part of the replay.
         while any(worker.dealt for worker in self._workers) and not self._stopping:
             self._take(_TURN_S)
         self._started_s = time.monotonic()
@@ -291,13 +292,13 @@ class LiveReplay:
                     yield worker
 
     def _fetch(self) -> bool:
-        """Have the next request at hand. False: there is none."""
+        """Read the next request into `_next` if that is empty. False at the end of the trace."""
         if self._next is None:
             self._next = next(self._requests, None)
         return self._next is not None
 
     def _due_in_s(self) -> float:
-        """How long until the request at hand arrives; not above 0: now."""
+        """Seconds until the arrival of `_next`; 0 or less if it is due."""
         if self._next is None or not self.options.speed:
             return 0.0
         if self._first_timestamp_ms is None:
@@ -315,7 +316,7 @@ class LiveReplay:
         worker.dealt += 1
 
     def _take(self, timeout_s: float) -> None:
-        """Take what the workers have to say, waiting `timeout_s` at most for the first word."""
+        """Handle the messages of the workers; wait at most `timeout_s` for the first one."""
         by_pipe = {worker.pipe: worker for worker in self._workers if not worker.finished}
         for pipe in wait(list(by_pipe), timeout_s):
             worker = by_pipe[pipe]  # type: ignore[index]  # wait() gives back what it was given
@@ -352,7 +353,7 @@ class LiveReplay:
         worker.dealt = 0
 
     def _finish(self) -> None:
-        """Have every worker finish what it has and say goodbye."""
+        """Let every worker finish its requests and report."""
         self.totals.interrupted = self._stopping and not self.totals.gave_up
         for worker in self._workers:
             if not worker.finished:
@@ -371,7 +372,7 @@ class LiveReplay:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C stops the dealing instead of tearing a message apart."""
+        """Ctrl-C stops the dealing instead of interrupting a message."""
 
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self._stopping:
@@ -380,7 +381,7 @@ class LiveReplay:
 
         try:
             before = signal.signal(signal.SIGINT, on_interrupt)
-        except ValueError:  # not in the main thread: the caller uses stop() instead
+        except ValueError:  # outside the main thread the caller uses stop() instead
             yield
             return
         try:

@@ -1,14 +1,14 @@
-"""What stands for the blocks of a trace in a live replay: their keys and their bytes.
+"""Replays the requests of a trace through one client, with real bytes that are all verified.
 
-A trace has ids, not tokens, and an id stands for its block and everything before it, which is
-what the key of a block in a chain does. So the key of a block is
+A trace has ids, not tokens. An id stands for its block and everything before it, like the key of a
+block in a chain. So the key of a block is
 
     SHA-256( root || u64le(id) )
 
-where `root` is the prefix key of no tokens of a namespace that only replays have (its
-fingerprint is the SHA-256 of "prefixd/replay/v1"), and that differs for another block size, in
-bytes or tokens, or another salt: replays that would disagree on the bytes of a block never
-meet. The payload of a block is a fixed function of its id and its size (`BlockPayloads`).
+where `root` is the prefix key of no tokens in a namespace of replays (its fingerprint is the
+SHA-256 of "prefixd/replay/v1"). The namespace depends on the block size, in bytes and in tokens,
+and on the salt, so replays that would disagree about the bytes of a block share no keys. The
+payload of a block is a fixed function of its id and its size (`BlockPayloads`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-#: Few: to make them takes most of the time of a small payload.
+#: Small, because generating a tile takes most of the time of a small payload.
 TILE_BYTES: Final = 512
 
 
@@ -54,7 +54,7 @@ _MAX_ID: Final = 2**64 - 1
 
 
 def replay_namespace(block_bytes: int, block_tokens: int, salt: str = "") -> Namespace:
-    """What the keys of a replay with these blocks are scoped by."""
+    """The namespace of a replay with these blocks."""
     return Namespace(
         fingerprint=hashlib.sha256(_LABEL).digest(),
         quantisation=b"",
@@ -78,12 +78,12 @@ def keys_of_ids(root: Key, ids: Sequence[int]) -> list[Key]:
 
 
 class BlockPayloads:
-    """The bytes of blocks: `block_bytes` each, cheap to make and to compare, hard to mix up.
+    """The bytes of blocks, `block_bytes` each: cheap to make and compare, and all different.
 
-    The first tile of 512 bytes is SHAKE-128 of the id and the block's size, so that no two
-    blocks agree anywhere, nor do blocks of two sizes. The others repeat it, with their own
-    number as u32le in place of their first 4 bytes, so that no tile can stand for another of
-    the same block. Swapped, shifted, stale or cut bytes are therefore all found.
+    The first tile of 512 bytes is SHAKE-128 of the id and the block's size, so that neither two
+    blocks nor blocks of two sizes agree anywhere. The other tiles repeat it, with their own number
+    as u32le in place of the first 4 bytes, so that no tile equals another one of its block.
+    Swapped, shifted, stale or truncated bytes are therefore all found.
     """
 
     def __init__(self, block_bytes: int) -> None:
@@ -94,11 +94,11 @@ class BlockPayloads:
         numbers = array("I", range(1, self._tiles))
         if sys.byteorder == "big":
             numbers.byteswap()
-        #: the first bytes of the numbers of all tiles behind the first, their second bytes, ...
+        #: Of the numbers of all tiles after the first: their first bytes, their second bytes, ...
         self._columns = [numbers.tobytes()[byte::4] for byte in range(4)]
 
     def payload(self, block_id: int) -> bytearray:
-        """The bytes of a block; the caller's own."""
+        """The bytes of a block, in a new buffer."""
         seed = _LABEL + _SEED.pack(block_id, self.block_bytes)
         payload = bytearray(hashlib.shake_128(seed).digest(TILE_BYTES)) * self._tiles
         if self._tiles > 1:
@@ -108,40 +108,40 @@ class BlockPayloads:
         return payload
 
     def matches(self, block_id: int, data: Buffer) -> bool:
-        """Are these exactly the bytes of that block? `data` is any contiguous buffer."""
+        """Whether `data`, any contiguous buffer, holds exactly the bytes of that block."""
         # A bytearray compares itself with any buffer by memcmp; a memoryview on the left would
         # compare item by item.
         return self.payload(block_id) == data
 
 
-#: What is timed, in the order in which a request does it.
+#: The timed steps of a request, in order.
 STEPS: Final = ("walk", "claim", "restore", "save", "release")
 
 
 @dataclass(slots=True)
 class Outcome:
-    """What one request did. Made by a worker, added up by `Totals`."""
+    """The result of one request. `Totals` adds them up."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
     blocks: int = 0
     hit_blocks: int = 0
-    #: Bytes that were compared with what the block should hold, and were right.
+    #: Bytes that were compared with the expected payload, and were right.
     verified_bytes: int = 0
-    #: Sentences about blocks whose bytes were wrong.
+    #: A sentence for each block whose bytes were wrong.
     mismatches: list[str] = field(default_factory=list)
-    #: Claimed, but lost or unreadable before all bytes had arrived: misses, not mismatches.
+    #: Claimed, but lost or unreadable before all bytes arrived. These are misses, not mismatches.
     lost_blocks: int = 0
-    #: No daemon answered for some part of it.
+    #: Whether the daemon did not answer some call.
     unavailable: bool = False
-    #: Saves of single blocks by how they ended.
+    #: Number of blocks by the status of their save.
     saves: Counter[str] = field(default_factory=Counter)
     saved_bytes: int = 0
-    #: By step; a step that was not needed is absent.
+    #: Step -> duration. A step that was not needed is absent.
     durations_ns: dict[str, int] = field(default_factory=dict)
 
 
-#: Misses that say nothing of the cache, only that it did not answer.
+#: Misses of a daemon that did not answer, which say nothing about the cache.
 _NO_ANSWER: Final = frozenset((MissReason.UNAVAILABLE, MissReason.DEADLINE))
 
 
@@ -149,12 +149,11 @@ _NO_ANSWER: Final = frozenset((MissReason.UNAVAILABLE, MissReason.DEADLINE))
 class LiveOptions:
     """How to replay.
 
-    `tiers`: where to save; of several, the request's first missing block chooses one.
-    `speed` 0: as fast as possible; 1: as the timestamps say; 10: ten times faster.
-    `in_place`: walk and read without asking the daemon, where it hands its memory over; else
-    everything over gRPC, under claims. `reconnect_wait_s`: how long a worker waits, in all, for
-    a daemon that went away.
-    Raises CallerError for what is out of range.
+    `tiers`: where to save; of several, the key of the request's first missing block selects one.
+    `speed`: 0 as fast as possible, 1 as the timestamps say, 10 ten times faster.
+    `in_place`: search and read in the daemon's memory, if it is shared, instead of with claims
+    over gRPC. `reconnect_wait_s`: how long a worker waits, in total, for a daemon that went away.
+    Raises CallerError for a value out of range.
     """
 
     address: str
@@ -185,10 +184,10 @@ class LiveOptions:
 class Replayer:
     """Replays requests through one client, one after the other.
 
-    The order of a request is what makes the hit tokens exact: claim the longest run that is
-    there, read and verify it while it is pinned, save the blocks behind it and name the run as
-    their ancestors, so that the daemon touches the whole chain leaf first, and release. In place
-    nothing is claimed: what is read stays the same while it is copied, or is read again.
+    The order of the steps makes the hit tokens exact: claim the longest run, read and verify it
+    while it is pinned, save the blocks after it with the run as their ancestors, so that the
+    daemon touches the whole chain leaf first, and release. In place nothing is claimed: an entry
+    that changes while it is copied is read again.
     """
 
     def __init__(self, client: Client, options: LiveOptions) -> None:
@@ -201,8 +200,8 @@ class Replayer:
         self._patience_s = options.reconnect_wait_s
 
     def wait_for_daemon(self) -> bool:
-        """Wait for a daemon that went away, with what is left of the patience for the whole
-        replay. False: none of it is left."""
+        """Wait for a daemon that went away, for what is left of `reconnect_wait_s`. False if it did
+        not come back."""
         if self._patience_s <= 0:
             return False
         started_s = time.monotonic()
@@ -211,12 +210,12 @@ class Replayer:
         return connected
 
     def replay(self, request: Request) -> Outcome:
-        """One request. Raises CallerError when its ids are no block ids."""
+        """Replay one request. Raises CallerError if its ids are no block ids."""
         outcome = Outcome(prompt_tokens=request.input_length, blocks=len(request.hash_ids))
         if not request.hash_ids:
             return outcome
         with _timed(outcome, "walk"):
-            # A batch names a key once; an id that a trace repeats is the same block again.
+            # A batch may name a key only once; an id that the trace repeats is the same block.
             ids = list(dict.fromkeys(request.hash_ids))
             keys = keys_of_ids(self._root, ids)
         with _timed(outcome, "claim"):
@@ -240,8 +239,7 @@ class Replayer:
         return outcome
 
     def _restore(self, hit: Hit, ids: Sequence[int], outcome: Outcome) -> int:
-        """Read the hit and compare every byte. Returns how many blocks from the first on are
-        there and right."""
+        """Read the hit and compare every byte. Returns the length of the run of right blocks."""
         if not hit:
             return 0
         buffers = self._wiped_buffers(len(hit))
@@ -262,7 +260,7 @@ class Replayer:
         return right.index(False) if False in right else len(right)
 
     def _wiped_buffers(self, count: int) -> list[bytearray]:
-        """Buffers that hold nothing, so that bytes that never arrive can't look right."""
+        """Zeroed buffers, so that bytes that never arrive can't look right."""
         while len(self._buffers) < count:
             self._buffers.append(bytearray(self._options.block_bytes))
         for buffer in self._buffers[:count]:
@@ -298,7 +296,7 @@ class Replayer:
         outcome.unavailable |= any(one.status is SaveStatus.UNAVAILABLE for one in saved)
 
     def _tier(self, key: Key) -> Tier:
-        """Where the blocks from `key` on are saved: always the same for the same key."""
+        """The tier for the blocks from `key` on, which depends only on the key."""
         tiers = self._options.tiers
         return tiers[key[0] % len(tiers)]
 

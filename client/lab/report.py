@@ -280,8 +280,7 @@ def _moves(data: Json) -> str:
     head = ["", *(name for name, _, _ in columns)]
     return (
         "<h2>What moves over the network</h2><p>Blocks that a node reads from elsewhere, and those "
-        f"that enter the shared tier.{size}</p>"
-        + table(head, rows)
+        f"that enter the shared tier.{size}</p>" + table(head, rows)
     )
 
 

@@ -4,7 +4,7 @@
 
 `timestamp` is the arrival in milliseconds, the lengths are tokens, and `hash_ids` has one id
 per block of the prompt, the last of which may be partial. An id stands for its block *and
-everything before it*: two prompts that share ids share that prefix. No prompt text is in it.
+everything before it*: two prompts that share ids share that prefix. A trace has no prompt text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .trace_file import RequestReader, TraceError, display_name, open_output
+from .trace_file import LineSource, TraceError, display_name, open_output
 
-#: Fields fit into a signed 64-bit integer, like everywhere else.
+#: Fields fit into a signed 64-bit integer.
 MAX_FIELD = (1 << 63) - 1
 
 
@@ -36,16 +36,82 @@ class Request:
     hash_ids: tuple[int, ...]
 
 
+class RequestReader:
+    """The base of readers of request files, which are streamed. Counts requests and bad pieces."""
+
+    #: The name of one bad piece of the file.
+    UNIT: ClassVar[str]
+
+    def __init__(self, path: Path | str, limit: int | None, skip_bad: bool) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"the limit must not be negative, got {limit}")
+        self.path = str(path)
+        self.limit = limit
+        self.skip_bad = skip_bad
+        self.requests = 0
+        #: Pieces skipped because of `skip_bad`, and the error that the first would have raised.
+        self.bad = 0
+        self.first_bad: TraceError | None = None
+        self._source = LineSource(path)
+        self.total_bytes = self._source.total_bytes
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the file (as stored, compressed or not) read so far."""
+        return self._source.consumed_bytes
+
+    def warnings(self) -> list[str]:
+        """What a user of the result should know about the input, one sentence each."""
+        if self.first_bad is None:
+            return []
+        units = self.UNIT if self.bad == 1 else f"{self.UNIT}s"
+        return [f"{self.bad:,} bad {units} skipped; the first: {self.first_bad}"]
+
+    def __iter__(self) -> Iterator[Request]:
+        self._begin()
+        if self.limit == 0:
+            return
+        with closing(self._read()) as requests:
+            for request in requests:
+                self.requests += 1
+                yield request
+                if self.requests == self.limit:
+                    return
+        self._end()
+
+    def _read(self) -> Generator[Request, None, None]:
+        """All requests of the file. Calls `_bad` for each bad piece."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        self.requests = self.bad = 0
+        self.first_bad = None
+
+    def _end(self) -> None:
+        """Raises TraceError for a file without any request."""
+        if not self.requests:
+            problem = "no request in it"
+            if self.first_bad is not None:
+                problem += f", all {self.UNIT}s are bad; the first: {self.first_bad}"
+            raise TraceError(self.path, 0, problem)
+
+    def _bad(self, error: TraceError) -> None:
+        if not self.skip_bad:
+            raise error
+        self.bad += 1
+        self.first_bad = self.first_bad or error
+
+
 class TraceReader(RequestReader):
     """The requests of a trace file, streamed: memory does not grow with the file.
 
     Iterating counts, from zero each time:
 
-    - `requests`: what was yielded;
-    - `bad`: lines skipped because of `skip_bad` (a compressed file that is cut short
-      counts as one); `first_bad` is the error that the first of them would have raised;
-    - `length_mismatches`: requests whose `input_length` does not need exactly as many blocks
-      as they have ids. Legal: `warnings()` says it once.
+    - `requests`: the requests yielded;
+    - `bad`: lines skipped because of `skip_bad` (a truncated compressed file counts as one);
+      `first_bad` is the error that the first of them would have raised;
+    - `length_mismatches`: requests whose number of ids is not that of the blocks that their
+      `input_length` fills. Legal; `warnings()` mentions it once.
 
     Raises `TraceError` at the first bad line unless `skip_bad`, and always when the file
     cannot be opened or holds no request at all.
@@ -67,22 +133,6 @@ class TraceReader(RequestReader):
         self.block_tokens = block_tokens
         self.length_mismatches = 0
 
-    def __iter__(self) -> Iterator[Request]:
-        self._begin()
-        self.length_mismatches = 0
-        if self.limit == 0:
-            return
-        block_tokens = self.block_tokens
-        with closing(self._parsed()) as parsed:
-            for request in parsed:
-                self.requests += 1
-                if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                    self.length_mismatches += 1
-                yield request
-                if self.requests == self.limit:
-                    return
-        self._end()
-
     def warnings(self) -> list[str]:
         notes = super().warnings()
         if self.length_mismatches:
@@ -93,8 +143,13 @@ class TraceReader(RequestReader):
             )
         return notes
 
-    def _parsed(self) -> Generator[Request, None, None]:
-        # Closed at once when a line is bad, and not when the error is forgotten.
+    def _begin(self) -> None:
+        super()._begin()
+        self.length_mismatches = 0
+
+    def _read(self) -> Generator[Request, None, None]:
+        block_tokens = self.block_tokens
+        # `closing` closes the file as soon as a line is bad, not when the error is forgotten.
         with closing(iter(self._source)) as lines:
             while True:
                 try:
@@ -104,15 +159,17 @@ class TraceReader(RequestReader):
                 except TraceError as error:
                     if not error.line_number:
                         raise
-                    # Damaged compression: the lines before it are whole, after it comes nothing.
+                    # Damaged compression: the lines before it are whole, nothing follows.
                     self._bad(error)
                     return
                 try:
                     request = _parse(line)
                 except ValueError as error:
                     self._bad(TraceError(self.path, number, str(error)))
-                else:
-                    yield request
+                    continue
+                if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                    self.length_mismatches += 1
+                yield request
 
 
 def read_trace(
@@ -167,9 +224,8 @@ def _parse(line: bytes | None) -> Request:
         raise ValueError(f"the line is not usable JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError("the line is not a JSON object")
-    ids = record.get("hash_ids")
+    ids = _field(record, "hash_ids")
     if not isinstance(ids, list):
-        _missing(record, "hash_ids")
         raise ValueError("hash_ids is not a list")
     if not set(map(type, ids)) <= {int}:
         index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
@@ -182,30 +238,32 @@ def _parse(line: bytes | None) -> Request:
     )
 
 
-def _count(record: dict[str, Any], field: str) -> int:
-    value = record.get(field)
-    if type(value) is not int:  # bool is an int, and no count
-        _missing(record, field)
-        raise ValueError(f"{field} is not an integer: {_quoted(value)}")
-    if not 0 <= value <= MAX_FIELD:
-        raise ValueError(f"{field} is {'negative' if value < 0 else 'too large'}: {value}")
+def _field(record: dict[str, Any], name: str) -> Any:
+    if name not in record:
+        raise ValueError(f"{name} is missing")
+    return record[name]
+
+
+def _count(record: dict[str, Any], name: str) -> int:
+    value = _field(record, name)
+    if type(value) is not int:  # not isinstance: bool is an int, and no count
+        raise ValueError(f"{name} is not an integer: {_quoted(value)}")
+    _check_range(name, value)
     return value
 
 
 def _milliseconds(record: dict[str, Any]) -> int:
-    value = record.get("timestamp")
-    # Some exporters write fractions of a millisecond; an infinity and NaN are neither.
+    value = _field(record, "timestamp")
+    # Some exporters write fractions of a millisecond. Infinity and NaN are refused.
     if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-        _missing(record, "timestamp")
         raise ValueError(f"timestamp is not a number of milliseconds: {_quoted(value)}")
-    if not 0 <= value <= MAX_FIELD:
-        raise ValueError(f"timestamp is {'negative' if value < 0 else 'too large'}: {value}")
+    _check_range("timestamp", value)
     return round(value)
 
 
-def _missing(record: dict[str, Any], field: str) -> None:
-    if field not in record:
-        raise ValueError(f"{field} is missing")
+def _check_range(name: str, value: float) -> None:
+    if not 0 <= value <= MAX_FIELD:
+        raise ValueError(f"{name} is {'negative' if value < 0 else 'too large'}: {value}")
 
 
 def _quoted(value: object) -> str:
@@ -218,7 +276,7 @@ _Column: TypeAlias = "array[int] | memoryview[int]"
 
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
-    """A trace in numbers; `infinite_hit_tokens` is what a cache without limits would hit."""
+    """A trace in numbers. `infinite_hit_tokens` is what a cache without limits would hit."""
 
     requests: int
     blocks: int
@@ -235,27 +293,27 @@ class TraceSummary:
 
 
 class TraceColumns:
-    """What a replay needs of a trace, in columns; immutable.
+    """The part of a trace that replays need, in columns; immutable.
 
-    Block ids are renumbered 0, 1, 2, ... by first appearance, so they may be any integers and
-    take 4 bytes each (at most 2**32 different ones). That a block is new when a request
-    arrives is then a comparison with the number of blocks seen before.
+    4 bytes for each block reference and 16 for each request. Block ids are renumbered 0, 1, 2, ...
+    by first appearance, so they may be any integers (at most 2**32 different ones), and a block is
+    new to a request if its number is not below the number of blocks seen before.
     """
 
     def __init__(
         self, blocks: _Column, ends: _Column, lengths: _Column, unique_blocks: int
     ) -> None:
-        #: block numbers of all requests, one after the other
+        #: Block numbers of all requests, one after the other.
         self._blocks = blocks
-        #: where each request ends in `_blocks`
+        #: Where each request ends in `_blocks`.
         self._ends = ends
-        #: prompt tokens of each request
+        #: Prompt tokens of each request.
         self._lengths = lengths
         self.unique_blocks = unique_blocks
 
     @classmethod
     def load(cls, requests: Iterable[Request]) -> TraceColumns:
-        """Pack a stream of requests. Memory: the columns, and a table of the different ids."""
+        """Pack a stream of requests. Needs memory for the columns and a table of different ids."""
         numbers: dict[int, int] = {}
         blocks, ends, lengths = array("I"), array("Q"), array("q")
         for request in requests:
