@@ -63,11 +63,6 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     )
 
 
-def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
-    """An index with room for every entry that the tiers can hold. Raises StoreError."""
-    return IndexWriter(incarnation, max_entries(plan))
-
-
 def max_entries(plan: Plan) -> int:
     """The number of entries that all tiers can hold at their largest budgets."""
     return sum(

@@ -8,9 +8,9 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -43,6 +43,7 @@ from .reloading import Reloader
 from .runtime import collector
 from .runtime.clock import Clock
 from .runtime.idle_heap import give_back_idle_heap
+from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.recovery import Recovery
 from .runtime.securing import Securing
@@ -166,7 +167,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             )
             closing.callback(store.close)
             stores[tier] = store
-        index = assembly.make_index(plan, incarnation)
+        index = IndexWriter(incarnation, assembly.max_entries(plan))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
@@ -300,61 +301,51 @@ def _listen(
         # Until chmod below, only this user may connect.
         before = os.umask(0o177)
         try:
-            _bind(option, listener, address)
+            with _listening(option, address):
+                listener.add_insecure_port(address)
         finally:
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
-    if server.tcp:
-        host, _, port = server.tcp.rpartition(":")
-        _check_free(host.strip("[]"), int(port), server.tcp)
-        tokens = tokens_of(config)
-        remote = front.remote(tokens)
-        secured = context = None
+    if not server.tcp:
+        return addresses, []
+    host, _, port = server.tcp.rpartition(":")
+    with _listening("server.tcp", server.tcp):
+        _check_free(host.strip("[]"), int(port))
+    tokens = tokens_of(config)
+    remote = front.remote(tokens)
+    if server.data_address():
+        data_host, _, data_port = server.data_address().rpartition(":")
+        context = certificates.material.context if certificates else None
+        with _listening("server.data", server.data_address()):
+            bound = front.data.start(data_host.strip("[]"), int(data_port), context, tokens)
+        addresses.append(f"{data_host}:{bound} (data)")
+    with _listening("server.tcp", server.tcp):
         if certificates is not None:
-            secured, context = certificates.credentials(), certificates.material.context
-        if server.data_address():
-            start = partial(front.data.start, context=context, tokens=tokens)
-            addresses.append(_listen_for_data(start, server.data_address()))
-        addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
-        return addresses, [remote]
-    return addresses, []
+            bound = remote.add_secure_port(server.tcp, certificates.credentials())
+        else:
+            bound = remote.add_insecure_port(server.tcp)
+    addresses.append(f"{host}:{bound}")
+    return addresses, [remote]
 
 
-def _listen_for_data(start: Callable[[str, int], int], address: str) -> str:
-    """The address with its real port. Raises OSError, which names the option."""
-    host, _, port = address.rpartition(":")
+@contextmanager
+def _listening(option: str, address: str) -> Iterator[None]:
+    """Turns an error of listening into an OSError that names the option."""
     try:
-        return f"{host}:{start(host.strip('[]'), int(port))} (data)"
-    except OSError as problem:
-        raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
+        yield
+    except (OSError, RuntimeError) as problem:
+        why = getattr(problem, "strerror", problem)
+        raise OSError(f"{option}: can't listen on {address}: {why}") from None
 
 
-def _check_free(host: str, port: int, address: str) -> None:
-    """Raises OSError with a clear message if the port is taken. gRPC itself would log to stderr."""
+def _check_free(host: str, port: int) -> None:
+    """Raises OSError if the port is taken. gRPC itself would log to stderr."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind((host, port))
-            attempt.listen(1)
-    except OSError as problem:
-        raise OSError(f"server.tcp: can't listen on {address}: {problem.strerror}") from None
-
-
-def _bind(
-    option: str,
-    server: grpc.aio.Server,
-    address: str,
-    secured: grpc.ServerCredentials | None = None,
-) -> int:
-    """Listen at an address; returns the port. Raises OSError, which names the option."""
-    try:
-        if secured is not None:
-            return server.add_secure_port(address, secured)
-        return server.add_insecure_port(address)
-    except RuntimeError as problem:
-        raise OSError(f"{option}: can't listen on {address}: {problem}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        attempt.bind((host, port))
+        attempt.listen(1)
 
 
 def _path_of(address: str) -> Path:

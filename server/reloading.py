@@ -137,6 +137,6 @@ def values(config: Config) -> dict[str, tuple[str, object]]:
     """Every option by its name in the file: how the file writes it, and its value."""
     found: dict[str, tuple[str, object]] = {}
     for name, option in sources.options(Config).items():
-        value = getattr(getattr(config, option.section), option.attribute)
+        value = option.value_in(config)
         found[name] = (option.kind.show(value), value)
     return found

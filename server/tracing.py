@@ -28,7 +28,12 @@ from importlib.metadata import entry_points
 from typing import Any, Final, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import (
@@ -198,30 +203,14 @@ def _name_of(problem: BaseException) -> str:
 
 def make_provider() -> TracerProvider:
     """A provider with the exporter that the environment names. Raises ConfigError."""
-    provider = TracerProvider(
-        # $OTEL_SERVICE_NAME and $OTEL_RESOURCE_ATTRIBUTES win.
-        resource=Resource({SERVICE_NAME: "prefixd", SERVICE_VERSION: __version__}).merge(
-            _environment_resource()
-        ),
-        shutdown_on_exit=False,
-    )
-    for name in _exporters():
-        provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+    ours = Resource.create({SERVICE_NAME: "prefixd", SERVICE_VERSION: __version__})
+    # $OTEL_SERVICE_NAME and $OTEL_RESOURCE_ATTRIBUTES win.
+    resource = ours.merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
+        if name.strip() not in ("", "none"):
+            provider.add_span_processor(BatchSpanProcessor(_exporter(name.strip())))
     return provider
-
-
-def _environment_resource() -> Resource:
-    found = Resource.create()
-    named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    unsaid = () if named else (SERVICE_NAME,)
-    return Resource({key: value for key, value in found.attributes.items() if key not in unsaid})
-
-
-def _exporters() -> list[str]:
-    names = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
-    return [name for name in names if name and name != "none"]
 
 
 def _exporter(name: str) -> SpanExporter:

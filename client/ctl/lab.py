@@ -244,13 +244,13 @@ def analyze(
     popularity, session depth, and what a cache without limits would save.
     """
     from ..lab import analyze as analysis
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceReader
     from . import lab_views as views
     from .progress import reading
 
     target = json_target(ctx, json_file)
     with bad_input():
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
     data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())

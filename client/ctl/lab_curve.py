@@ -204,7 +204,7 @@ def advise(
     """
     from ..lab import advise as adviser
     from ..lab.curve import curve_of
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceReader
     from . import lab_views as views
     from .progress import Rereading, reading
 
@@ -213,7 +213,7 @@ def advise(
     with lab.bad_input():
         size = _token_bytes(bytes_per_token, model_shape)
         wanted = None if hit_rate is None else _share(hit_rate)
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         requests = (
             list(reading(reader, "reading"))
             if trace == lab.STDOUT  # which can be read once only
@@ -236,12 +236,12 @@ def advise(
 
 def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:
     from ...proto.units import parse_bytes
-    from ..lab.advise import parse_model_shape
+    from ..lab.advise import model_bytes_per_token
 
     if (bytes_per_token is None) == (model_shape is None):
         raise ValueError("say how big a token's KV state is: --bytes-per-token or --model-shape")
     if model_shape is not None:
-        return parse_model_shape(model_shape).bytes_per_token
+        return model_bytes_per_token(model_shape)
     assert bytes_per_token is not None
     return parse_bytes(bytes_per_token)
 

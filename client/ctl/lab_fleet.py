@@ -100,7 +100,7 @@ def simulate(
     """
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
     from ..lab.report import render_fleet
-    from ..lab.trace import TraceColumns, read_trace
+    from ..lab.trace import TraceColumns, TraceReader
     from .progress import counting, reading
     from .replay_offline import parse_name
 
@@ -115,7 +115,7 @@ def simulate(
             peer_reads,
         )
         token_bytes = None if bytes_per_token is None else _token_bytes(bytes_per_token)
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         times = _Times(reading(reader, "reading"))
         columns = TraceColumns.load(times)
         others = asked.alternatives() if compare else []

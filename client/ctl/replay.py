@@ -133,7 +133,7 @@ def replay_live(
     """
     from ...proto.errors import UnknownTier
     from ..lab.replayer import LiveOptions
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceReader
     from .replay_live import run_live, tiers_of, totals_view
 
     target = lab.STDOUT if json_file is None and ctl.as_json else json_file
@@ -154,7 +154,7 @@ def replay_live(
         in_place=path is PathName.LOCAL,
         reconnect_wait_s=reconnect_wait,
     )
-    reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+    reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     totals = run_live(reader, live)
     lab.warn(reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}

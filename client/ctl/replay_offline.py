@@ -27,7 +27,7 @@ from ..lab.simulate import (
     replay_all,
     replay_document,
 )
-from ..lab.trace import Request, TraceColumns, TraceSummary, read_trace
+from ..lab.trace import Request, TraceColumns, TraceReader, TraceSummary
 from .progress import bar, reading
 from .render import make_table
 
@@ -66,7 +66,7 @@ def run_offline(
     """
     order = parse_name("touch order", touch_order, TouchOrder)
     cells_for = _plan(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
-    reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+    reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     columns = TraceColumns.load(reading(reader, "reading"))
     results = _replays(columns, cells_for(columns.unique_blocks), block_tokens, per_request, jobs)
     document = replay_document(columns.summary(block_tokens), results)
@@ -107,7 +107,7 @@ def run_curve(
     if not exact and (len(samplings) != 1 or wants_replays):
         raise ValueError("without the exact curve it takes one sample, and no capacities")
     cells_for = _plan(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
-    reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+    reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     settings: dict[str, Any] = {"block_tokens": block_tokens, "touch_order": order}
     results: Sequence[ReplayResult] = ()
     sampled: list[LruCurve] = []

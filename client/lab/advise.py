@@ -43,40 +43,24 @@ ROUND_BYTES = 1 << 20
 TIERS = ("ram", "shm", "disk")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """The dimensions that determine the size of a token's KV state, all shards together."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype_bytes: float
-
-    @property
-    def bytes_per_token(self) -> int:
-        """A key and a value per layer, head and dimension."""
-        return round(2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes)
-
-
-def parse_model_shape(text: str) -> ModelShape:
-    """`32,8,128,2`: layers, KV heads, head dimension, bytes of a number (0.5 for 4 bits).
+def model_bytes_per_token(model_shape: str) -> int:
+    """The size of a token's KV state, all shards together: a key and a value per layer, head and
+    dimension. The shape `32,8,128,2` is layers, KV heads, head dimension, bytes of a number (0.5
+    for 4 bits).
 
     Raises ValueError for anything else.
     """
+    problem = (
+        f"{model_shape!r} is no model shape: layers,kv_heads,head_dim,dtype_bytes like 32,8,128,2"
+    )
     try:
-        layers, kv_heads, head_dim, dtype_bytes = text.split(",")
-        shape = ModelShape(int(layers), int(kv_heads), int(head_dim), float(dtype_bytes))
+        layers, kv_heads, head_dim, dtype_bytes = model_shape.split(",")
+        counts, number_bytes = (int(layers), int(kv_heads), int(head_dim)), float(dtype_bytes)
     except ValueError:
-        shape = None
-    if (
-        shape is None
-        or min(shape.layers, shape.kv_heads, shape.head_dim) < 1
-        or not 0 < shape.dtype_bytes <= 16
-    ):
-        raise ValueError(
-            f"{text!r} is no model shape: layers,kv_heads,head_dim,dtype_bytes like 32,8,128,2"
-        )
-    return shape
+        raise ValueError(problem) from None
+    if min(counts) < 1 or not 0 < number_bytes <= 16:
+        raise ValueError(problem)
+    return round(2 * math.prod(counts) * number_bytes)
 
 
 @dataclass(frozen=True, slots=True)

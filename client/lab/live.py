@@ -135,13 +135,6 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """A request that cannot be replayed at all."""
-
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Finished:
     """The last message of a worker."""
 
@@ -174,7 +167,7 @@ def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
             try:
                 outcome = replayer.replay(request)
             except CallerError as problem:
-                pipe.send(Refused(str(problem)))
+                pipe.send(problem)
                 break
             pipe.send(outcome)
             gave_up = outcome.unavailable and not replayer.wait_for_daemon()
@@ -330,15 +323,15 @@ class LiveReplay:
             self.totals.wall_seconds = time.monotonic() - self._started_s
         self._on_progress(self.totals)
 
-    def _handle(self, worker: _Worker, message: Ready | Outcome | Refused | Finished) -> None:
+    def _handle(self, worker: _Worker, message: Ready | Outcome | CallerError | Finished) -> None:
         match message:
             case Ready():
                 worker.dealt -= 1
             case Outcome():
                 worker.dealt -= 1
                 self.totals.add(message)
-            case Refused():
-                raise CallerError(message.why)
+            case CallerError():  # a request that cannot be replayed
+                raise message
             case Finished():
                 worker.finished = True
                 self.totals.rpcs.update(message.rpcs)

@@ -65,10 +65,8 @@ class ReplayResult:
     #: How often the policy put a block into a queue or moved one, ghosts included.
     queue_moves: int
     seconds: float
-    #: Percentiles of the hit tokens per request.
-    hit_tokens_p10: int
-    hit_tokens_p50: int
-    hit_tokens_p90: int
+    #: "p10", "p50", "p90" -> percentile of the hit tokens per request.
+    hit_tokens_percentiles: dict[str, int]
     #: Prompt tokens and hit tokens of each request, in order.
     per_request: tuple[array[int], array[int]] | None = None
 
@@ -95,11 +93,7 @@ class ReplayResult:
             "ghost_blocks": self.ghost_blocks,
             "accesses": self.accesses,
             "seconds": self.seconds,
-            "hit_tokens_per_request": {
-                "p10": self.hit_tokens_p10,
-                "p50": self.hit_tokens_p50,
-                "p90": self.hit_tokens_p90,
-            },
+            "hit_tokens_per_request": self.hit_tokens_percentiles,
             "queue_moves": self.queue_moves,
             "moves_per_access": self.moves_per_access,
         }
@@ -148,9 +142,9 @@ def replay(
         accesses=trace.blocks,
         queue_moves=policy.moves,
         seconds=seconds,
-        hit_tokens_p10=percentile(ranked, 10),
-        hit_tokens_p50=percentile(ranked, 50),
-        hit_tokens_p90=percentile(ranked, 90),
+        hit_tokens_percentiles={
+            f"p{percent}": percentile(ranked, percent) for percent in (10, 50, 90)
+        },
         per_request=(prompt_tokens, hit_tokens) if per_request else None,
     )
 

@@ -105,6 +105,10 @@ class RequestReader:
 class TraceReader(RequestReader):
     """The requests of a trace file, streamed: memory does not grow with the file.
 
+    The file is plain, gzip or zstd, detected by content; `-` is standard input. Reads at most
+    `limit` requests. `skip_bad` counts bad lines instead of raising `TraceError`. `block_tokens`
+    only serves to count lengths that disagree with the ids.
+
     Iterating counts, from zero each time:
 
     - `requests`: the requests yielded;
@@ -170,21 +174,6 @@ class TraceReader(RequestReader):
                 if -(-request.input_length // block_tokens) != len(request.hash_ids):
                     self.length_mismatches += 1
                 yield request
-
-
-def read_trace(
-    path: Path | str,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-    block_tokens: int = DEFAULT_BLOCK_TOKENS,
-) -> TraceReader:
-    """Read a trace: plain, gzip or zstd by content, `-` for standard input.
-
-    At most `limit` requests; `skip_bad` counts bad lines instead of raising `TraceError`;
-    `block_tokens` only serves to count lengths that disagree with the ids.
-    """
-    return TraceReader(path, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
 
 
 def write_trace(path: Path | str, requests: Iterable[Request]) -> int:

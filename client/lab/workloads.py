@@ -115,8 +115,6 @@ class Profile(ABC):
     """
 
     name: str
-    #: Block hit rate of a cache without limits at 512 tokens a block, lowest and highest.
-    band: tuple[float, float]
     arrivals: Arrivals
     mean_output_tokens: float
     #: Seconds per output token. A session's next request waits for the answer.
@@ -284,7 +282,6 @@ _ALL: tuple[Profile, ...] = (
     # One product, a long system prompt with tools, short chats.
     Conversations(
         name="chatbot",
-        band=(0.92, 0.97),
         arrivals=Arrivals(sessions_per_s=1.0, variation=1.5),
         assistants=3,
         common_tokens=9_000,
@@ -297,7 +294,6 @@ _ALL: tuple[Profile, ...] = (
     # Long working sessions: a short system prompt, often an attachment, many turns.
     Conversations(
         name="multi-turn",
-        band=(0.80, 0.95),
         arrivals=Arrivals(sessions_per_s=0.3, variation=1.5),
         assistants=12,
         common_tokens=900,
@@ -310,7 +306,6 @@ _ALL: tuple[Profile, ...] = (
     ),
     Rag(
         name="rag",
-        band=(0.25, 0.40),
         arrivals=Arrivals(sessions_per_s=3.0, variation=1.3),
         system_tokens=1_600,
         topics=10_000,
@@ -323,7 +318,6 @@ _ALL: tuple[Profile, ...] = (
     ),
     Code(
         name="code",
-        band=(0.15, 0.35),
         arrivals=Arrivals(sessions_per_s=0.5, variation=1.5),
         instruction_tokens=220,
         mean_turns=25,
@@ -337,7 +331,6 @@ _ALL: tuple[Profile, ...] = (
     ),
     Batch(
         name="batch",
-        band=(0.08, 0.15),
         arrivals=Arrivals(sessions_per_s=4.0, variation=0.2),
         instruction_tokens=1_100,
         document=Lengths(7_500, 0.5, 800, 60_000),
@@ -346,7 +339,6 @@ _ALL: tuple[Profile, ...] = (
     ),
     Unrelated(
         name="random",
-        band=(0.0, 0.02),
         arrivals=Arrivals(sessions_per_s=2.0),
         prompt_tokens=(500, 8_000),
         mean_output_tokens=150,

@@ -129,23 +129,17 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
 def _unusable(config: Config, plan: Plan) -> Iterator[str]:
     """Directories that the daemon could not write to and files that it could not read. Creates
     nothing."""
-    server, shared = config.server, config.shared
-    files = {
-        f"server.{name}": getattr(server, name)
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens")
-    }
-    files["shared.peer_ca"] = shared.peer_ca
-    files["shared.peer_token_file"] = shared.peer_token_file
-    for option, file in files.items():
+    for name, option in sources.options(Config).items():
+        file = option.value_in(config) if option.kind.metavar == "FILE" else ""
         if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
-            yield f"{option}: {file} is no file that the user {os.geteuid()} can read"
+            yield f"{name}: {file} is no file that the user {os.geteuid()} can read"
     socket = socket_path(config.server.address)
     directories = {"server.address": socket.parent if socket else None}
     for tier, tier_plan in plan.tiers.items():
         directories[f"{tier.label}.directory"] = tier_plan.directory
-    for option, directory in directories.items():
+    for name, directory in directories.items():
         if directory is not None and (why := _not_writable(directory)):
-            yield f"{option}: {why}"
+            yield f"{name}: {why}"
 
 
 def _not_writable(directory: Path) -> str:

@@ -61,6 +61,10 @@ class Option:
     def path(self) -> str:
         return f"{self.section}.{self.key}"
 
+    def value_in(self, config: BaseModel) -> Any:
+        """The value of the option in an instance of the model."""
+        return getattr(getattr(config, self.section), self.attribute)
+
     @property
     def description(self) -> str:
         return " ".join((self.info.description or "").split())

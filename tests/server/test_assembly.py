@@ -12,6 +12,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server import assembly
 from prefixd.server.config.budgets import Plan, resolve
 from prefixd.server.config.loading import load_config
+from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.ledger import Admission
 from prefixd.tiers.ram import RamStore
@@ -146,6 +147,6 @@ def test_the_index_has_room_for_every_entry(
 ) -> None:
     planned = plan(tmp_path, *flags)
     assert assembly.max_entries(planned) == entries
-    index = assembly.make_index(planned, INCARNATION)
+    index = IndexWriter(INCARNATION, assembly.max_entries(planned))
     assert index.layout.max_rows >= entries
     index.close()

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from prefixd.client.ctl import lab, lab_fleet
 from prefixd.client.ctl.command import Group
 from prefixd.client.lab.fleet import Fleet, Route, Write, simulate_fleet
-from prefixd.client.lab.trace import Request, TraceColumns, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader, write_trace
 from tests.support.page import Page
 
 app = typer.Typer(cls=Group)
@@ -48,7 +48,7 @@ def test_the_options_reach_the_simulation(trace: Path) -> None:
         "--limit", 70, "--bytes-per-token", "2KiB",
     )  # fmt: skip
     fleet = Fleet(3, 9, Route.PREFIX_AWARE, 12, Write.SECOND_USE, peer_reads=True)
-    columns = TraceColumns.load(read_trace(trace, limit=70))
+    columns = TraceColumns.load(TraceReader(trace, limit=70))
     wanted = simulate_fleet(columns, fleet, block_tokens=500)
     document = wanted.to_json(bytes_per_token=2048, duration_s=6.9)
     assert {**document, "seconds": found["seconds"]}.items() <= found.items()

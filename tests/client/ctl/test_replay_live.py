@@ -13,7 +13,7 @@ from prefixd.client.ctl import replay_live
 from prefixd.client.ctl.replay_live import figures, run_live, tiers_of, totals_view
 from prefixd.client.lab.live import Totals
 from prefixd.client.lab.replayer import LiveOptions, Outcome
-from prefixd.client.lab.trace import read_trace, write_trace
+from prefixd.client.lab.trace import TraceReader, write_trace
 from prefixd.client.lab.workloads import generate
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import private_daemon
@@ -97,7 +97,7 @@ def test_a_terminal_gets_a_bar(
     with private_daemon() as daemon:
         with daemon.admin() as admin:
             assert tiers_of(admin) == tuple(Tier)
-        totals = run_live(read_trace(trace, limit=limit), LiveOptions(daemon.address))
+        totals = run_live(TraceReader(trace, limit=limit), LiveOptions(daemon.address))
     assert totals.requests == (limit or 20)
     assert "100%" in file.getvalue()
     assert "0 mismatches" in file.getvalue()

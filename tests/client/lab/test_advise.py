@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from prefixd.client.lab.advise import (
-    ModelShape,
     advise,
-    parse_model_shape,
+    model_bytes_per_token,
     reordered,
     smallest_capacity,
     stored_block_bytes,
@@ -227,9 +226,8 @@ def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:
 
 
 def test_model_shapes() -> None:
-    assert parse_model_shape("32,8,128,2") == ModelShape(32, 8, 128, 2)
-    assert parse_model_shape("32,8,128,2").bytes_per_token == 131_072
-    assert parse_model_shape("80, 8, 128, 0.5").bytes_per_token == 81_920
+    assert model_bytes_per_token("32,8,128,2") == 131_072
+    assert model_bytes_per_token("80, 8, 128, 0.5") == 81_920
     for text in ("", "32", "32,8,128", "32,8,128,2,1", "a,b,c,d", "0,8,128,2", "32,8,128,0"):
         with pytest.raises(ValueError, match="is no model shape"):
-            parse_model_shape(text)
+            model_bytes_per_token(text)

@@ -24,7 +24,7 @@ from prefixd.client.lab.fleet import (
     simulate_fleet,
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, TraceColumns, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 
 Runs = list[tuple[tuple[int, ...], int]]
 
@@ -35,7 +35,7 @@ def conversation() -> TraceColumns:
     path = Path(folder) / "conversation_trace.jsonl"
     if not path.is_file():
         pytest.skip("needs conversation_trace.jsonl (set PREFIXD_TRACES to its folder)")
-    return TraceColumns.load(read_trace(path))
+    return TraceColumns.load(TraceReader(path))
 
 
 def columns(runs: Runs) -> TraceColumns:
