@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
@@ -23,7 +23,7 @@ from typing import Any, Final, cast
 from ...proto.errors import CallerError
 from ..client import Client
 from .histogram import LogHistogram
-from .replayer import STEPS, LiveOptions, Outcome, Replayer
+from .replayer import STEPS, Counts, LiveOptions, Outcome, Replayer
 from .trace import Request
 
 #: Mismatches that are described; the others are only counted.
@@ -31,22 +31,14 @@ MAX_DESCRIBED: Final = 10
 
 
 @dataclass(slots=True)
-class Totals:
+class Totals(Counts):
     """The sum of outcomes."""
 
     requests: int = 0
     requests_with_hit: int = 0
     unavailable_requests: int = 0
-    prompt_tokens: int = 0
-    hit_tokens: int = 0
-    blocks: int = 0
-    hit_blocks: int = 0
-    lost_blocks: int = 0
-    verified_bytes: int = 0
     mismatches: int = 0
     described: list[str] = field(default_factory=list)
-    saves: Counter[str] = field(default_factory=Counter)
-    saved_bytes: int = 0
     #: Step -> durations in nanoseconds.
     latencies: dict[str, LogHistogram] = field(
         default_factory=lambda: {step: LogHistogram() for step in STEPS}
@@ -67,16 +59,10 @@ class Totals:
         self.requests += 1
         self.requests_with_hit += outcome.hit_tokens > 0
         self.unavailable_requests += outcome.unavailable
-        self.prompt_tokens += outcome.prompt_tokens
-        self.hit_tokens += outcome.hit_tokens
-        self.blocks += outcome.blocks
-        self.hit_blocks += outcome.hit_blocks
-        self.lost_blocks += outcome.lost_blocks
-        self.verified_bytes += outcome.verified_bytes
+        for count in fields(Counts):
+            setattr(self, count.name, getattr(self, count.name) + getattr(outcome, count.name))
         self.mismatches += len(outcome.mismatches)
         self.described += outcome.mismatches[: MAX_DESCRIBED - len(self.described)]
-        self.saves.update(outcome.saves)
-        self.saved_bytes += outcome.saved_bytes
         for step, duration_ns in outcome.durations_ns.items():
             self.latencies[step].add(duration_ns)
 

@@ -119,24 +119,30 @@ STEPS: Final = ("walk", "claim", "restore", "save", "release")
 
 
 @dataclass(slots=True)
-class Outcome:
-    """The result of one request. `Totals` adds them up."""
+class Counts:
+    """What a replay counts, for one request or for all."""
 
     prompt_tokens: int = 0
     hit_tokens: int = 0
     blocks: int = 0
     hit_blocks: int = 0
-    #: Bytes that were compared with the expected payload, and were right.
-    verified_bytes: int = 0
-    #: A sentence for each block whose bytes were wrong.
-    mismatches: list[str] = field(default_factory=list)
     #: Claimed, but lost or unreadable before all bytes arrived. These are misses, not mismatches.
     lost_blocks: int = 0
-    #: Whether the daemon did not answer some call.
-    unavailable: bool = False
+    #: Bytes that were compared with the expected payload, and were right.
+    verified_bytes: int = 0
     #: Number of blocks by the status of their save.
     saves: Counter[str] = field(default_factory=Counter)
     saved_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Outcome(Counts):
+    """The result of one request. `Totals` adds them up."""
+
+    #: A sentence for each block whose bytes were wrong.
+    mismatches: list[str] = field(default_factory=list)
+    #: Whether the daemon did not answer some call.
+    unavailable: bool = False
     #: Step -> duration. A step that was not needed is absent.
     durations_ns: dict[str, int] = field(default_factory=dict)
 

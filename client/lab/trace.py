@@ -77,7 +77,11 @@ class RequestReader:
                 yield request
                 if self.requests == self.limit:
                     return
-        self._end()
+        if not self.requests:
+            problem = "no request in it"
+            if self.first_bad is not None:
+                problem += f", all {self.UNIT}s are bad; the first: {self.first_bad}"
+            raise TraceError(self.path, 0, problem)
 
     def _read(self) -> Generator[Request, None, None]:
         """All requests of the file. Calls `_bad` for each bad piece."""
@@ -86,14 +90,6 @@ class RequestReader:
     def _begin(self) -> None:
         self.requests = self.bad = 0
         self.first_bad = None
-
-    def _end(self) -> None:
-        """Raises TraceError for a file without any request."""
-        if not self.requests:
-            problem = "no request in it"
-            if self.first_bad is not None:
-                problem += f", all {self.UNIT}s are bad; the first: {self.first_bad}"
-            raise TraceError(self.path, 0, problem)
 
     def _bad(self, error: TraceError) -> None:
         if not self.skip_bad:
