@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -175,30 +175,28 @@ def _tiers(value: object) -> object:
     return value
 
 
-File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
-Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
-Budget: TypeAlias = Annotated[
+File = Annotated[str, BeforeValidator(_file), Kind("FILE")]
+Policy = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
+Budget = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
     _or_auto(_size),
     Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
 ]
-Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
-Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
-Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
-Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
-Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
-TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
-EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
-DataAddress: TypeAlias = Annotated[str, _or_auto(_tcp_address), Kind("HOST:PORT|auto")]
-Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-UnixAddress: TypeAlias = Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
-AdminAddress: TypeAlias = Annotated[str, _or_auto(_admin_address), Kind("unix:PATH|auto")]
-MemorySource: TypeAlias = Annotated[
+Size = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
+Slab = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
+Duration = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
+Directory = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
+Mode = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
+TcpAddress = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
+DataAddress = Annotated[str, _or_auto(_tcp_address), Kind("HOST:PORT|auto")]
+Shares = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+UnixAddress = Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+AdminAddress = Annotated[str, _or_auto(_admin_address), Kind("unix:PATH|auto")]
+MemorySource = Annotated[
     str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
 ]
-Tiers: TypeAlias = Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")]
-Tracing: TypeAlias = Annotated[
-    Literal["none", "otel"], BeforeValidator(_tracing), Kind("none|otel")
-]
+Tiers = Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")]
+Tracing = Annotated[Literal["none", "otel"], BeforeValidator(_tracing), Kind("none|otel")]

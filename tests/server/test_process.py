@@ -1,4 +1,4 @@
-"""Two daemons never share a directory; a dead one is in nobody's way."""
+"""Locks that keep two daemons apart, which a dead one never holds; and systemd's protocol."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_second_daemon_is_told_who_has_what(tmp_path: Path, shared: str) -> No
         second = config(tmp_path, **(others | {shared: places[shared]}))
         with pytest.raises(DirectoryInUse) as refused, lock_directories(second):
             pass
-        # What it had locked before it was refused is free again.
+        # The locks that it took before it was refused are free again.
         with lock_directories(config(tmp_path, **others)):
             pass
     message = str(refused.value)
@@ -163,12 +163,12 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.
         yield listening
 
 
-def test_the_manager_is_told(manager: socket.socket) -> None:
+def test_states_are_sent_to_the_manager(manager: socket.socket) -> None:
     assert notify("READY=1")
     assert manager.recv(100) == b"READY=1"
 
 
-def test_nobody_is_told_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_manager_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     assert not notify("READY=1")
     for address in (str(tmp_path / "nobody"), "relative", "@nobody-listens-here"):

@@ -37,7 +37,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a daemon with TLS and tokens."""
+    """Flags of a daemon with TLS and tokens."""
     certificate, key = authority.sign("daemon")
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
     tokens.write_text("".join(f"{r.name.lower()} a-{r.name} {t}\n" for r, t in TOKENS.items()))
@@ -81,7 +81,7 @@ def trusting(authority: Authority, token: str = "") -> grpc.ChannelCredentials:
 
 
 async def refusal(stub: grpc.aio.Channel, method: Any) -> str:
-    """The name of the error that an rpc with an empty request ends with; "" if with none."""
+    """The error name of an rpc with an empty request; "" without an error."""
     serialize = GetMessageClass(method.input_type).SerializeToString
     kinds = {
         (False, False): stub.unary_unary,

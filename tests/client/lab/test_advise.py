@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class SlowCurve:
-    """LRU hit tokens by replaying a list for every capacity that is asked for."""
+    """LRU hit tokens, by replaying a list for each capacity."""
 
     block_tokens = TOKENS
 
@@ -54,7 +54,7 @@ class SlowCurve:
 
 
 def trace(requests: int = 300, seed: int = 1) -> list[Request]:
-    """Sessions that come back: a tree of prompts, asked in a random order."""
+    """Returning sessions: a tree of prompts, in random order."""
     random = Random(seed)
     prompts: list[tuple[int, ...]] = [(0,)]
     for block in range(1, 60):
@@ -152,7 +152,7 @@ class BigCurve(SlowCurve):
 
 
 def test_divided_by_key_the_tiers_act_as_one_cache() -> None:
-    """The rule of the split, on a trace with enough blocks for a random division to be even."""
+    """The trace has enough blocks for a random division to be even."""
     requests = list(generate("multi-turn", requests=1500, seed=2))
     found = advise(
         requests,

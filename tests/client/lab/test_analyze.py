@@ -90,7 +90,7 @@ def prompt(*ids: int) -> Request:
 
 
 def depths(*requests: Request) -> list[int]:
-    """The depth of every request: how the distribution grows as they come."""
+    """The depth of each request, from how the distribution grows."""
     totals = [
         analyze(requests[:n], block_tokens=4).session_depth.total for n in range(len(requests) + 1)
     ]

@@ -1,4 +1,4 @@
-"""Other shapes of request files: each is read, and what is shared in them stays shared."""
+"""Request files of other formats: each is read, and shared prefixes stay shared."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def converted(
 
 
 def chain(kind: bytes, blocks: Sequence[bytes]) -> bytes:
-    """The documented formula, on its own."""
+    """The documented formula, written independently."""
     parent = kind
     for block in blocks:
         parent = sha256(parent + block).digest()
@@ -194,7 +194,7 @@ def test_bailian_has_small_blocks_and_seconds(tmp_path: Path) -> None:
 
 
 def test_block_ids_follow_the_documented_formula(tmp_path: Path) -> None:
-    """Two blocks are the same id if and only if their chained hashes are."""
+    """Two blocks have the same id if and only if their chained hashes are equal."""
     texts = ["abcdefgh", "abcdEFGH", "abcd", "xxxxefgh"]
     requests = converted(tmp_path, [{"prompt": text} for text in texts])
     digests: dict[bytes, int] = {}

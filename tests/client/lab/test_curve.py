@@ -1,4 +1,4 @@
-"""The curve equals the replay at every capacity, and says how far a sample is off."""
+"""The curve equals the replay at every capacity; samples report their error."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_equals_the_replay_at_twenty_capacities(order: TouchOrder) -> None:
 )
 @settings(deadline=None)
 def test_equals_the_replay_at_every_capacity(order: TouchOrder, runs: Runs) -> None:
-    """Ids that are no chains, repeats, prompts that end early: everything."""
+    """Also with ids that form no chains, repeats, and prompts that end early."""
     trace = columns(runs)
     curve = exact_curve(runs, block_tokens=10, touch_order=order)
     for capacity in range(18):

@@ -1,4 +1,4 @@
-"""The simulated fleet: known results of the conversation trace, the rules by hand, a twin."""
+"""The simulated fleet: known results of the conversation trace, the rules by hand, a model."""
 
 from __future__ import annotations
 
@@ -204,11 +204,11 @@ def test_prefix_aware_weighs_a_prefix_against_load() -> None:
     assert hits(result) == (20 + 30, 0, 0)
 
 
-# ---- the dumb twin
+# ---- a simple model
 
 
 class Twin:
-    """The rules with lists, oldest first, and nothing of the program's."""
+    """The rules with lists, oldest first, sharing no code with the program."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

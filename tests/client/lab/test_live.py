@@ -36,7 +36,7 @@ def running() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def daemon(running: PrivateDaemon) -> Iterator[PrivateDaemon]:
-    """Empty at first; in the end nobody holds anything and everything adds up."""
+    """An empty daemon. After the test its accounting is consistent and no session is left."""
     with running.admin() as admin:
         yield running
         assert problems_of(admin) == []
@@ -45,7 +45,7 @@ def daemon(running: PrivateDaemon) -> Iterator[PrivateDaemon]:
 
 
 def holds_nothing(admin: AdminConnection) -> bool:
-    """Did the daemon see all workers leave, and with them whatever they held?"""
+    """Whether the daemon has ended the sessions of all workers, and all that they held."""
     stats = admin.stats()
     return not (stats.sessions or stats.claims or stats.reservations or stats.waiters)
 
@@ -60,7 +60,7 @@ def replay(
 
 
 def lru_hit_tokens(requests: Iterable[Request], slots: int, block_tokens: int = 512) -> int:
-    """The same by hand: claim the run, save the rest, touch the chain leaf first, root last.
+    """A simple LRU: claim the run, save the rest, touch the chain leaf first, root last.
 
     Blocks of the run are pinned while the others are saved, so nothing evicts them.
     """
@@ -80,7 +80,7 @@ def lru_hit_tokens(requests: Iterable[Request], slots: int, block_tokens: int = 
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Over three times as many blocks as a tier has room for leave it again."""
+    """More than three times as many evictions as a tier has room for blocks."""
     return list(generate("multi-turn", requests=90, seed=3, block_tokens=512))
 
 
@@ -114,7 +114,7 @@ def usage_of(admin: AdminConnection) -> pb.Usage:
 def test_the_misses_by_reason_add_up(
     daemon: PrivateDaemon, requests: list[Request], in_place: bool
 ) -> None:
-    """Over a whole replay with evictions: what the workers count arrives with their last word."""
+    """For a whole replay with evictions. Workers report their counts when they end."""
     with daemon.admin() as admin:
         before = usage_of(admin)
         totals = replay(daemon, requests, workers=2, tiers=tuple(Tier), in_place=in_place)
@@ -162,7 +162,7 @@ def test_workers_share_what_they_saved(daemon: PrivateDaemon, requests: list[Req
 
 
 def test_the_tier_is_chosen_by_the_first_missing_block(daemon: PrivateDaemon) -> None:
-    """The same key, the same tier, in any replay."""
+    """The same key goes to the same tier in any replay."""
     requests = [Request(0, 512, 1, (block,)) for block in range(60)]
     (root,) = {replay_namespace(4096, 512, salt).root for salt in [""]}
     replay(daemon, requests, tiers=tuple(Tier))
@@ -175,7 +175,7 @@ def test_the_tier_is_chosen_by_the_first_missing_block(daemon: PrivateDaemon) ->
 
 
 def test_blocks_may_be_of_any_size(daemon: PrivateDaemon) -> None:
-    """Also of sizes that end within a tile, a slab, a chunk."""
+    """Including sizes that end within a tile, a slab or a chunk."""
     requests = [
         Request(0, 1000, 1, (1, 2)),
         Request(1, 1500, 1, (1, 2, 3)),
@@ -196,7 +196,7 @@ def test_replays_with_other_salts_share_nothing(daemon: PrivateDaemon) -> None:
 
 
 def test_odd_requests(daemon: PrivateDaemon) -> None:
-    """No blocks at all, a repeated block, lengths that disagree with the number of ids."""
+    """No blocks, a repeated block, lengths that disagree with the number of ids."""
     requests = [
         Request(0, 700, 1, ()),
         Request(1, 2000, 1, (1, 2, 1, 3)),
@@ -322,7 +322,7 @@ def test_options_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 
 
 def test_the_reference_above_is_the_naive_one() -> None:
-    """Against an LRU that touches block by block, for chains that never exceed the slots."""
+    """Equal to an LRU that touches block by block, for chains that never exceed the slots."""
     random = Random(5)
     requests = []
     for number in range(300):

@@ -1,4 +1,4 @@
-"""One worker of a live replay, without a process around it."""
+"""A replayer in this process, the worker process around it, and the blocks that it replays."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_request_misses_saves_and_then_hits(daemon: PrivateDaemon, client: Cli
 def test_blocks_are_saved_with_the_tokens_that_they_stand_for(
     daemon: PrivateDaemon, client: Client
 ) -> None:
-    """The last one may be partial, and lengths that disagree give none a negative count."""
+    """The last block may be partial. Lengths that disagree with the ids give no negative count."""
     worker = replayer(daemon, client)
     worker.replay(request(1, 2, 3, input_length=1100))
     worker.replay(request(11, 12, 13, input_length=600))
@@ -89,7 +89,7 @@ def test_blocks_are_saved_with_the_tokens_that_they_stand_for(
 
 
 def test_a_chain_is_evicted_leaf_first(daemon: PrivateDaemon, client: Client) -> None:
-    """Blocks that were saved behind a hit leave before the hit does."""
+    """Blocks that were saved after a hit are evicted before it."""
     worker = replayer(daemon, client)
     worker.replay(request(1, 2))
     worker.replay(request(1, 2, 3, 4))
@@ -98,7 +98,7 @@ def test_a_chain_is_evicted_leaf_first(daemon: PrivateDaemon, client: Client) ->
         assert [entry.key for entry in admin.next_victims(Tier.RAM, 1_000)] == keys
 
 
-# ---- bytes that are not right
+# ---- wrong bytes
 
 
 def test_other_bytes_are_mismatches_and_end_the_hit(daemon: PrivateDaemon, client: Client) -> None:
@@ -118,7 +118,7 @@ def test_other_bytes_are_mismatches_and_end_the_hit(daemon: PrivateDaemon, clien
 
 
 class Restoring:
-    """A hit of which a restore gives what it is told to."""
+    """A hit whose restore returns a given result."""
 
     claimed = True
 
@@ -149,7 +149,7 @@ class Restoring:
 def test_what_did_not_arrive_is_no_hit_whatever_is_in_the_buffer(
     daemon: PrivateDaemon, client: Client, miss: MissReason, mismatches: int, unavailable: bool
 ) -> None:
-    """A wrong checksum is a mismatch; everything else is bad luck."""
+    """Only a wrong checksum is a mismatch; other losses are misses."""
     result = RestoreResult((True, False, True), 1, 512, BLOCK_BYTES, miss)
     outcome = Outcome()
     hit: Any = Restoring(3, result)
@@ -162,7 +162,7 @@ def test_what_did_not_arrive_is_no_hit_whatever_is_in_the_buffer(
 
 
 def test_bytes_that_never_arrive_do_not_look_right(daemon: PrivateDaemon, client: Client) -> None:
-    """The buffers that a request used before are wiped."""
+    """Buffers of earlier requests are zeroed before they are used again."""
 
     class Silent(Restoring):
         def restore_into(self, buffers: Sequence[bytearray]) -> RestoreResult:
@@ -262,7 +262,7 @@ def sha256(*parts: bytes) -> bytes:
 
 
 def test_keys_are_what_the_documentation_says() -> None:
-    """From hashlib alone."""
+    """Computed with hashlib alone."""
 
     def parameter(name: bytes, number: bytes) -> bytes:
         return struct.pack("<I", len(name)) + name + b"i" + struct.pack("<I", len(number)) + number

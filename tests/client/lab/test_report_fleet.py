@@ -1,4 +1,4 @@
-"""The page of a simulated fleet: every figure is the data's, in every shape of the data."""
+"""The page of a simulated fleet: every figure comes from the data, for all kinds of data."""
 
 from __future__ import annotations
 

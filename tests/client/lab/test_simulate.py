@@ -90,7 +90,7 @@ def test_a_request_hits_its_longest_resident_beginning() -> None:
 def test_hits_are_looked_up_before_anything_is_admitted() -> None:
     trace = columns(((1, 1, 1), 30), ((1, 1, 2, 1), 40))
     assert hits(trace, Cell("lru", 100)) == [0, 20]
-    assert replay(trace, Cell("lru", 100)).queue_moves == 7  # each was accessed all the same
+    assert replay(trace, Cell("lru", 100)).queue_moves == 7  # each is still accessed
 
 
 def test_hit_tokens_end_at_the_prompt() -> None:

@@ -1,4 +1,4 @@
-"""Traces: what is read, what is refused and with which words, what is counted."""
+"""Traces: which lines are read, which are refused with which message, what is counted."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_reading_again_counts_again(tmp_path: Path) -> None:
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """2 MB of text in a small file: read with less memory, which is always the same."""
+    """2 MB of text in a small file are read with less memory than that."""
     path = tmp_path / "t.gz"
     request = Request(1, 512 * 500, 1, tuple(range(250)) * 2)
     write_trace(path, [request] * 1_000)
@@ -335,7 +335,7 @@ def test_rows_belong_to_the_caller() -> None:
 
 def test_summary() -> None:
     trace = TraceColumns.load(requests(RUNS))
-    # Of the last request the first two blocks were seen before; at 400 tokens a block.
+    # The first two blocks of the last request were seen before, at 400 tokens a block.
     assert trace.summary(400) == TraceSummary(4, 8, 4, 1105, 800)
     assert trace.summary(600) == TraceSummary(4, 8, 4, 1105, 1000)
     assert trace.summary(400).to_json() == {

@@ -1,4 +1,4 @@
-"""Workload profiles: what their sessions look like, and the distributions they draw from."""
+"""Workload profiles, their distributions, and the traces generated from them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_few_documents_answer_most_questions() -> None:
 
 
 def test_the_cursor_mostly_moves() -> None:
-    """A completion where the last one ended goes on from its prompt, others begin anew."""
+    """A completion where the last one ended continues its prompt; others start a new one."""
     stayed = moved = 0
     for session in sessions(PROFILES["code"], 60):
         for earlier, later in pairwise(session):
@@ -148,7 +148,7 @@ def digest(requests: Iterable[Request]) -> str:
 
 
 def unlimited_hit_rate(requests: Iterable[Request]) -> float:
-    """Hit blocks by the prefix rule over all blocks, in a cache that never forgets."""
+    """Hit blocks over all blocks, by the prefix rule, in a cache that never evicts."""
     seen: set[int] = set()
     hits = blocks = 0
     for request in requests:
@@ -185,7 +185,7 @@ def test_traces_are_well_formed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_id_stands_for_its_block_and_everything_before_it(name: str) -> None:
-    """Every id is only ever seen after one and the same id, so it names a whole prefix."""
+    """An id always follows the same id, so it stands for a whole prefix."""
     before: dict[int, int] = {}
     for request in generate(name, requests=500, seed=4, block_tokens=64):
         for parent, block in zip((-1, *request.hash_ids), request.hash_ids, strict=False):
@@ -243,7 +243,7 @@ def test_the_rate_moves_arrivals_and_nothing_else() -> None:
 
 
 def test_a_longer_trace_has_the_sessions_of_a_shorter_one() -> None:
-    """The shorter one ends with whole sessions, but for the last of them."""
+    """All sessions of the shorter one are whole, except the last."""
     short = {format_request(r)[:40] for r in generate("batch", requests=400, seed=9)}
     long = {format_request(r)[:40] for r in generate("batch", requests=800, seed=9)}
     assert short <= long

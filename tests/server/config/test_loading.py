@@ -1,4 +1,4 @@
-"""Loading: what is taken from where, and that a bad configuration is refused in one go."""
+"""Loading: which source wins, and that a bad configuration is refused with all errors at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal(*argv: str, env: Mapping[str, str] | None = None) -> list[str]:
     return [line.strip() for line in lines]
 
 
-# ---- where values come from
+# ---- sources
 
 
 def test_nothing_configured_is_a_good_configuration() -> None:
@@ -140,7 +140,7 @@ def test_the_address_variable_of_the_clients_is_the_daemons_too() -> None:
 
 
 def test_variables_that_are_no_options_are_left_alone() -> None:
-    # What Kubernetes sets in every container beside a service called prefixd.
+    # Kubernetes sets these in every container next to a service called prefixd.
     load(env={"PREFIXD_SERVICE_HOST": "10.0.0.1", "PREFIXD_PORT": "tcp://10.0.0.1:7070"})
 
 
@@ -438,7 +438,7 @@ def test_check_config_refuses_a_directory_that_can_not_be_used(
     else:
         place.mkdir()
         real = os.access
-        # Root may write anywhere: the kernel's refusal is played.
+        # Root may write anywhere, so the kernel's refusal is simulated.
         monkeypatch.setattr(os, "access", lambda path, mode: path != place and real(path, mode))
         why = f"{place} can't be written to by the user {os.geteuid()}"
     argv = ["--shm.directory", f"{place}/s", "--disk.directory", f"{tmp_path}/d"]

@@ -1,4 +1,4 @@
-"""What the probe reads, from trees that look like /proc and /sys."""
+"""What the probe and the sources of memory use read, from trees that look like /proc and /sys."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_what_the_directories_hold_counts_as_room(root: Path) -> None:
     machine = Machine.probe(root / "shm", root / "disk", root)
     assert machine.shm_held_bytes >= 2**20 + 2**19
     assert machine.shm_room_bytes <= machine.shm_size_bytes
-    # tmp_path is one file system, and nothing else is written to it between two looks at it,
-    # as far as this test can know: what it holds is in both, what is free nearly the same.
+    # tmp_path is one file system, and probably nothing else is written to it between the two
+    # measurements, so the free bytes are nearly the same.
     free_bytes = machine.shm_room_bytes - machine.shm_held_bytes
     assert 0 < free_bytes <= machine.shm_size_bytes
 
@@ -119,19 +119,19 @@ def machine(root: Path, *, psi: str | None = "some avg10=12.50", limit: str = ""
     return root
 
 
-def test_the_machine_says_what_it_could_not_give_at_once(tmp_path: Path) -> None:
+def test_system_memory_in_use(tmp_path: Path) -> None:
     source = make_source("system", machine(tmp_path))
     assert source is not None
     assert source() == (12 * GIB, 16 * GIB, 0.125)
 
 
-def test_a_kernel_without_psi_says_that_nobody_waits(tmp_path: Path) -> None:
+def test_a_kernel_without_psi_reports_no_stall(tmp_path: Path) -> None:
     source = make_source("system", machine(tmp_path, psi=None))
     assert source is not None
     assert source() == (12 * GIB, 16 * GIB, 0.0)
 
 
-def test_a_cgroup_says_what_it_could_not_drop(tmp_path: Path) -> None:
+def test_cgroup_memory_in_use(tmp_path: Path) -> None:
     source = make_source("cgroup", machine(tmp_path, limit=str(8 * GIB)))
     assert source is not None
     assert source() == (5 * GIB, 8 * GIB, 0.03)
@@ -153,7 +153,7 @@ def test_a_function_of_ones_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
             make_source(wrong)
 
 
-def test_nobody_is_asked_unless_somebody_says_so() -> None:
+def test_without_a_source_memory_is_not_watched() -> None:
     assert make_source("none") is None
 
 
