@@ -192,7 +192,7 @@ def _shared_store(whole: Config) -> SharedStore:
         from .sharing.object_store import ObjectStore
 
         if len(urls) > 1 or config.payloads == "nodes":
-            raise ValueError("s3 is one bucket, and keeps payloads itself")
+            raise ValueError("s3 takes one bucket, and stores payloads itself")
         return ObjectStore(urls[0], config.fleet)
     from .sharing.redis_store import RedisStore
 
@@ -202,7 +202,9 @@ def _shared_store(whole: Config) -> SharedStore:
     from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
-        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
+        raise ConfigError(
+            'shared.payloads is "nodes": set shared.address to the address of this node'
+        )
     locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
     own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
     security = peer_security(config.peer_ca, *own, config.peer_token_file)

@@ -1,8 +1,8 @@
 """The certificates and tokens of the TCP ports.
 
-Their files are read at the start and at each reload. What they contain applies to new connections;
-existing connections keep what they started with. Certificates are watched, because no client can
-connect once one has expired. No message contains a secret.
+Their files are read at the start and at each reload. New certificates apply to new connections;
+existing connections keep theirs. Certificates are watched, because no client can connect once one
+has expired. No message contains a secret.
 """
 
 from __future__ import annotations
@@ -178,7 +178,9 @@ def _context(files: Server) -> ssl.SSLContext:
         # Without a password OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(files.tls_cert, files.tls_key, password="")
     except OSError as problem:
-        raise ConfigError(f"{_CERT} and {_KEY}: these files make no TLS: {problem}") from None
+        raise ConfigError(
+            f"{_CERT} and {_KEY}: these files do not work for TLS: {problem}"
+        ) from None
     return context
 
 
@@ -223,8 +225,7 @@ def tokens_of(config: Config) -> Tokens | None:
         for name in parse_shares(getattr(config, tier).shares):
             if name not in tokens.namespaces:
                 raise ConfigError(
-                    f"{tier}.shares: no token in {config.server.tokens} is of the namespace "
-                    f"{name!r}"
+                    f"{tier}.shares: no token in {config.server.tokens} has the namespace {name!r}"
                 )
     return tokens
 

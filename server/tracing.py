@@ -228,7 +228,7 @@ def _exporter(name: str) -> SpanExporter:
     try:
         exporter: SpanExporter = found[0].load()()
     except Exception as problem:
-        raise ConfigError(f"server.tracing: the exporter {name} can't be: {problem}") from problem
+        raise ConfigError(f"server.tracing: the exporter {name} failed: {problem}") from problem
     return exporter
 
 

@@ -225,7 +225,7 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (
             ("server.admin_address", "server.address"),
-            f"{server.operators()} is where workers are served; operators need a socket apart",
+            f"workers are served at {server.operators()}; operators need a socket of their own",
         )
     if server.staging_bytes > server.staging_total_bytes:
         yield (
@@ -251,7 +251,7 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
 def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, ...], str]]:
     data = server.data if server.data != "auto" else ""
     secured = server.tls_cert and (server.tokens or server.tls_client_ca)
-    lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
+    lack = "clients are not authenticated" if server.tls_cert else "nothing is encrypted"
     for option, address in (("server.tcp", server.tcp), ("server.data", data)):
         if address and not secured and not server.allow_remote and not _is_loopback(address):
             yield (
@@ -295,7 +295,7 @@ def _tier_conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         if shares_bytes and not config.server.tokens:
             yield (
                 (f"{name}.shares", "server.tokens"),
-                "shares are for namespaces, and there is no token that is of one",
+                "shares are for namespaces of tokens, and there are no tokens",
             )
         if not isinstance(budget_bytes, int):
             continue

@@ -199,5 +199,5 @@ def _imported(name: str) -> Source:
     except Exception as problem:
         raise ConfigError(f"pressure.source = {name!r}: {problem!r}") from None
     if not callable(source):
-        raise ConfigError(f"pressure.source = {name!r}: that is nothing that can be called")
+        raise ConfigError(f"pressure.source = {name!r}: it can't be called")
     return source

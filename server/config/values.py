@@ -114,7 +114,7 @@ def _mode(value: object) -> object:
         raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
     mode = int(value, 8)
     if mode & 0o600 != 0o600:
-        raise ValueError("takes the socket from the daemon's own user")
+        raise ValueError("denies the daemon's own user the socket")
     return mode
 
 
@@ -145,7 +145,7 @@ def parse_shares(text: str) -> dict[str, int]:
             )
         share_bytes = parse_bytes(size)
         if not share_bytes:
-            raise ValueError(f"{name!r} has a share of nothing; leave it out")
+            raise ValueError(f"{name!r} has an empty share; leave it out")
         if name in shares:
             raise ValueError(f"{name!r} has two shares")
         shares[name] = share_bytes

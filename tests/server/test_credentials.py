@@ -278,7 +278,7 @@ async def test_it_is_told_a_week_before_and_once(tmp_path: Path, files: Files) -
 def test_a_key_with_a_password_is_refused_and_not_asked_for(files: Files) -> None:
     encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     subprocess.run([*encrypt, "-in", files.key, "-out", files.key], check=True, capture_output=True)
-    with pytest.raises(ConfigError, match=r"server\.tls_key: these files make no TLS"):
+    with pytest.raises(ConfigError, match=r"server\.tls_key: these files do not work for TLS"):
         Certificates(load_config(files.flags, {}).server)
 
 

@@ -91,7 +91,7 @@ def test_flags(argv: list[str], path: str, value: object) -> None:
 @pytest.mark.parametrize("there", ["/a/b", "/a/b.local"])
 def test_operators_need_a_socket_apart(there: str) -> None:
     (line,) = refusal("--address=/a/b", f"--server.admin_address={there}")
-    assert f"unix:{there} is where workers are served; operators need a socket apart" in line
+    assert f"workers are served at unix:{there}; operators need a socket of their own" in line
 
 
 def test_staging_memory_of_one_client_fits_into_that_of_all() -> None:
@@ -239,7 +239,7 @@ SECURED = (
         ),
         (["--server.admin_address", "localhost:70"], "operators are served on this host only"),
         (["--server.socket_mode", "rw"], "should be an octal mode"),
-        (["--server.socket_mode", "0060"], "takes the socket from the daemon's own user"),
+        (["--server.socket_mode", "0060"], "denies the daemon's own user the socket"),
         (["--tcp", "/a/socket"], "should be host:port"),
         (["--metrics", "nowhere"], "is no address"),
         (["--disk.directory", ""], "should be the name of a directory"),
@@ -250,7 +250,7 @@ SECURED = (
         (["--ram.shares", "a/b=1GiB"], "'a/b=1GiB' is not"),
         (["--shm.shares", "a=1GiB,,b=1GiB"], "'' is not"),
         (["--disk.shares", "a=1GB"], "unknown unit"),
-        (["--ram.shares", "a=0"], "'a' has a share of nothing"),
+        (["--ram.shares", "a=0"], "'a' has an empty share"),
         (["--ram.shares", "a=1GiB, a=2GiB"], "'a' has two shares"),
         (["--ram.shares", ",".join(f"n{n}=1MiB" for n in range(33))], "33 namespaces, at most 32"),
     ],
