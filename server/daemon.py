@@ -53,8 +53,8 @@ log = structlog.get_logger("prefixd")
 #: The part of an arena that is allocated before its tier serves. The rest follows in the
 #: background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
-#: The daemon listens after this time even if tiers are still recovering. With the imports before it,
-#: that is within a second.
+#: The daemon listens after this time even if tiers are still recovering. With the imports before
+#: it, that is within a second.
 _HEAD_START_S = 0.25
 #: How long a stop waits for calls after asking them to end.
 _ENDED_WITHIN_S = 2.0

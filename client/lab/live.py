@@ -7,13 +7,12 @@ only the requests that it had.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
@@ -135,31 +134,26 @@ def work(pipe: Connection, options: LiveOptions, number: int) -> None:
     """The worker process: replays requests from `pipe` until None, and answers with `Outcome`s."""
     # Ctrl-C reaches all processes on the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # These errors mean that the parent is gone.
-    with contextlib.suppress(EOFError, BrokenPipeError):
-        _work(pipe, options, number)
-
-
-def _work(pipe: Connection, options: LiveOptions, number: int) -> None:
     gave_up = False
     name = f"replay-{number}"
-    with Client(options.address, name=name, local=options.in_place) as client:
-        replayer = Replayer(client, options)
-        # So that connecting does not count as a part of the first request. If the daemon is away,
-        # that request reports it.
-        client.wait_connected()
-        pipe.send(Ready())
-        while not gave_up and (request := pipe.recv()) is not None:
-            try:
-                outcome = replayer.replay(request)
-            except CallerError as problem:
-                pipe.send(problem)
-                break
-            pipe.send(outcome)
-            gave_up = outcome.unavailable and not replayer.wait_for_daemon()
-        counted = client.counters
-    rpcs = cast(dict[str, int], counted["rpcs"])
-    pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
+    with suppress(EOFError, BrokenPipeError):  # the parent is gone
+        with Client(options.address, name=name, local=options.in_place) as client:
+            replayer = Replayer(client, options)
+            # So that connecting does not count as a part of the first request. If the daemon is
+            # away, that request reports it.
+            client.wait_connected()
+            pipe.send(Ready())
+            while not gave_up and (request := pipe.recv()) is not None:
+                try:
+                    outcome = replayer.replay(request)
+                except CallerError as problem:
+                    pipe.send(problem)
+                    break
+                pipe.send(outcome)
+                gave_up = outcome.unavailable and not replayer.wait_for_daemon()
+            counted = client.counters
+        rpcs = cast(dict[str, int], counted["rpcs"])
+        pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
 
 
 #: How often the parent checks for signals and reports progress while no worker answers.

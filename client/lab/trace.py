@@ -151,25 +151,21 @@ class TraceReader(RequestReader):
         block_tokens = self.block_tokens
         # `closing` closes the file as soon as a line is bad, not when the error is forgotten.
         with closing(iter(self._source)) as lines:
-            while True:
-                try:
-                    number, line = next(lines)
-                except StopIteration:
-                    return
-                except TraceError as error:
-                    if not error.line_number:
-                        raise
-                    # Damaged compression: the lines before it are whole, nothing follows.
-                    self._bad(error)
-                    return
-                try:
-                    request = _parse(line)
-                except ValueError as error:
-                    self._bad(TraceError(self.path, number, str(error)))
-                    continue
-                if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                    self.length_mismatches += 1
-                yield request
+            try:
+                for number, line in lines:
+                    try:
+                        request = _parse(line)
+                    except ValueError as error:
+                        self._bad(TraceError(self.path, number, str(error)))
+                        continue
+                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                        self.length_mismatches += 1
+                    yield request
+            except TraceError as error:
+                if not error.line_number:
+                    raise
+                # Damaged compression: the lines before it are whole, nothing follows.
+                self._bad(error)
 
 
 def write_trace(path: Path | str, requests: Iterable[Request]) -> int:
