@@ -56,9 +56,6 @@ class ChainedIds:
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
 
-    def __len__(self) -> int:
-        return len(self._ids)
-
     def of(self, prompt: Prompt) -> tuple[int, ...]:
         """Ids of a prompt's blocks, the last of which may be partial."""
         ids = []
@@ -103,11 +100,6 @@ class Converter(RequestReader):
         self._ids = ChainedIds()
         self._start_ms: float | None = None
         self._last_ms = 0
-
-    @property
-    def unique_blocks(self) -> int:
-        """Different blocks so far."""
-        return len(self._ids)
 
     def warnings(self) -> list[str]:
         notes = super().warnings()

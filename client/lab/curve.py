@@ -78,7 +78,7 @@ class LruCurve:
 
     def hit_rate(self, capacity_blocks: int) -> float:
         """Hit tokens at a capacity over all prompt tokens, 0 to 1."""
-        return self._rate(self.hit_tokens(capacity_blocks))
+        return self.point(capacity_blocks).hit_rate
 
     @property
     def infinite_hit_tokens(self) -> int:
@@ -87,7 +87,8 @@ class LruCurve:
 
     def point(self, capacity_blocks: int) -> CurvePoint:
         tokens = self.hit_tokens(capacity_blocks)
-        return CurvePoint(capacity_blocks, tokens, self._rate(tokens))
+        rate = tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return CurvePoint(capacity_blocks, tokens, rate)
 
     def points(self, most: int = DEFAULT_POINTS) -> list[CurvePoint]:
         """At most `most` points (at least 2), evenly spaced on a logarithmic axis from one block to
@@ -128,9 +129,6 @@ class LruCurve:
         if self.sample is not None:
             found |= {"sample_rate": self.sample.rate, "sampled_blocks": self.sample.blocks}
         return found
-
-    def _rate(self, tokens: int) -> float:
-        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ def simulate_fleet(
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
     nodes = [Node(LRU(fleet.capacity_blocks)) for _ in range(fleet.nodes)]
     result = FleetResult(fleet, nodes, LRU(fleet.shared_blocks))
-    simulation = _Simulation(fleet, block_tokens, nodes, result)
+    simulation = _Simulation(result, block_tokens)
     started = perf_counter()
     for number, (blocks, input_length) in enumerate(trace):
         simulation.serve(number, blocks, input_length)
@@ -226,10 +226,8 @@ def simulate_fleet(
 
 @dataclass(slots=True)
 class _Simulation:
-    fleet: Fleet
-    block_tokens: int
-    nodes: list[Node]
     result: FleetResult
+    block_tokens: int
     #: Blocks of earlier requests have numbers below this, because numbers follow first appearance.
     known_blocks: int = 0
 
@@ -238,32 +236,32 @@ class _Simulation:
         full, rest = divmod(input_length, self.block_tokens)
         tokens = [self.block_tokens] * min(full, len(blocks))
         tokens += [rest, *(0 for _ in blocks)][: len(blocks) - len(tokens)]
-        node = self.nodes[self._route(number, blocks, input_length)]
+        node = self.result.nodes[self._route(number, blocks, input_length)]
         walked = self._walk(node, blocks, tokens)
         node.requests += 1
         node.prompt_tokens += input_length
         node.prefilled_tokens += input_length - sum(tokens[:walked])
         node.lru.access_run(blocks[::-1])
-        if self.fleet.shared_blocks:
+        if self.result.fleet.shared_blocks:
             self._share(blocks, tokens, walked)
         self.known_blocks = max(self.known_blocks, max(blocks, default=-1) + 1)
 
     def _route(self, number: int, blocks: Sequence[int], input_length: int) -> int:
-        match self.fleet.route:
+        match self.result.fleet.route:
             case Route.ROUND_ROBIN:
-                return number % len(self.nodes)
+                return number % len(self.result.nodes)
             case Route.HASH:
                 head = blocks[:_HASHED_BLOCKS]
-                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.nodes)
+                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.result.nodes)
             case Route.LEAST_LOADED:
-                return _least(self.nodes, lambda node: node.prefilled_tokens)
+                return _least(self.result.nodes, lambda node: node.prefilled_tokens)
             case Route.PREFIX_AWARE:
 
                 def prefilled_then(node: Node) -> int:
                     saved_tokens = node.lru.resident_run(blocks) * self.block_tokens
                     return node.prefilled_tokens + max(0, input_length - saved_tokens)
 
-                return _least(self.nodes, prefilled_then)
+                return _least(self.result.nodes, prefilled_then)
 
     def _walk(self, node: Node, blocks: Sequence[int], tokens: Sequence[int]) -> int:
         """Count the hits from the root on, touch the LRUs that gave them; returns how many."""
@@ -276,7 +274,7 @@ class _Simulation:
             elif block in shared:
                 result.shared.add(block_tokens)
                 givers.append((shared, block))
-            elif self.fleet.peer_reads and (peer := self._holder(block)) is not None:
+            elif self.result.fleet.peer_reads and (peer := self._holder(block)) is not None:
                 result.peer.add(block_tokens)
                 givers.append((peer, block))
             else:
@@ -288,14 +286,14 @@ class _Simulation:
 
     def _holder(self, block: int) -> LRU[int] | None:
         """The LRU of the first node that holds the block."""
-        for node in self.nodes:
+        for node in self.result.nodes:
             if block in node.lru:
                 return node.lru
         return None
 
     def _share(self, blocks: Sequence[int], tokens: Sequence[int], walked: int) -> None:
         shared = self.result.shared_lru
-        second_use = self.fleet.write is Write.SECOND_USE
+        second_use = self.result.fleet.write is Write.SECOND_USE
         for index in reversed(range(0 if second_use else walked, len(blocks))):
             block = blocks[index]
             if second_use and (block >= self.known_blocks or block in shared):
