@@ -19,7 +19,7 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.sampled import SampledCurve, position_of_int
 from ...tiers.eviction.stack import StackDistances
 from .simulate import TouchOrder
-from .trace import Request
+from .trace import Request, tokens_of_blocks
 
 #: Points of a curve in a document or a chart.
 DEFAULT_POINTS = 256
@@ -210,7 +210,7 @@ def sampled_curve(
     for blocks, input_length in runs:
         requests += 1
         prompt_tokens += input_length
-        sample.access(blocks, _tokens_of(len(blocks), input_length, block_tokens))
+        sample.access(blocks, tokens_of_blocks(len(blocks), input_length, block_tokens))
     estimate = sample.estimate()
     return LruCurve(
         touch_order,
@@ -231,11 +231,3 @@ def curve_error(exact: LruCurve, estimate: LruCurve) -> CurveError:
         abs(point.hit_rate - estimate.hit_rate(point.capacity_blocks)) for point in exact.points()
     ]
     return CurveError(sum(errors) / len(errors), max(errors))
-
-
-def _tokens_of(blocks: int, input_length: int, block_tokens: int) -> list[int]:
-    """The tokens of each block of a prompt; the last ones may have fewer, or none."""
-    full, rest = divmod(input_length, block_tokens)
-    if blocks <= full:
-        return [block_tokens] * blocks
-    return [block_tokens] * full + [rest] + [0] * (blocks - full - 1)

@@ -40,7 +40,7 @@ from typing import Any, Final
 from ... import __version__
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
-from .trace import TraceColumns
+from .trace import TraceColumns, tokens_of_blocks
 
 #: More is a likely mistake: the time of some routes grows with requests times nodes.
 MAX_NODES: Final = 4096
@@ -233,9 +233,7 @@ class _Simulation:
 
     def serve(self, number: int, blocks: list[int], input_length: int) -> None:
         """Serve one request: its number in the trace, its blocks root first, its prompt tokens."""
-        full, rest = divmod(input_length, self.block_tokens)
-        tokens = [self.block_tokens] * min(full, len(blocks))
-        tokens += [rest, *(0 for _ in blocks)][: len(blocks) - len(tokens)]
+        tokens = tokens_of_blocks(len(blocks), input_length, self.block_tokens)
         node = self.result.nodes[self._route(number, blocks, input_length)]
         walked = self._walk(node, blocks, tokens)
         node.requests += 1

@@ -255,6 +255,14 @@ def _quoted(value: object) -> str:
 _Column: TypeAlias = "array[int] | memoryview[int]"
 
 
+def tokens_of_blocks(blocks: int, input_length: int, block_tokens: int) -> list[int]:
+    """The tokens of each block of a prompt; the last ones may have fewer, or none."""
+    full, rest = divmod(input_length, block_tokens)
+    if blocks <= full:
+        return [block_tokens] * blocks
+    return [block_tokens] * full + [rest] + [0] * (blocks - full - 1)
+
+
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
     """A trace in numbers. `infinite_hit_tokens` is what a cache without limits would hit."""
