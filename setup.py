@@ -1,7 +1,7 @@
-"""`PREFIXD_COMPILE=1 pip install .`: the modules that decide become C extensions, by mypyc.
+"""`PREFIXD_COMPILE=1 pip install .` compiles the busiest modules to C extensions, with mypyc.
 
-They are the same files, and what is not compiled imports them as before. Everything else about
-the package is in pyproject.toml; without the variable this file does nothing.
+Other modules import them as before. All else about the package is in pyproject.toml; without the
+variable this file does nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from setuptools import setup
 
-#: The state and its tables, the ledgers and eviction orders, and the writer of the index: where a
-#: daemon spends its time beside copies and sockets.
+#: The state and its tables, the ledgers and eviction orders, and the index writer: where a daemon
+#: spends its time apart from copies and sockets.
 COMPILED = (
     "server/core/*.py",
     "server/runtime/index.py",
@@ -27,7 +27,7 @@ COMPILED = (
 
 
 def arguments() -> list[str]:
-    """For mypyc: options, and the files. What they import need not be installed."""
+    """mypyc's options and files. What the files import need not be installed."""
     package = Path("src/prefixd")
     found = [path for pattern in COMPILED for path in sorted(package.glob(pattern))]
     files = [str(path) for path in found if path.name != "__init__.py"]
@@ -43,7 +43,7 @@ def options() -> dict[str, Any]:
     except ImportError:
         if "egg_info" not in sys.argv:
             raise
-        return needed  # pip asks what the build needs before it installs it
+        return needed  # pip asks for the build requirements before installing them
     return needed | {"ext_modules": mypycify(arguments(), opt_level="2")}
 
 

@@ -1,4 +1,4 @@
-"""Puts a daemon together from its plan: stores, ledgers, state."""
+"""Builds the parts of a daemon from its plan: stores, ledgers, state, sharing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..tiers.shares import Share
 from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
-from .config.memory_sources import make_source
+from .config.machine import make_source
 from .config.options import Config
 from .core.state import MetaState
 from .runtime.clock import Clock
@@ -37,12 +37,12 @@ from .sharing.link import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
 
-#: Under pressure a client that has not saved for this time has no staging memory.
+#: Under memory pressure, a client that has not saved for this time loses its staging memory.
 _STAGING_IDLE_NS: Final = 10**9
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
-    """The store of one tier. Raises StoreError if the system can't give it what it needs."""
+    """The store of one tier. Raises StoreError if the system can't provide what it needs."""
     if plan.tier is Tier.RAM:
         return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
@@ -63,13 +63,8 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     )
 
 
-def make_index(plan: Plan, incarnation: bytes) -> IndexWriter:
-    """An index with room for every entry that the tiers could hold. Raises StoreError."""
-    return IndexWriter(incarnation, max_entries(plan))
-
-
 def max_entries(plan: Plan) -> int:
-    """Entries that the tiers could hold together, as large as they may become."""
+    """The number of entries that all tiers can hold at their largest budgets."""
     return sum(
         min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
         for tier in plan.tiers.values()
@@ -77,7 +72,7 @@ def max_entries(plan: Plan) -> int:
 
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
-    """The accounting of one tier. Its room grows from nothing as the arena is secured."""
+    """The accounting of one tier. It starts without room, and grows as the arena is secured."""
     return Ledger(
         plan.tier,
         plan.budget_bytes,
@@ -130,12 +125,11 @@ def make_core(
 
 @contextmanager
 def tracing_of(config: Config) -> Iterator[Tracing | None]:
-    """What makes spans, if that is configured, until the last are handed over. Raises
-    ConfigError."""
+    """The tracing that is configured, if any; flushed on exit. Raises ConfigError."""
     if config.server.tracing == "none":
         yield None
         return
-    from . import tracing  # and OpenTelemetry with it
+    from . import tracing  # imports OpenTelemetry
 
     provider = tracing.make_provider()
     try:
@@ -145,8 +139,7 @@ def tracing_of(config: Config) -> Iterator[Tracing | None]:
 
 
 def make_pressure(config: Config, core: Core, stagings: StagingPool) -> Pressure | None:
-    """What watches the memory, if anything is configured to say how much is used. Raises
-    ConfigError."""
+    """The watch on memory pressure, if a source is configured. Raises ConfigError."""
     options = config.pressure
     source = make_source(options.source)
     if source is None:
@@ -164,7 +157,7 @@ def make_pressure(config: Config, core: Core, stagings: StagingPool) -> Pressure
 
 
 async def begin_sharing(config: Config, core: Core) -> Sharing:
-    """What this node shares with others. Raises ConfigError for an engine that it can't have."""
+    """Start sharing entries with other nodes. Raises ConfigError for an unusable engine."""
     shared = config.shared
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
@@ -194,14 +187,14 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
 
 
 def _shared_store(whole: Config) -> SharedStore:
-    """Each engine's library is imported only here."""
+    """The store of the configured engine, whose library is imported only here."""
     config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
         from .sharing.object_store import ObjectStore
 
         if len(urls) > 1 or config.payloads == "nodes":
-            raise ValueError("s3 is one bucket, and keeps payloads itself")
+            raise ValueError("s3 takes one bucket, and stores payloads itself")
         return ObjectStore(urls[0], config.fleet)
     from .sharing.redis_store import RedisStore
 
@@ -211,7 +204,9 @@ def _shared_store(whole: Config) -> SharedStore:
     from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
-        raise ConfigError('shared.payloads is "nodes": shared.address has to say where this one is')
+        raise ConfigError(
+            'shared.payloads is "nodes": set shared.address to the address of this node'
+        )
     locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
     own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
     security = peer_security(config.peer_ca, *own, config.peer_token_file)
@@ -219,7 +214,7 @@ def _shared_store(whole: Config) -> SharedStore:
 
 
 def _password(path: str) -> str | None:
-    """The one in a file; None: there is none. Raises ConfigError."""
+    """The password in a file; None without a file. Raises ConfigError."""
     if not path:
         return None
     try:

@@ -1,4 +1,4 @@
-"""`prefixd`: starts, serves until it is told to stop, and stops in order."""
+"""`prefixd`: starts the daemon, serves until a stop is requested, and stops in order."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import secrets
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
@@ -31,64 +31,63 @@ from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
 from .api.sessions import ServiceConfig
-from .certificates import Certificates, certificates_of
 from .config.budgets import Plan, resolve
 from .config.loading import load_config
 from .config.machine import Machine
 from .config.options import Config
-from .lock import lock_directories
+from .credentials import Certificates, certificates_of, read_files, tokens_of
 from .logs import configure_logs
-from .notify import keep_alive, notify
+from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
 from .reloading import Reloader
-from .remote import RemoteFiles, tokens_of
 from .runtime import process_memory
 from .runtime.clock import Clock
+from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.process_memory import give_back_idle_heap
 from .runtime.recovery import Recovery
 from .runtime.resizing import Securing
-from .stopping import Stop, leave, running_threads
 
 log = structlog.get_logger("prefixd")
 
-#: What of an arena is real memory before a tier serves; the rest follows in the background.
+#: The part of an arena that is allocated before its tier serves. The rest follows in the
+#: background.
 _SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
-#: After this time a daemon listens, whatever its tiers still have to recover. With what comes
-#: before, most of it imports, that is within a second.
+#: The daemon listens after this time even if tiers are still recovering. With the imports before
+#: it, that is within a second.
 _HEAD_START_S = 0.25
-#: How long a stop waits for calls that were told to end.
+#: How long a stop waits for calls after asking them to end.
 _ENDED_WITHIN_S = 2.0
 _HEALTH_INTERVAL_S = 1.0
 
 
 def main(argv: list[str] | None = None) -> None:
     """The console script. Exit status 1: could not start; 2: bad configuration."""
+    load = partial(load_config, sys.argv[1:] if argv is None else argv)
     try:
-        config = load_config(sys.argv[1:] if argv is None else argv)
+        config = load()
     except ConfigError as problem:
-        sys.exit(_complain(str(problem), 2))
-    # Until there is a loop that hears it.
+        sys.exit(_complain(problem, 2))
+    # Ignored until the event loop handles it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
     configure_logs(config.log.level, config.log.format)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(lock_directories(config))
+        with lock_directories(config):
             machine = Machine.probe(config.shm.directory, config.disk.directory)
-            load = partial(load_config, sys.argv[1:] if argv is None else argv)
             asyncio.run(serve(resolve(config, machine), load))
     except (PrefixdError, StoreError, OSError) as problem:
-        sys.exit(_complain(str(problem), 1))
+        sys.exit(_complain(problem, 1))
 
 
-def _complain(problem: str, status: int) -> int:
+def _complain(problem: Exception, status: int) -> int:
     print(f"prefixd: {problem}", file=sys.stderr)
     return status
 
 
 async def serve(plan: Plan, load: Callable[[], Config]) -> None:
-    """Run a daemon until SIGTERM or SIGINT. `load`: reads the configuration again."""
-    stop = Stop(plan.config.server.drain_timeout_ns / 1e9)
+    """Run a daemon until SIGTERM or SIGINT. `load` reads the configuration again."""
+    config = plan.config
+    stop = Stop(config.server.drain_timeout_ns / 1e9)
     stop.listen()
     for tier, given in plan.all_tiers.items():
         where = {"directory": str(given.directory)} if given.directory else {}
@@ -98,7 +97,6 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
     async with AsyncExitStack() as stack:
         incarnation = secrets.token_bytes(16)
         core = await stack.enter_async_context(_running_core(plan, incarnation))
-        config = plan.config
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
         front = Front(core, service_config(config, incarnation))
         stack.callback(front.close)
@@ -116,8 +114,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         pressure = assembly.make_pressure(config, core, front.stagings)
         if pressure is not None:
             front.sessions.under_pressure = lambda: pressure.under
-            watching = pressure.watch(config.pressure.interval_ns / 1e9)
-            core.supervisor.task("pressure", watching)
+            core.supervisor.task("pressure", pressure.watch(config.pressure.interval_ns / 1e9))
         await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -137,7 +134,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
                 now_ns=core.clock.now_ns,
                 shared=front.admin.shared,
                 pressure=lambda: pressure.counts()._asdict() if pressure else {},
-                certificates=lambda: certificates.ends_s() if certificates else {},
+                certificates=lambda: certificates.material.ends_s if certificates else {},
             )
             board = Board(front.admin)
             metrics_at = stack.enter_context(serve_metrics(config.server.metrics, collector, board))
@@ -145,7 +142,7 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         reloader = Reloader(config, load, core, front.scrubber)
         front.admin.configurer = reloader.configure
         front.admin.overridden = reloader.override
-        reloader.read_files = RemoteFiles(core, front, certificates).read
+        reloader.read_files = partial(read_files, core, front, certificates)
         front.admin.stopper = stop.begin
         stop.when_reloaded(lambda: core.supervisor.task("reload", reloader.reload()))
         front.scrubber.start()
@@ -157,8 +154,8 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
 
 @asynccontextmanager
 async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
-    """Stores, index and state, which recover and get memory under them in the background; closed
-    in reverse order. Where threads are stuck in I/O, nothing that they use is closed."""
+    """Stores, index and state, which recover and allocate memory in the background. They are closed
+    in reverse order, but not while threads are stuck in I/O on them."""
     config = plan.config
     clock = Clock()
     with ExitStack() as closing:
@@ -169,7 +166,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             )
             closing.callback(store.close)
             stores[tier] = store
-        index = assembly.make_index(plan, incarnation)
+        index = IndexWriter(incarnation, assembly.max_entries(plan))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
@@ -181,7 +178,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             hung_after_ns=config.disk.hung_after_ns,
         )
         try:
-            # Most starts have little to recover: their clients meet no tier that is closed.
+            # Most starts have little to recover, so their clients find all tiers open.
             await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
             process_memory.begin()
             yield core
@@ -193,7 +190,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
 
 
 def begin_tiers(core: Core, incarnation: bytes) -> list[asyncio.Task[None]]:
-    """Let every tier recover, take its memory, and serve: tasks that end then."""
+    """Let every tier recover, allocate memory and serve; returns tasks that end when it does."""
     recovery = Recovery(core, incarnation)
     return [
         core.supervisor.task(
@@ -211,7 +208,7 @@ async def _begin_tier(core: Core, recovery: Recovery, store: Store, securing: Se
 
 
 def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
-    """What the services in front of the core need to know of a configuration."""
+    """The part of the configuration that the services need."""
     server, sessions = config.server, config.sessions
     return ServiceConfig(
         incarnation=incarnation,
@@ -244,19 +241,19 @@ async def _serve_rpcs(
     servers = [front.workers, front.operators, *remote]
     for server in servers:
         await server.start()
-    # Without it health would stay what it was, whatever happens.
+    # Vital: without this task the reported health would never change again.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
     core.supervisor.task("watchdog", keep_alive())
     core.supervisor.task("heap", give_back_idle_heap(core.executor, partial(_served, core)))
     log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
-    await _first(stop.asked.wait(), core.broken.wait())
+    await _first(stop.requested.wait(), core.broken.wait())
     notify("STOPPING=1")
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
     await front.health.enter_graceful_shutdown()
     draining = core.drain(config.server.drain_timeout_ns / 1e9)
-    # In a state that is broken nothing comes to its end any more.
+    # A broken state finishes nothing, so the drain would never end.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
     front.watching.close()
@@ -265,19 +262,19 @@ async def _serve_rpcs(
 
 
 def _served(core: Core) -> tuple[object, ...]:
-    """Something else after every call that asked for something, and while one is read."""
+    """A value that changes with every call that does something, and while an entry is read."""
     tables = core.state.tables
     read_bytes = [tier.read_bytes for tier in tables.tier_counters.values()]
     return (*astuple(tables.counters), *read_bytes)
 
 
 async def _within(ending: Awaitable[object]) -> None:
-    """Wait for something to end, but not for long."""
+    """Wait a bounded time for something to end."""
     await asyncio.wait([asyncio.ensure_future(ending)], timeout=_ENDED_WITHIN_S)
 
 
 async def _first(*events: Coroutine[Any, Any, object]) -> None:
-    """Wait for one of several things, and no longer for the others."""
+    """Wait for the first of several events, then cancel the others."""
     tasks = [asyncio.ensure_future(event) for event in events]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -287,8 +284,8 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
 def _listen(
     front: Front, config: Config, certificates: Certificates | None
 ) -> tuple[list[str], list[grpc.aio.Server]]:
-    """Bind every address; returns them, and what serves TCP. The sockets' directory is locked:
-    what lies there is a leftover."""
+    """Bind every address; returns the addresses, and the server for TCP. The directory of the
+    sockets is locked, so a socket that is already there is left over from a dead daemon."""
     server = config.server
     sockets = [
         ("server.address", front.workers, server.address, server.socket_mode),
@@ -300,65 +297,54 @@ def _listen(
             remove_leftover(path)
         except OSError as problem:
             raise OSError(f"{option}: {problem}") from None
-        # Before the mode is right, this user alone may connect.
+        # Until chmod below, only this user may connect.
         before = os.umask(0o177)
         try:
-            _bind(option, listener, address)
+            with _listening(option, address):
+                listener.add_insecure_port(address)
         finally:
             os.umask(before)
         path.chmod(mode)
     addresses = [address for _, _, address, _ in sockets]
-    if server.tcp:
-        host, _, port = server.tcp.rpartition(":")
-        _check_free(host.strip("[]"), int(port), server.tcp)
-        tokens = tokens_of(config)
-        remote = front.remote(tokens)
-        secured = context = None
+    if not server.tcp:
+        return addresses, []
+    host, _, port = server.tcp.rpartition(":")
+    with _listening("server.tcp", server.tcp):
+        _check_free(host.strip("[]"), int(port))
+    tokens = tokens_of(config)
+    remote = front.remote(tokens)
+    if server.data_address():
+        data_host, _, data_port = server.data_address().rpartition(":")
+        context = certificates.material.context if certificates else None
+        with _listening("server.data", server.data_address()):
+            bound = front.data.start(data_host.strip("[]"), int(data_port), context, tokens)
+        addresses.append(f"{data_host}:{bound} (data)")
+    with _listening("server.tcp", server.tcp):
         if certificates is not None:
-            secured, context = certificates.credentials(), certificates.material.context
-        if server.data_address():
-            start = partial(front.data.start, context=context, tokens=tokens)
-            addresses.append(_listen_for_data(start, server.data_address()))
-        addresses.append(f"{host}:{_bind('server.tcp', remote, server.tcp, secured)}")
-        return addresses, [remote]
-    return addresses, []
+            bound = remote.add_secure_port(server.tcp, certificates.credentials())
+        else:
+            bound = remote.add_insecure_port(server.tcp)
+    addresses.append(f"{host}:{bound}")
+    return addresses, [remote]
 
 
-def _listen_for_data(start: Callable[[str, int], int], address: str) -> str:
-    """The address with the port that it got. Raises OSError, which names the option."""
-    host, _, port = address.rpartition(":")
+@contextmanager
+def _listening(option: str, address: str) -> Iterator[None]:
+    """Turns an error of listening into an OSError that names the option."""
     try:
-        return f"{host}:{start(host.strip('[]'), int(port))} (data)"
-    except OSError as problem:
-        raise OSError(f"server.data: can't listen on {address}: {problem.strerror}") from None
+        yield
+    except (OSError, RuntimeError) as problem:
+        why = getattr(problem, "strerror", problem)
+        raise OSError(f"{option}: can't listen on {address}: {why}") from None
 
 
-def _check_free(host: str, port: int, address: str) -> None:
-    """gRPC writes a log of its own to stderr where it can't bind; this says it in a sentence.
-    Raises OSError."""
+def _check_free(host: str, port: int) -> None:
+    """Raises OSError if the port is taken. gRPC itself would log to stderr."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as attempt:
-            attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            attempt.bind((host, port))
-            attempt.listen(1)
-    except OSError as problem:
-        raise OSError(f"server.tcp: can't listen on {address}: {problem.strerror}") from None
-
-
-def _bind(
-    option: str,
-    server: grpc.aio.Server,
-    address: str,
-    secured: grpc.ServerCredentials | None = None,
-) -> int:
-    """Listen at an address; the port, if it has one. Raises OSError, which names the option."""
-    try:
-        if secured is not None:
-            return server.add_secure_port(address, secured)
-        return server.add_insecure_port(address)
-    except RuntimeError as problem:
-        raise OSError(f"{option}: can't listen on {address}: {problem}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as attempt:
+        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        attempt.bind((host, port))
+        attempt.listen(1)
 
 
 def _path_of(address: str) -> Path:
@@ -368,7 +354,7 @@ def _path_of(address: str) -> Path:
 
 
 async def _watch_health(core: Core, front: Front) -> None:
-    """Tell the health service what the core says of itself, again and again."""
+    """Copy the health of the core to the health service, periodically."""
     serving = health_pb2.HealthCheckResponse.SERVING
     not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
     while True:

@@ -1,6 +1,6 @@
-"""What the daemon says on stderr: lines for people on a terminal, JSON everywhere else.
+"""Logging to stderr: readable lines on a terminal, JSON everywhere else.
 
-Ours (structlog) and what libraries say through `logging` (grpc, asyncio) come out alike.
+Our own events (structlog) and those of libraries through `logging` (grpc, asyncio) look alike.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Format = Literal["auto", "console", "json"]
 def configure_logs(level: str, format: Format = "auto", stream: TextIO | None = None) -> None:
     """Set up all logging of the process: `level` and worse, to `stream` (default: stderr).
 
-    Times are UTC, ISO 8601. In JSON every line is one object with `timestamp`, `level`,
-    `logger`, `event` and what belongs to the event. Can be called again.
+    Times are UTC, ISO 8601. In JSON every line is one object with `timestamp`, `level`, `logger`,
+    `event` and the fields of the event. Can be called again.
     """
     stream = sys.stderr if stream is None else stream
     on_terminal = stream.isatty()
@@ -32,7 +32,19 @@ def configure_logs(level: str, format: Format = "auto", stream: TextIO | None = 
         structlog.processors.TimeStamper(fmt="iso", utc=True),
         structlog.processors.StackInfoRenderer(),
     ]
-    rendering: list[Processor] = _as_json() if as_json else _for_people(colors=on_terminal)
+    # Tracebacks come without local variables, which may hold a user's tokens or KV state.
+    rendering: list[Processor]
+    if as_json:
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        rendering = [
+            structlog.processors.ExceptionRenderer(frames),
+            structlog.processors.JSONRenderer(default=str),
+        ]
+    else:
+        traceback = structlog.dev.plain_traceback
+        rendering = [
+            structlog.dev.ConsoleRenderer(colors=on_terminal, exception_formatter=traceback)
+        ]
     handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -43,7 +55,7 @@ def configure_logs(level: str, format: Format = "auto", stream: TextIO | None = 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    # Warnings of Python itself, a coroutine never awaited say, are lines like all others.
+    # Python's own warnings (a coroutine that was never awaited) are logged like all else.
     logging.captureWarnings(True)
     structlog.configure(
         processors=[
@@ -53,22 +65,6 @@ def configure_logs(level: str, format: Format = "auto", stream: TextIO | None = 
         ],
         wrapper_class=structlog.stdlib.BoundLogger,
         logger_factory=structlog.stdlib.LoggerFactory(),
-        # Off: loggers that modules made at import follow a later call of this function.
+        # Off, so that loggers created at import follow a later call of this function.
         cache_logger_on_first_use=False,
     )
-
-
-# Tracebacks come without local variables: those may hold somebody's tokens or KV state.
-
-
-def _as_json() -> list[Processor]:
-    frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
-    return [
-        structlog.processors.ExceptionRenderer(frames),
-        structlog.processors.JSONRenderer(default=str),
-    ]
-
-
-def _for_people(*, colors: bool) -> list[Processor]:
-    traceback = structlog.dev.plain_traceback
-    return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=traceback)]

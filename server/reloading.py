@@ -1,6 +1,6 @@
-"""Reads the configuration again while the daemon runs, and changes what can change.
+"""Reads the configuration again while the daemon runs, and applies what can change live.
 
-Everything else stays as it is until a restart, and is named. A configuration that is wrong changes
+Everything else stays as it is until a restart, and is reported. An invalid configuration changes
 nothing.
 """
 
@@ -23,7 +23,7 @@ from .runtime.scrubbing import Scrubber
 
 log = structlog.get_logger("prefixd.config")
 
-#: Bounds that the state asks for each time: what is held beyond a lower one stays.
+#: Limits that the state checks each time. What is held beyond a lowered limit stays.
 _LIMITS: Final = {
     "sessions.max_claims_per_session": "max_claims_per_session",
     "sessions.max_reservations_per_session": "max_reservations_per_session",
@@ -39,7 +39,7 @@ _SCRUB_RATE: Final = "server.scrub_rate"
 
 
 class FileChange(NamedTuple):
-    """A file that says something else than what runs, by its option; no secrets."""
+    """A file, by its option, whose content differs from what is in use. Holds no secrets."""
 
     option: str
     running: str
@@ -47,55 +47,54 @@ class FileChange(NamedTuple):
 
 
 class FilesRead(NamedTuple):
-    """Files that the configuration names, read again and found good."""
+    """The files that the configuration names, read again and found valid."""
 
     changes: Sequence[FileChange] = ()
-    #: puts them to use; on the loop
+    #: Puts them to use; call it on the loop.
     use: Callable[[], None] = lambda: None
 
 
 class Reloader:
-    """The configuration of a running daemon. The event loop's."""
+    """The configuration of a running daemon. Belongs to the event loop."""
 
     def __init__(
         self, config: Config, load: Callable[[], Config], core: Core, scrubber: Scrubber
     ) -> None:
-        """`load`: reads file, environment and flags again; raises ConfigError."""
+        """`load` reads file, environment and flags again; raises ConfigError."""
         self._load = load
         self._core = core
         self._scrubber = scrubber
+        #: option -> (as the file writes it, value)
         self._running = values(config)
-        #: reads them, on a thread, as they were named at the start; raises ConfigError
+        #: Reads the files that were named at the start, on a thread; raises ConfigError.
         self.read_files: Callable[[], FilesRead] = FilesRead
 
     async def configure(self, apply: bool) -> pb.ConfigureResponse:
-        """What is configured differently by now; with `apply`, what can be is changed. Raises
-        ConfigError, and has changed nothing then."""
-        # A file on a device that hangs must not stop the loop.
-        config = await asyncio.to_thread(self._load)
-        new = values(config)
+        """Report what is configured differently by now and, with `apply`, apply what can change
+        live. Raises ConfigError, and has changed nothing then."""
+        # On a thread: a file on a hung device must not stop the loop.
+        new = values(await asyncio.to_thread(self._load))
         response = pb.ConfigureResponse()
+        live_options = []
         for option, (shown, _) in new.items():
             running, _ = self._running[option]
             if shown != running:
                 live = self._is_live(option, new)
                 response.changed.add(option=option, running=running, configured=shown, live=live)
+                live_options += [option] * live
         files = await asyncio.to_thread(self.read_files)
         named = {each.option for each in response.changed}
         for change in files.changes:
-            if change.option not in named:  # else another file, after a restart
+            if change.option not in named:  # a renamed file is read only after a restart
                 response.changed.add(live=True, **change._asdict())
         if apply:
             files.use()
-            self._apply(
-                new,
-                [each.option for each in response.changed if each.option in named and each.live],
-            )
+            self._apply(new, live_options)
         response.running.update({option: shown for option, (shown, _) in self._running.items()})
         return response
 
     def _is_live(self, option: str, new: dict[str, tuple[str, object]]) -> bool:
-        if option == _SCRUB_RATE:  # to begin or to end with it takes a restart
+        if option == _SCRUB_RATE:  # switching the scrubber on or off takes a restart
             return bool(new[option][1] and self._running[option][1])
         return option == _LEVEL or option in _LIMITS
 
@@ -116,9 +115,9 @@ class Reloader:
             self._core.post(LimitsChanged(tuple(limits), self._core.clock.now_ns()))
 
     def override(self, option: str, value: object) -> None:
-        """An operator gave a running option another value, which holds until the next start or
-        the next reload that changes it."""
-        self._running[option] = (kinds()[option].show(value), value)
+        """Note that an operator changed a running option. The new value holds until the next start
+        or the next reload that changes it."""
+        self._running[option] = (sources.options(Config)[option].kind.show(value), value)
 
     async def reload(self) -> None:
         """What SIGHUP does; the outcome is in the log."""
@@ -134,20 +133,10 @@ class Reloader:
             log.info("nothing_to_reload")
 
 
-def kinds() -> dict[str, sources.Kind]:
-    """How the values of each option are written, by its name in the file."""
-    return {
-        option.path: option.kind for _, _, options in sources.sections(Config) for option in options
-    }
-
-
 def values(config: Config) -> dict[str, tuple[str, object]]:
-    """Every option by its name in the file: as it is written there, and its value."""
+    """Every option by its name in the file: how the file writes it, and its value."""
     found: dict[str, tuple[str, object]] = {}
-    for section, _, options in sources.sections(Config):
-        body = getattr(config, section)
-        by_key = {field.alias or name: name for name, field in type(body).model_fields.items()}
-        for option in options:
-            value = getattr(body, by_key[option.key])
-            found[option.path] = (option.kind.show(value), value)
+    for name, option in sources.options(Config).items():
+        value = option.value_in(config)
+        found[name] = (option.kind.show(value), value)
     return found

@@ -1,16 +1,16 @@
 """The daemon's work as OpenTelemetry spans.
 
-    prefixd.rpc.NAME              a call, below the client's span if it says which that is
-      prefixd.loop.NAME           from a question to the state's answer, waiting included
-      prefixd.store.read          what it reads, from the first byte to the last
-      prefixd.commit              from what is complete to what is durable
-        prefixd.commit.queue      for the commits before it
+    prefixd.rpc.NAME              a call, below the client's span if it sends one
+      prefixd.loop.NAME           a request to the state until its reply, waiting included
+      prefixd.store.read          reads from a tier, from the first byte to the last
+      prefixd.commit              from complete to durable
+        prefixd.commit.queue      waiting for earlier commits
         prefixd.store.sync        payloads, to the device
-        prefixd.store.records     what names them, to the device
+        prefixd.store.records     their records, to the device
 
-Imported only where `server.tracing` asks for it. Attributes are counts, sizes, tiers and the names
-of errors: no keys, no tokens, no names of clients. Where spans go, and which are made, is said by
-OpenTelemetry's own environment variables.
+Imported only if `server.tracing` is on. Attributes are counts, sizes, tiers and names of errors; no
+keys, no tokens, no names of clients. OpenTelemetry's own environment variables select which spans
+are recorded and where they go.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from importlib.metadata import entry_points
 from typing import Any, Final, TypeVar
 
 from opentelemetry.context import Context
-from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_VERSION, Resource
+from opentelemetry.sdk.resources import (
+    SERVICE_NAME,
+    SERVICE_VERSION,
+    OTELResourceDetector,
+    Resource,
+)
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
 from opentelemetry.trace import (
@@ -50,25 +55,25 @@ from .runtime.listeners import Step
 
 M = TypeVar("M", bound=Callable[..., Any])
 
-#: What a stop gives the exporter for the last spans.
+#: How long a stop waits for the exporter to send the last spans.
 _FLUSHED_WITHIN_S: Final = 1.0
 _GROUP: Final = "opentelemetry_traces_exporter"
 
 
 class _Call:
-    """A call that is being served, and is recorded."""
+    """A recorded call that is being served."""
 
     __slots__ = ("context", "reads", "span")
 
     def __init__(self, span: Span) -> None:
         self.span = span
         self.context = set_span_in_context(span)
-        #: by tier: the bytes that were read, and from when to when
+        #: Tier -> bytes read, start, end.
         self.reads: dict[Tier, tuple[int, int, int]] = {}
 
 
 class OtelTracing:
-    """`runtime.listeners.Tracing`."""
+    """Implements `runtime.listeners.Tracing`."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("prefixd.daemon", __version__)
@@ -103,7 +108,7 @@ class OtelTracing:
                 with self._serving(name, transport, args[caller_at].traceparent):
                     return method(*args)
 
-        return traced  # type: ignore[no-any-return]  # of the same form
+        return traced  # type: ignore[no-any-return]  # has the form of `method`
 
     @contextmanager
     def _serving(self, name: str, transport: str, traceparent: bytes) -> Iterator[None]:
@@ -122,17 +127,17 @@ class OtelTracing:
             span.set_status(Status(StatusCode.ERROR))
             raise
         finally:
-            # Not reset: where a client is gone, this may end in another context than it began in.
+            # Not reset with a token: when a client is gone, this may end in another context.
             self._current.set(None)
             if call is not None:
-                self._tell_reads(call)
+                self._end_reads(call)
             span.end()
 
     @property
     def current(self) -> object | None:
         return self._current.get()
 
-    # ---- what they do
+    # ---- what calls do
 
     def asked(self, name: str, reply: asyncio.Future[Any], began_ns: int) -> None:
         call = self._current.get()
@@ -151,7 +156,7 @@ class OtelTracing:
         before_bytes, first_ns, _ = call.reads.get(tier, (0, began_ns, 0))
         call.reads[tier] = (before_bytes + read_bytes, first_ns, time.time_ns())
 
-    def _tell_reads(self, call: _Call) -> None:
+    def _end_reads(self, call: _Call) -> None:
         for tier, (read_bytes, began_ns, ended_ns) in call.reads.items():
             span = self._child("store.read", call.context, began_ns)
             span.set_attributes({"prefixd.tier": tier.label, "prefixd.bytes": read_bytes})
@@ -198,30 +203,14 @@ def _name_of(problem: BaseException) -> str:
 
 def make_provider() -> TracerProvider:
     """A provider with the exporter that the environment names. Raises ConfigError."""
-    provider = TracerProvider(
-        # What $OTEL_SERVICE_NAME and $OTEL_RESOURCE_ATTRIBUTES say wins.
-        resource=Resource({SERVICE_NAME: "prefixd", SERVICE_VERSION: __version__}).merge(
-            _said_in_environment()
-        ),
-        shutdown_on_exit=False,
-    )
-    for name in _exporters():
-        provider.add_span_processor(BatchSpanProcessor(_exporter(name)))
+    ours = Resource.create({SERVICE_NAME: "prefixd", SERVICE_VERSION: __version__})
+    # $OTEL_SERVICE_NAME and $OTEL_RESOURCE_ATTRIBUTES win.
+    resource = ours.merge(OTELResourceDetector().detect())
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+    for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(","):
+        if name.strip() not in ("", "none"):
+            provider.add_span_processor(BatchSpanProcessor(_exporter(name.strip())))
     return provider
-
-
-def _said_in_environment() -> Resource:
-    found = Resource.create()
-    named = os.environ.get("OTEL_SERVICE_NAME") or SERVICE_NAME in os.environ.get(
-        "OTEL_RESOURCE_ATTRIBUTES", ""
-    )
-    unsaid = () if named else (SERVICE_NAME,)
-    return Resource({key: value for key, value in found.attributes.items() if key not in unsaid})
-
-
-def _exporters() -> list[str]:
-    names = [name.strip() for name in os.environ.get("OTEL_TRACES_EXPORTER", "otlp").split(",")]
-    return [name for name in names if name and name != "none"]
 
 
 def _exporter(name: str) -> SpanExporter:
@@ -239,12 +228,12 @@ def _exporter(name: str) -> SpanExporter:
     try:
         exporter: SpanExporter = found[0].load()()
     except Exception as problem:
-        raise ConfigError(f"server.tracing: the exporter {name} can't be: {problem}") from problem
+        raise ConfigError(f"server.tracing: the exporter {name} failed: {problem}") from problem
     return exporter
 
 
 def shut_down(provider: TracerProvider) -> None:
-    """Hand over the last spans, which a collector that is gone does not hold up for long."""
+    """Send the last spans; a collector that is gone delays this only a short time."""
     ending = threading.Thread(target=provider.shutdown, name="prefixd-spans", daemon=True)
     ending.start()
     ending.join(_FLUSHED_WITHIN_S)

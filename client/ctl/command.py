@@ -363,7 +363,7 @@ class Group(TyperGroup):
         except Exception as error:
             # Imported here, so that --help does not import gRPC.
             from ...proto.errors import PrefixdError
-            from ..lab.source import TraceError
+            from ..lab.trace_file import TraceError
 
             if not isinstance(error, PrefixdError | TraceError):
                 raise

@@ -17,10 +17,9 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, parse_bytes
 from ...proto.vocabulary import Tier
-from ..lab.generate import generate
-from ..lab.live import LiveReplay
-from ..lab.outcome import Totals
-from ..lab.worker import LiveOptions
+from ..lab.live import LiveReplay, Totals
+from ..lab.replayer import LiveOptions
+from ..lab.workloads import generate
 from .connection import AdminConnection
 from .message_json import tier_label
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals

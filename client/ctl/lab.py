@@ -125,7 +125,7 @@ def generate(
     [bold]batch[/]: one instruction over many documents.
     [bold]random[/]: nothing in common.
     """
-    from ..lab import generate as generator
+    from ..lab import workloads
     from ..lab.analyze import Analyzer
     from ..lab.trace import write_trace
     from .views.lab import written
@@ -133,7 +133,7 @@ def generate(
 
     target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
     with bad_input():
-        made = generator.generate(
+        made = workloads.generate(
             profile,
             requests=requests,
             seed=seed,
@@ -196,7 +196,8 @@ def convert(
     token ids.
     """
     from ..lab.analyze import Analyzer
-    from ..lab.convert import Converter, ConvertOptions
+    from ..lab.convert import Converter
+    from ..lab.records import ConvertOptions
     from ..lab.trace import write_trace
     from .views.lab import written
     from .views.progress import reading
@@ -242,13 +243,13 @@ def analyze(
     popularity, session depth, and what a cache without limits would save.
     """
     from ..lab import analyze as analysis
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceReader
     from .views.lab import analysis as analysis_view
     from .views.progress import reading
 
     target = json_target(root_options(ctx), json_file)
     with bad_input():
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
     data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())
@@ -328,10 +329,9 @@ def simulate(
     [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
     """
     from ...proto.units import parse_bytes
-    from ..lab.columns import TraceColumns
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
-    from ..lab.fleet_page import render_fleet
-    from ..lab.trace import read_trace
+    from ..lab.report import render_fleet
+    from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import fleet_view
     from .views.progress import counting, reading
 
@@ -348,7 +348,7 @@ def simulate(
         token_bytes = None if bytes_per_token is None else parse_bytes(bytes_per_token)
         if token_bytes is not None and token_bytes < 1:
             raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         timed = _Timed(reading(reader, "reading"))
         columns = TraceColumns.load(timed)
         others = requested.alternatives() if compare else []

@@ -30,9 +30,9 @@ from .command import (
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
-    from ..lab.outcome import Totals
+    from ..lab.live import Totals
+    from ..lab.replayer import LiveOptions
     from ..lab.trace import TraceReader
-    from ..lab.worker import LiveOptions
     from .connection import AdminConnection
 
 DEFAULT_BLOCK_BYTES: Final = 4096
@@ -92,8 +92,8 @@ def replay_live(
     save the other blocks, release the claim. Exits 1 on any mismatch.
     """
     from ...proto.errors import UnknownTier
-    from ..lab.trace import read_trace
-    from ..lab.worker import LiveOptions
+    from ..lab.replayer import LiveOptions
+    from ..lab.trace import TraceReader
     from .views.lab import totals_view
 
     target = lab.json_target(ctl, json_file)
@@ -114,7 +114,7 @@ def replay_live(
         in_place=path is PathName.LOCAL,
         reconnect_wait_s=reconnect_wait,
     )
-    reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+    reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     totals = run_live(reader, options)
     lab.warn(reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}

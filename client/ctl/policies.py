@@ -12,10 +12,9 @@ from . import lab
 from .command import STDOUT, root_options, size_option, time_option
 
 if TYPE_CHECKING:
-    from ..lab.columns import TraceColumns
     from ..lab.curve import LruCurve
     from ..lab.simulate import Cell, ReplayResult, TouchOrder
-    from ..lab.trace import Request
+    from ..lab.trace import Request, TraceColumns
 
 #: Panels of options in --help.
 PICTURES: Final = "Pictures and pages"
@@ -48,9 +47,8 @@ def replay(
 
     Exact, and without a daemon: replay-live sends a trace through one.
     """
-    from ..lab.columns import TraceColumns
     from ..lab.simulate import TouchOrder, replay_document
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import replay_view
     from .views.progress import reading
 
@@ -58,7 +56,7 @@ def replay(
     with lab.bad_input():
         order = lab.parse_name("touch order", touch_order, TouchOrder)
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         columns = TraceColumns.load(reading(reader, "reading"))
         results = _replays(columns, cells, block_tokens, per_request, jobs)
         document = replay_document(columns.summary(block_tokens), results)
@@ -126,11 +124,10 @@ def curve(
     some shares of the different blocks.
     """
     from ..lab.charts import curve_picture
-    from ..lab.columns import TraceColumns, TraceSummary
     from ..lab.curve import exact_curve, sampled_curve
     from ..lab.report import render_report, report_data
     from ..lab.simulate import TouchOrder
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceColumns, TraceReader, TraceSummary
     from .views.lab import curve_view
     from .views.progress import reading
 
@@ -144,7 +141,7 @@ def curve(
             raise ValueError("without the exact curve it takes one sample, and no capacities")
         order = lab.parse_name("touch order", touch_order, TouchOrder)
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         settings: dict[str, Any] = {"block_tokens": block_tokens, "touch_order": order}
         results: list[ReplayResult] = []
         sampled: list[LruCurve] = []
@@ -323,7 +320,7 @@ def advise(
     """
     from ..lab import advise as adviser
     from ..lab.curve import curve_of
-    from ..lab.trace import read_trace
+    from ..lab.trace import TraceReader
     from .views.lab import advice
     from .views.progress import Rereading, reading
 
@@ -331,7 +328,7 @@ def advise(
     limits = {"ram": ram, "shm": shm, "disk": disk}
     with lab.bad_input():
         token_bytes = _token_bytes(bytes_per_token, model_shape)
-        reader = read_trace(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         requests = (
             list(reading(reader, "reading"))
             if trace == STDOUT  # standard input can be read only once
@@ -354,12 +351,12 @@ def advise(
 
 def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:
     from ...proto.units import parse_bytes
-    from ..lab.advise import parse_model_shape
+    from ..lab.advise import model_bytes_per_token
 
     if (bytes_per_token is None) == (model_shape is None):
         raise ValueError("say how big a token's KV state is: --bytes-per-token or --model-shape")
     if model_shape is not None:
-        return parse_model_shape(model_shape).bytes_per_token
+        return model_bytes_per_token(model_shape)
     assert bytes_per_token is not None
     return parse_bytes(bytes_per_token)
 

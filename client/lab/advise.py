@@ -1,35 +1,37 @@
-"""How much memory for which hit rate, split over the tiers, and what reordering would add.
+"""How much memory a hit rate needs, how to split it over the tiers, and what reordering adds.
 
 From the exact LRU curve of a trace:
 
-    capacity     the fewest blocks with which LRU reaches the wanted share of hit tokens
+    capacity     the fewest blocks with which LRU reaches the requested share of hit tokens
     working set  capacity * bytes of a block as stored
     budget       working set + 20 % headroom
 
-The headroom is for what the curve does not know: reservations count against a budget before
-they are published, pinned entries cannot leave, and tomorrow's trace is another one.
+The headroom is for what the curve leaves out: reservations count against a budget before they are
+published, pinned entries cannot be evicted, and future traffic differs.
 
-The split fills the fastest tier first, each up to its limit. Tiers are exclusive and a save
-never moves, so the budgets add up to one cache only if each tier gets the share of the saves
-that its budget is of the sum. Keys are SHA-256 hashes: dividing the saves by ranges of the
-key does that, each tier is then an LRU over a random sample of the blocks in proportion to its
-size, and all of them forget blocks of the same age. How close that comes is not assumed but
-replayed: `split_hit_rate`.
+The split fills the fastest tier first, each up to its limit. An entry stays in the tier that it was
+saved to, so the budgets act as one cache only if each tier gets the share of the saves that its
+budget has in the sum. Keys are SHA-256 hashes, so dividing the saves by ranges of the key does
+that: each tier is an LRU over a random sample of the blocks in proportion to its size, and all
+evict blocks of the same age. `split_hit_rate` replays how close that comes to one cache.
 
-Reordering sorts the requests within a time window by their block ids, so that those with a
-shared prefix follow each other; the same curve of that order tells what it would add.
+Reordering sorts the requests within a time window by their block ids, so that requests with a
+shared prefix follow each other. The LRU curve of that order shows what it adds.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from operator import attrgetter
+from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
+from .curve import LruCurve
 from .trace import Request
 
 HEADROOM = 0.2
@@ -41,58 +43,29 @@ ROUND_BYTES = 1 << 20
 TIERS = ("ram", "shm", "disk")
 
 
-class Curve(Protocol):
-    """What is needed of `curve.LruCurve`: hit tokens of LRU at every capacity."""
-
-    @property
-    def unique_blocks(self) -> int: ...
-
-    @property
-    def prompt_tokens(self) -> int: ...
-
-    def hit_tokens(self, capacity_blocks: int) -> int: ...
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What decides the size of a token's KV state in one model (all shards together)."""
-
-    layers: int
-    kv_heads: int
-    head_dim: int
-    dtype_bytes: float
-
-    @property
-    def bytes_per_token(self) -> int:
-        """A key and a value per layer, head and dimension."""
-        return round(2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes)
-
-
-def parse_model_shape(text: str) -> ModelShape:
-    """`32,8,128,2`: layers, KV heads, head dimension, bytes of a number (0.5 for 4 bits).
+def model_bytes_per_token(model_shape: str) -> int:
+    """The size of a token's KV state, all shards together: a key and a value per layer, head and
+    dimension. The shape `32,8,128,2` is layers, KV heads, head dimension, bytes of a number (0.5
+    for 4 bits).
 
     Raises ValueError for anything else.
     """
+    problem = (
+        f"{model_shape!r} is no model shape: layers,kv_heads,head_dim,dtype_bytes like 32,8,128,2"
+    )
     try:
-        layers, kv_heads, head_dim, dtype_bytes = text.split(",")
-        shape = ModelShape(int(layers), int(kv_heads), int(head_dim), float(dtype_bytes))
+        layers, kv_heads, head_dim, dtype_bytes = model_shape.split(",")
+        counts, number_bytes = (int(layers), int(kv_heads), int(head_dim)), float(dtype_bytes)
     except ValueError:
-        shape = None
-    if (
-        shape is None
-        or min(shape.layers, shape.kv_heads, shape.head_dim) < 1
-        or not 0 < shape.dtype_bytes <= 16
-    ):
-        raise ValueError(
-            f"{text!r} is no model shape: layers,kv_heads,head_dim,dtype_bytes like 32,8,128,2"
-        )
-    return shape
+        raise ValueError(problem) from None
+    if min(counts) < 1 or not 0 < number_bytes <= 16:
+        raise ValueError(problem)
+    return round(2 * math.prod(counts) * number_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class TierAdvice:
-    """One tier's part: its budget, the range of keys that it should be given, and what the
-    tiers up to and including it would hit alone."""
+    """One tier: its budget, its share of the saves, and the hit rate of the tiers up to it."""
 
     tier: str
     limit_bytes: int | None
@@ -103,13 +76,13 @@ class TierAdvice:
 
 @dataclass(frozen=True, slots=True)
 class ReorderAdvice:
-    """What sorting requests by shared prefix within windows of time adds under LRU."""
+    """What sorting requests by shared prefix within time windows adds under LRU."""
 
     window_ms: int
     hit_tokens: int
     hit_rate: float
     added_hit_tokens: int
-    #: None: not even without a limit (an id that comes after different ones can do that).
+    #: None if no capacity reaches it (possible when an id follows different ids).
     same_hit_rate_capacity_blocks: int | None
 
 
@@ -135,17 +108,15 @@ class Advice:
     reorder: ReorderAdvice
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values, units in the names, with the configuration to paste."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        plain["tiers"] = [
-            {name: getattr(tier, name) for name in tier.__slots__} for tier in self.tiers
-        ]
-        plain["reorder"] = {name: getattr(self.reorder, name) for name in self.reorder.__slots__}
-        plain["toml"] = self.to_toml()
-        return plain
+        """As plain values, with a configuration to paste."""
+        return {
+            **asdict(self),
+            "tiers": [asdict(tier) for tier in self.tiers],
+            "toml": self.to_toml(),
+        }
 
     def to_toml(self) -> str:
-        """The budgets as a part of prefixd.toml; a tier without one is turned off."""
+        """The budgets as a part of prefixd.toml. A tier without a budget is turned off."""
         return "\n".join(
             f'[{tier.tier}]\nbudget = "{_exact_size(tier.budget_bytes)}"\n' for tier in self.tiers
         )
@@ -153,7 +124,7 @@ class Advice:
 
 def advise(
     requests: Iterable[Request],
-    curve_of: Callable[[Iterable[Request]], Curve],
+    curve_of: Callable[[Iterable[Request]], LruCurve],
     *,
     bytes_per_token: int,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
@@ -164,9 +135,9 @@ def advise(
 ) -> Advice:
     """Advise on a trace that can be read three times.
 
-    `curve_of` makes the LRU curve of requests in their order. Wanted is `hit_rate` or, if that
-    is None, `fraction_of_best` of what a cache without limits hits. `limits` are bytes by
-    tier; what is not named is not used; none at all means RAM without a limit.
+    `curve_of` makes the LRU curve of requests in order. The target is `hit_rate` or, if that is
+    None, `fraction_of_best` of what a cache without limits hits. `limits` are bytes by tier. A tier
+    without one is not used; without any, RAM is used without a limit.
 
     Raises ValueError for a rate that no capacity reaches or arguments out of range.
     """
@@ -180,7 +151,7 @@ def advise(
     capacity = smallest_capacity(curve, wanted)
     block_bytes = stored_block_bytes(block_tokens * bytes_per_token)
     working_set = capacity * block_bytes
-    budget = _round_up(working_set * (1 + HEADROOM))
+    budget = math.ceil(working_set * (1 + HEADROOM) / ROUND_BYTES) * ROUND_BYTES
     tiers, missing = _split(budget, limits, block_bytes, curve)
     return Advice(
         block_tokens=block_tokens,
@@ -203,16 +174,16 @@ def advise(
 
 
 def stored_block_bytes(payload_bytes: int) -> int:
-    """What a block takes from a budget: its payload, in whole slabs."""
+    """Bytes of a budget that a block takes: its payload, in whole slabs."""
     return -(-payload_bytes // SLAB_BYTES) * SLAB_BYTES
 
 
-def smallest_capacity(curve: Curve, wanted: float) -> int:
+def smallest_capacity(curve: LruCurve, wanted: float) -> int:
     """The fewest blocks with which LRU hits the share `wanted` of the prompt tokens.
 
     Raises ValueError if no number of blocks does.
     """
-    # A share that came from a count of tokens must find that count again.
+    # The tolerance lets a share that was computed from a count of tokens find that count again.
     found = _fewest_blocks(curve, math.ceil(wanted * curve.prompt_tokens - 1e-6))
     if found is None:
         best = _rate(curve, curve.unique_blocks)
@@ -223,38 +194,27 @@ def smallest_capacity(curve: Curve, wanted: float) -> int:
     return found
 
 
-def _fewest_blocks(curve: Curve, hit_tokens: int) -> int | None:
-    low, high = 0, curve.unique_blocks
-    if curve.hit_tokens(high) < hit_tokens:
-        return None
-    while low < high:  # hit tokens never fall with the capacity
-        middle = (low + high) // 2
-        if curve.hit_tokens(middle) >= hit_tokens:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+def _fewest_blocks(curve: LruCurve, hit_tokens: int) -> int | None:
+    """The smallest capacity with that many hit tokens, which never fall with the capacity."""
+    blocks = bisect_left(range(curve.unique_blocks + 1), hit_tokens, key=curve.hit_tokens)
+    return blocks if blocks <= curve.unique_blocks else None
 
 
 def reordered(requests: Iterable[Request], window_ms: int) -> Iterator[Request]:
-    """The requests of each window of time sorted by their block ids, which puts those with a
-    shared prefix beside each other; windows stay in order. Memory: one window."""
+    """The requests of each time window sorted by their block ids, which puts requests with a shared
+    prefix side by side. Windows stay in order. Needs memory for one window."""
     window: list[Request] = []
     end_ms = -1
     for request in requests:
         if request.timestamp_ms >= end_ms:
-            yield from sorted(window, key=_prefix)
+            yield from sorted(window, key=attrgetter("hash_ids"))
             window = []
             end_ms = request.timestamp_ms + window_ms
         window.append(request)
-    yield from sorted(window, key=_prefix)
+    yield from sorted(window, key=attrgetter("hash_ids"))
 
 
-def _prefix(request: Request) -> tuple[int, ...]:
-    return request.hash_ids
-
-
-def _rate(curve: Curve, capacity: int) -> float:
+def _rate(curve: LruCurve, capacity: int) -> float:
     return curve.hit_tokens(capacity) / curve.prompt_tokens if curve.prompt_tokens else 0.0
 
 
@@ -274,14 +234,10 @@ def _exact_size(size_bytes: int) -> str:
     return f"{size_bytes >> 20}MiB" if size_bytes else "0"
 
 
-def _round_up(size_bytes: float) -> int:
-    return math.ceil(size_bytes / ROUND_BYTES) * ROUND_BYTES
-
-
 def _split(
-    budget: int, limits: dict[str, int] | None, block_bytes: int, curve: Curve
+    budget: int, limits: dict[str, int] | None, block_bytes: int, curve: LruCurve
 ) -> tuple[tuple[TierAdvice, ...], int]:
-    """Fill the fastest tier first; returns the tiers and what found no room."""
+    """Fill the fastest tier first. Returns the tiers and the bytes that do not fit."""
     limits = limits or {}
     if unknown := set(limits) - set(TIERS):
         raise ValueError(f"there is no tier {', '.join(sorted(unknown))}")
@@ -289,7 +245,7 @@ def _split(
     parts: list[tuple[str, int | None, int]] = []
     for tier in TIERS:
         limit = limits.get(tier, 0) if limits else (None if tier == "ram" else 0)
-        # Budgets are whole MiB, so of a limit the last piece is left over.
+        # Budgets are whole MiB, so the rest of a limit is not used.
         part = left if limit is None else min(left, limit // ROUND_BYTES * ROUND_BYTES)
         parts.append((tier, limit, part))
         left -= part
@@ -309,7 +265,7 @@ def _split_rate(
     block_bytes: int,
     block_tokens: int,
 ) -> float:
-    """Replay with one LRU per tier, blocks divided by a hash of their id; no headroom used."""
+    """Replay with one LRU per tier, blocks divided by a hash of their id, without the headroom."""
     caches: list[LRU[int]] = []
     ends: list[float] = []
     for tier in tiers:
@@ -338,15 +294,15 @@ def _split_rate(
 
 
 def _hash_share(block: int) -> float:
-    """A block's place between 0 and 1, as the first bytes of its key would give it."""
+    """A block's position between 0 and 1, as the first bytes of its key would give it."""
     digest = blake2b(str(block).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / (1 << 64)
 
 
 def _reorder(
     requests: Iterable[Request],
-    curve: Curve,
-    curve_of: Callable[[Iterable[Request]], Curve],
+    curve: LruCurve,
+    curve_of: Callable[[Iterable[Request]], LruCurve],
     capacity: int,
     window_ms: int,
 ) -> ReorderAdvice:

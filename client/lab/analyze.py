@@ -1,8 +1,7 @@
 """What a trace offers a prefix cache, in one pass: sharing, reuse, popularity, sessions.
 
-Everything is as a cache without limits would see it; what a real size keeps of it is the
-curve's answer (`client.lab.curve`). Memory grows with the number of different blocks and
-of different prompt ends, not with the trace.
+All figures are for a cache without limits; `client.lab.curve` has those of a real size. Memory
+grows with the number of different blocks and of different prompt ends, not with the trace.
 """
 
 from __future__ import annotations
@@ -10,31 +9,32 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .histogram import LogHistogram
 from .trace import Request
 
-#: A prompt end that more requests than this go on from is a template (a system prompt, say),
-#: not a turn of somebody's session.
+#: A prompt end that more requests than this continue is a template, such as a system prompt, and
+#: not a turn of a session.
 TEMPLATE_FANOUT = 4
 
 
 @dataclass(slots=True)
 class Analysis:
-    """What was counted; every rate is a share between 0 and 1.
+    """The results; every rate is a share between 0 and 1.
 
-    - `blocks` are references; `unique_blocks` different ones, of which `shared_blocks` are
+    - `blocks` are references; `unique_blocks` are different blocks, of which `shared_blocks` are
       referenced by at least two requests and `single_use_blocks` by one;
-    - `reused_references` are references to a block seen before; `prefix_hit_blocks` those of
-      them that the prefix rule lets hit; `infinite_hit_tokens` the prompt tokens they save;
+    - `reused_references` are references to a block seen before, `prefix_hit_blocks` those that are
+      hits by the prefix rule, and `infinite_hit_tokens` the prompt tokens that these save;
     - `shared_prefix_tokens` is the distribution of hit tokens per request;
     - `reuse_distance_blocks` counts block references between two uses of a block, and
       `reuse_time_ms` the time between them;
     - a block's popularity is its number of references;
-    - `session_depth` is the turn that a request is: 1 + the earlier requests that it goes on
-      from, each beginning with all whole blocks of the one before.
+    - `session_depth` is the turn of a request in its session: 1 + the earlier requests that it
+      continues, each of which begins with all whole blocks of the one before.
     """
 
     block_tokens: int
@@ -73,7 +73,7 @@ class Analysis:
         return self.prefix_hit_blocks / self.blocks if self.blocks else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain values, units in the names."""
+        """As plain values, with units in the names."""
         return {
             "block_tokens": self.block_tokens,
             "trace": {
@@ -127,7 +127,7 @@ def analyze(requests: Iterable[Request], *, block_tokens: int = DEFAULT_BLOCK_TO
 
 
 class Analyzer:
-    """Analyses a trace as it goes by, on its way to a file for example."""
+    """Analyses requests while they pass through, for example on the way to a file."""
 
     def __init__(self, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> None:
         self._analysis = Analysis(block_tokens)
@@ -135,7 +135,7 @@ class Analyzer:
         self._ends = _PromptEnds(block_tokens)
 
     def watch(self, requests: Iterable[Request]) -> Iterator[Request]:
-        """Hand each request on, and count it."""
+        """Count each request and pass it on."""
         analysis = self._analysis
         first_ms = last_ms = None
         common: tuple[int, ...] = ()
@@ -159,18 +159,18 @@ class Analyzer:
             last_ms = max(request.timestamp_ms, last_ms or 0)
             yield request
         analysis.duration_ms = (last_ms or 0) - (first_ms or 0)
-        # Of one request everything would be common; common to all means to at least two.
+        # With a single request all blocks would count as common.
         analysis.common_prefix_blocks = len(common) if analysis.requests > 1 else 0
 
     def finish(self) -> Analysis:
-        """What was found, once all requests have gone by."""
+        """The results, after all requests have passed."""
         self._blocks.finish(self._analysis)
         self._ends.finish(self._analysis)
         return self._analysis
 
 
 class _Blocks:
-    """Every different block: its references, the requests among them, its last use."""
+    """Per different block: the number of references and of requests, and the last use."""
 
     def __init__(self) -> None:
         self._index: dict[int, int] = {}
@@ -181,7 +181,7 @@ class _Blocks:
         self._last_request = array("q")
 
     def use(self, request: Request, analysis: Analysis) -> int:
-        """Count the blocks of a request; returns how many of its first ones were known."""
+        """Count the blocks of a request; returns how many leading blocks were known."""
         position, now_ms = analysis.blocks, request.timestamp_ms
         number = analysis.requests
         hits, in_prefix = 0, True
@@ -196,7 +196,7 @@ class _Blocks:
                 self._last_request.append(number)
             else:
                 same_request = self._last_request[index] == number
-                # A block that this request brought itself comes after its first miss: no hit.
+                # A block that this request itself brought follows its first miss, so it is no hit.
                 hits += in_prefix
                 self._references[index] += 1
                 self._requests[index] += not same_request
@@ -225,7 +225,7 @@ class _Blocks:
 
 @dataclass(slots=True)
 class _End:
-    """Where a prompt's last whole block is: the end it goes on from, and who goes on from it."""
+    """The last whole block of some prompts, and the end that they continue."""
 
     parent: int | None
     requests: int = 0
@@ -233,10 +233,10 @@ class _End:
 
 
 class _PromptEnds:
-    """The tree of prompt ends, from which turns are counted.
+    """The tree of prompt ends, which gives the turns of sessions.
 
-    A request goes on from an earlier one if it begins with all of that one's whole blocks and
-    has more. Ends come after those that they go on from, so one pass finds all depths.
+    A request continues an earlier one if it begins with all whole blocks of that one and has more.
+    Ends are stored after those that they continue, so one pass finds all depths.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -270,7 +270,5 @@ class _PromptEnds:
 
 
 def _common_prefix(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    for index, (left, right) in enumerate(zip(a, b, strict=False)):
-        if left != right:
-            return a[:index]
-    return a[: len(b)]
+    pairs = zip(a, b, strict=False)
+    return tuple(left for left, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

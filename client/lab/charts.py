@@ -1,24 +1,21 @@
-"""Charts as SVG text: in the HTML report, with colours from the page's CSS, or as a file.
+"""Charts as SVG: in the HTML report, with the colours of the page, or as a file.
 
-A chart is drawn for one width in CSS pixels; the page shows the wide or the narrow one. Every
-number that a mark stands for is its `data-figure`, a path into the report's data.
+A chart is drawn for one width in CSS pixels; the page shows the wide or the narrow one. The
+`data-figure` of a mark is the path of its value in the report's data.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
 
 from ...proto.units import format_bytes, percent
-from .page import CHART_STYLE, STYLE
+from .page import CHART_STYLE, STYLE, Json, value_at
 
-Json = Mapping[str, Any]
-
-#: Colour (a CSS class) and mark by policy; the mark tells them apart without colour.
+#: Policy -> mark, which tells policies apart without colour.
 MARKS = {
     "lru": "circle",
     "s3fifo": "square",
@@ -26,26 +23,23 @@ MARKS = {
     "lfu": "triangle",
     "fifo": "cross",
 }
+
+
 LABELS = {"lru": "LRU", "s3fifo": "S3-FIFO", "arc": "ARC", "lfu": "LFU", "fifo": "FIFO"}
-#: What the legend says of a sampled curve.
+
+
+#: Values of a sampled curve in the legend.
 SAMPLED = ("sample_rate", "mean_absolute_error")
 
 
 def label(policy: str) -> str:
-    """A policy's name as people write it."""
+    """The display name of a policy."""
     return LABELS.get(policy, policy)
-
-
-def value_at(data: Any, path: str) -> Any:
-    """The value at a dotted path; KeyError or IndexError where there is none."""
-    for step in path.split("."):
-        data = data[int(step)] if isinstance(data, list) else data[step]
-    return data
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A plot area: where values of either axis are, in pixels. x is logarithmic."""
+    """A plot area: maps values to pixels. The x axis is logarithmic."""
 
     width: int
     height: int
@@ -67,7 +61,7 @@ class Frame:
 
 
 def nice_steps(top: float, most: int = 6) -> list[float]:
-    """Round axis values from 0 to at least `top`, at most `most` of them beside 0."""
+    """Round axis values from 0 to at least `top`, at most `most` besides 0."""
     exponent = math.floor(math.log10(top)) - 1
     for digits in (1, 2, 5, 10, 20, 50, 100):
         step = digits * 10.0**exponent
@@ -78,7 +72,7 @@ def nice_steps(top: float, most: int = 6) -> list[float]:
 
 
 def powers_between(low: float, high: float, most: int) -> list[int]:
-    """Powers of two in a range, every one or every n-th, so that at most `most` remain."""
+    """Powers of two in a range: every n-th, so that there are at most `most`."""
     exponents = range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)
     stride = max(1, -(-len(exponents) // most))
     return [2**exponent for exponent in exponents if not exponent % stride]
@@ -105,8 +99,8 @@ def mark(policy: str, x: float, y: float, size: float = 4.5, extra: str = "") ->
 
 
 def curve_chart(data: Json, width: int, height: int) -> str:
-    """Hit rate by capacity: the LRU curve, its knee and its ceiling, sampled curves, and a
-    mark for every replayed policy."""
+    """Hit rate by capacity: the LRU curve with its knee and ceiling, sampled curves, and a mark for
+    every replay."""
     frame = _curve_frame(data, width, height)
     parts = [
         f'<svg class="chart" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -141,7 +135,7 @@ def curve_chart(data: Json, width: int, height: int) -> str:
 
 
 def curve_picture(data: Json, width: int = 900, height: int = 430) -> str:
-    """The chart by itself, as an SVG file: with its title, its legend and the light colours."""
+    """The chart as an SVG file of its own, with title, legend and the light colours."""
     colours = dict(reversed(re.findall(r"--(\w+): (#\w+);", STYLE)))  # the first of each: light
     style = re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], CHART_STYLE)
     top, bottom = 40, 34
@@ -163,8 +157,8 @@ def curve_picture(data: Json, width: int = 900, height: int = 430) -> str:
 
 
 def curve_legend(data: Json, shown: Callable[[str], str]) -> list[tuple[str, str]]:
-    """What each line and mark of the chart is: a sign of 26 x 14 pixels as SVG, and its name as
-    HTML. `shown` writes the share at a path into the data."""
+    """(sign, name) of each line and mark: an SVG of 26 x 14 pixels, and HTML. `shown` formats the
+    share at a path in the data."""
     line = '<line class="line {}" x1="0" x2="26" y1="7" y2="7"/>'
     estimated = "sample_rate" in data["curve"]
     found = [(line.format(""), "LRU, estimated" if estimated else "LRU, every capacity")]
@@ -179,7 +173,7 @@ def _curve_frame(data: Json, width: int, height: int) -> Frame:
     capacities = [result["capacity_blocks"] for result in data.get("results", ())]
     points = data["curve"]["points"]
     largest = max([points[-1]["capacity_blocks"], *capacities, 2])
-    # Twelve octaves show every bend; what a replay was asked for is never cut off.
+    # Twelve octaves show every bend. The capacities of replays are never cut off.
     smallest = max(1, min([largest / 4096, *(c for c in capacities if c)]))
     rates = [point["hit_rate"] for point in points]
     rates += [result["overall_hit_rate"] for result in data.get("results", ())]
@@ -246,7 +240,7 @@ def _line(frame: Frame, points: Sequence[Json], style: str) -> str:
 
 
 def short_blocks(count: int) -> str:
-    """A power of two for an axis: `512`, `4Ki`, `1Mi`."""
+    """A power of two on an axis: `512`, `4Ki`, `1Mi`."""
     for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
         if count >= 1 << shift:
             return f"{count >> shift}{suffix}"

@@ -1,7 +1,7 @@
 """Other people's request files as traces in the Mooncake format.
 
-What is read, record by record, from JSONL or one JSON array, plain, gzip or zstd; the first
-of these fields that a record has decides:
+Reads records from JSONL or one JSON array, plain, gzip or zstd. The first of these fields that a
+record has decides how it is read:
 
     hash_ids                     block ids, integers or text (Mooncake, Bailian, gateway logs);
                                  small blocks are joined to `block_tokens`
@@ -16,19 +16,19 @@ of these fields that a record has decides:
     prompt, text, text_input,    one prompt as text
     input_text, input
 
-A block's id is its chained hash, SHA-256(the hash of the block before || its bytes), so that
-it stands for the whole prefix, exactly; hashes become small integers in order of appearance.
+A block's id is its chained hash, SHA-256(the hash of the block before || its bytes), so that it
+stands for exactly the whole prefix. Hashes become small integers in order of appearance.
 
-Text is hashed without a tokeniser, its UTF-8 bytes in blocks of `block_tokens *
-bytes_per_token` bytes. Lengths in tokens are bytes / bytes_per_token, rounded up: what is
-shared is exact to the byte, the unit "token" is an estimate (four bytes a token fits English
-in the usual vocabularies; code and other languages have fewer). A chat message is its role, a
-line end, its text, a line end.
+Text is hashed without a tokeniser, its UTF-8 bytes in blocks of `block_tokens * bytes_per_token`
+bytes. Lengths in tokens are bytes / bytes_per_token, rounded up. So shared prefixes are exact to
+the byte, while the number of tokens is an estimate (four bytes a token fits English in the usual
+vocabularies; code and other languages have fewer). A chat message is its role, a line end, its
+text, a line end.
 
-Times start at the first request's; requests without one arrive evenly, `requests_per_s`. Of
-dialogues, `dialogues_in_flight` take turns, because one after the other would hit in the
-smallest cache. Memory grows with the number of different blocks (about 150 bytes each), not
-with the file.
+Times count from the first request; requests without a time arrive evenly, `requests_per_s`.
+Dialogues without times take turns, `dialogues_in_flight` at once: one after the other, they would
+hit in the smallest cache. Memory grows with the number of different blocks (about 150 bytes each),
+not with the file.
 """
 
 from __future__ import annotations
@@ -38,15 +38,13 @@ import io
 import json
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from hashlib import sha256
 from pathlib import Path
 
-from .shapes import ConvertOptions, Prompt, prompts, time_ms
-from .source import MAX_LINE_BYTES, RequestReader, Stream, TraceError, display_name
-from .trace import Request
-
-__all__ = ["ConvertOptions", "Converter"]
+from .records import ConvertOptions, Prompt, prompts, time_ms
+from .trace import Request, RequestReader
+from .trace_file import MAX_LINE_BYTES, Stream, TraceError, display_name
 
 _READ_CHARACTERS = 1 << 20
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
@@ -57,9 +55,6 @@ class ChainedIds:
 
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
-
-    def __len__(self) -> int:
-        return len(self._ids)
 
     def of(self, prompt: Prompt) -> tuple[int, ...]:
         """Ids of a prompt's blocks, the last of which may be partial."""
@@ -75,11 +70,11 @@ class ChainedIds:
 
 
 class Converter(RequestReader):
-    """The requests of a file in another shape, streamed.
+    """The requests of a file in another format, streamed.
 
-    Iterating counts, from zero each time: `requests`; `bad` (with `first_bad`) if
-    `skip_bad`; `shapes`, records by the field that their prompts came from; `backwards`,
-    requests with a time before an earlier one's, which they get instead.
+    Iterating counts, from zero each time: `requests`; `bad` (with `first_bad`) if `skip_bad`;
+    `shapes`, records by the field that their prompts came from; `backwards`, requests whose time
+    is before an earlier request's, which they get instead.
 
     Raises `TraceError` like `TraceReader`.
     """
@@ -96,33 +91,15 @@ class Converter(RequestReader):
     ) -> None:
         super().__init__(path, limit, skip_bad)
         self.options = options or ConvertOptions()
-        self._reset()
-
-    def _reset(self) -> None:
         self._begin()
+
+    def _begin(self) -> None:
+        super()._begin()
         self.backwards = 0
         self.shapes: Counter[str] = Counter()
         self._ids = ChainedIds()
         self._start_ms: float | None = None
         self._last_ms = 0
-
-    @property
-    def unique_blocks(self) -> int:
-        """Different blocks so far."""
-        return len(self._ids)
-
-    def __iter__(self) -> Iterator[Request]:
-        self._reset()
-        if self.limit == 0:
-            return
-        for at_ms, prompt in self._in_turns():
-            self.requests += 1
-            arrival = self._arrival_ms(at_ms)
-            ids = self._ids.of(prompt)
-            yield Request(arrival, prompt.input_length, prompt.output_length, ids)
-            if self.requests == self.limit:
-                return
-        self._end()
 
     def warnings(self) -> list[str]:
         notes = super().warnings()
@@ -133,11 +110,17 @@ class Converter(RequestReader):
             )
         return notes
 
+    def _read(self) -> Generator[Request, None, None]:
+        for at_ms, prompt in self._in_turns():
+            arrival = self._arrival_ms(at_ms)
+            ids = self._ids.of(prompt)
+            yield Request(arrival, prompt.input_length, prompt.output_length, ids)
+
     def _in_turns(self) -> Iterator[tuple[float | None, Prompt]]:
-        """Every prompt with its record's time; dialogues take turns."""
+        """Every prompt with its record's time; dialogues without times take turns."""
         waiting: deque[deque[Prompt]] = deque()
         for at_ms, found in self._prompts():
-            if at_ms is not None:  # who has a time keeps it
+            if at_ms is not None:
                 yield from ((at_ms, prompt) for prompt in found)
                 continue
             waiting.append(deque(found))
@@ -147,9 +130,9 @@ class Converter(RequestReader):
             yield None, _next_turn(waiting)
 
     def _arrival_ms(self, at_ms: float | None) -> int:
-        """Milliseconds since the first request, never less than the one before had."""
+        """Milliseconds since the first request, never less than that of the request before."""
         if at_ms is None:
-            arrival = int((self.requests - 1) * 1000 / self.options.requests_per_s)
+            arrival = int(self.requests * 1000 / self.options.requests_per_s)
         else:
             self._start_ms = at_ms if self._start_ms is None else self._start_ms
             arrival = round(at_ms - self._start_ms)
@@ -180,7 +163,7 @@ class Converter(RequestReader):
         except TraceError as error:
             if not error.line_number:
                 raise
-            self._bad(error)  # what came before the damage is good
+            self._bad(error)  # the records before the damage are good
 
     def _line_records(self, stream: Stream) -> Iterator[tuple[int, object]]:
         for number, line in self._source.lines(stream):
@@ -227,7 +210,7 @@ class Converter(RequestReader):
             problem = "the array is not UTF-8 text"
             raise TraceError(self.path, self._source.line_number, problem) from None
         finally:
-            text.detach()  # the stream is closed by who opened it
+            text.detach()  # the caller closes the stream
 
 
 def _next_turn(waiting: deque[deque[Prompt]]) -> Prompt:

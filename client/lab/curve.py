@@ -1,9 +1,9 @@
 """LRU hit tokens at every capacity: exact in one pass, or estimated from a sample.
 
-A block counts at capacity C only if it and all blocks before it in its request are among the
-C most recent different blocks when the request arrives, so the capacity that a prefix needs
-is the largest stack distance in it. Adding up the tokens by that capacity gives the curve:
-the LRU replay (`simulate`) at all capacities at once.
+A block is a hit at capacity C only if it and all blocks before it in its request are among the C
+most recent different blocks when the request arrives. So a prefix needs a capacity equal to the
+largest stack distance in it, and adding up the tokens by that capacity gives the curve: the LRU
+replay (`simulate`) at all capacities at once.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.sampled import SampledCurve, position_of_int
 from ...tiers.eviction.stack import StackDistances
 from .simulate import TouchOrder
-from .trace import Request
+from .trace import Request, tokens_of_blocks
 
-#: Points of a curve as it is written or drawn.
+#: Points of a curve in a document or a chart.
 DEFAULT_POINTS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """What an LRU cache of one size would have hit."""
+    """The hits of an LRU cache of one size."""
 
     capacity_blocks: int
     hit_tokens: int
@@ -46,7 +46,7 @@ class CurvePoint:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """How much of a trace a sampled curve saw: the share of the blocks, and how many."""
+    """The blocks that a sampled curve saw: their share, and their number."""
 
     rate: float
     blocks: int
@@ -56,15 +56,15 @@ class Sample:
 class LruCurve:
     """Hit tokens of LRU as a function of the capacity: a staircase.
 
-    `capacities` ascend; from `capacities[i]` blocks on, `tokens[i]` tokens are hit, until the
-    next. Exact when `sample` is None, else an estimate. `seconds` is what measuring took.
+    `capacities` ascend. From `capacities[i]` blocks up to the next, `tokens[i]` tokens are hit.
+    Exact if `sample` is None, else an estimate. `seconds` is the time of the measurement.
     """
 
     touch_order: TouchOrder
     block_tokens: int
     requests: int
     prompt_tokens: int
-    #: different blocks; of a sampled curve an estimate
+    #: Different blocks; an estimate if the curve is sampled.
     unique_blocks: int
     capacities: Sequence[int]
     tokens: Sequence[int]
@@ -78,20 +78,21 @@ class LruCurve:
 
     def hit_rate(self, capacity_blocks: int) -> float:
         """Hit tokens at a capacity over all prompt tokens, 0 to 1."""
-        return self._rate(self.hit_tokens(capacity_blocks))
+        return self.point(capacity_blocks).hit_rate
 
     @property
     def infinite_hit_tokens(self) -> int:
-        """What a cache without limits hits."""
+        """Hit tokens of a cache without limits."""
         return self.tokens[-1] if self.tokens else 0
 
     def point(self, capacity_blocks: int) -> CurvePoint:
         tokens = self.hit_tokens(capacity_blocks)
-        return CurvePoint(capacity_blocks, tokens, self._rate(tokens))
+        rate = tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        return CurvePoint(capacity_blocks, tokens, rate)
 
     def points(self, most: int = DEFAULT_POINTS) -> list[CurvePoint]:
-        """At most `most` points (2 at least), evenly spaced on a logarithmic axis from one
-        block to the least capacity that hits everything there is to hit."""
+        """At most `most` points (at least 2), evenly spaced on a logarithmic axis from one block to
+        the smallest capacity with all possible hits."""
         last = max(1, self.capacities[-1]) if self.capacities else 1
         steps = max(2, most) - 1
         return [
@@ -99,10 +100,10 @@ class LruCurve:
         ]
 
     def knee(self) -> CurvePoint | None:
-        """Where more memory starts to pay less than on average; None without any hit.
+        """The point where more memory starts to pay less than on average; None without any hit.
 
-        The point of the staircase that lies highest above the straight line from nothing to
-        the least capacity that hits everything (Satopää et al., 2011, both axes scaled to 1).
+        It is the point of the staircase that is highest above the straight line from the origin to
+        the smallest capacity with all possible hits (Satopää et al., 2011, both axes scaled to 1).
         """
         if not self.infinite_hit_tokens:
             return None
@@ -117,7 +118,7 @@ class LruCurve:
         self, *, most_points: int = DEFAULT_POINTS, block_bytes: int | None = None
     ) -> dict[str, Any]:
         knee = self.knee()
-        return {
+        found = {
             "policy": "lru",
             "touch_order": self.touch_order.value,
             "unique_blocks": self.unique_blocks,
@@ -125,9 +126,9 @@ class LruCurve:
             "knee": None if knee is None else knee.to_json(block_bytes),
             "points": [point.to_json(block_bytes) for point in self.points(most_points)],
         }
-
-    def _rate(self, tokens: int) -> float:
-        return tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        if self.sample is not None:
+            found |= {"sample_rate": self.sample.rate, "sampled_blocks": self.sample.blocks}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,7 @@ def curve_of(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     touch_order: TouchOrder = TouchOrder.IN_ORDER,
 ) -> LruCurve:
-    """The exact curve of requests, read once. Memory grows with the different blocks."""
+    """The exact curve of requests, read once. Memory grows with the number of different blocks."""
     runs = ((request.hash_ids, request.input_length) for request in requests)
     return exact_curve(runs, block_tokens=block_tokens, touch_order=touch_order)
 
@@ -192,10 +193,10 @@ def sampled_curve(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     touch_order: TouchOrder = TouchOrder.IN_ORDER,
 ) -> LruCurve:
-    """The curve from a spatial sample of the blocks: fixed rate, or at most `max_blocks` of
-    them and the rate that this allows (`SampledCurve`). Another seed, another sample.
+    """The curve from a spatial sample of the blocks: a fixed rate, or at most `max_blocks` and the
+    rate that this allows (`SampledCurve`). Another seed gives another sample.
 
-    Raises ValueError for a rate outside (0, 1] or no room for a block.
+    Raises ValueError for a rate outside (0, 1] or `max_blocks` below 1.
     """
     shift = position_of_int(seed)
     sample: SampledCurve[int] = SampledCurve(
@@ -209,7 +210,7 @@ def sampled_curve(
     for blocks, input_length in runs:
         requests += 1
         prompt_tokens += input_length
-        sample.access(blocks, _tokens_of(len(blocks), input_length, block_tokens))
+        sample.access(blocks, tokens_of_blocks(len(blocks), input_length, block_tokens))
     estimate = sample.estimate()
     return LruCurve(
         touch_order,
@@ -230,11 +231,3 @@ def curve_error(exact: LruCurve, estimate: LruCurve) -> CurveError:
         abs(point.hit_rate - estimate.hit_rate(point.capacity_blocks)) for point in exact.points()
     ]
     return CurveError(sum(errors) / len(errors), max(errors))
-
-
-def _tokens_of(blocks: int, input_length: int, block_tokens: int) -> list[int]:
-    """How many of a prompt's tokens each of its blocks has: the last may have fewer, or none."""
-    full, rest = divmod(input_length, block_tokens)
-    if blocks <= full:
-        return [block_tokens] * blocks
-    return [block_tokens] * full + [rest] + [0] * (blocks - full - 1)

@@ -1,30 +1,30 @@
-"""A fleet in simulation: one trace over several nodes, and what they gain by sharing blocks.
+"""A simulated fleet: one trace over several nodes, and what they gain by sharing blocks.
 
-Every node has an LRU of its own over blocks, as `replay` has with `TouchOrder.ROOT_MRU`; beside
-them there may be one shared LRU for all (a shared tier), and nodes may read from each other. Every
-block weighs 1; block i of a request (from 0) stands for min(block_tokens, input_length -
-i * block_tokens) tokens, and for none behind the prompt's end. Requests are served one at a time:
+Every node has its own LRU over blocks, as `replay` has with `TouchOrder.ROOT_MRU`. There may be one
+more LRU that all share (a shared tier), and nodes may read from each other. Every block weighs 1.
+Block i of a request (from 0) stands for min(block_tokens, input_length - i * block_tokens) tokens,
+and for none after the prompt's end. Requests are served one at a time:
 
 1. A route picks the node of request r (from 0):
    - `round-robin`: node r mod n;
    - `hash`: the CRC32 of the first two block numbers (8 bytes each, little-endian, numbered by
      first appearance in the trace) mod n;
    - `least-loaded`: the node that has prefilled the fewest tokens so far, the first of equals;
-   - `prefix-aware`: the node that would then have prefilled the fewest tokens, this request
-     included, of which it saves the longest run that the node's own LRU holds.
+   - `prefix-aware`: the node that would have prefilled the fewest tokens after this request, of
+     which it saves the longest run that the node's own LRU holds.
 2. The blocks are walked root first. A block in the node's LRU counts as local, one in the shared
-   LRU as shared, with peer reads one in another node's LRU as peer (the first node that has it
-   gives it); the first in none of them ends the walk. All tokens behind the walk are prefilled.
-3. The shared LRU is touched for the blocks that it gave, leaf first; likewise the LRUs of other
-   nodes, since a read claims what it reads.
+   LRU as shared and, with peer reads, one in another node's LRU as peer (from the first node that
+   has it). The first block in none of them ends the walk. All tokens after the walk are prefilled.
+3. The shared LRU is touched for the blocks that it gave, leaf first. So are the LRUs of other
+   nodes, because a read claims what it reads.
 4. All blocks of the request enter or touch the node's LRU, leaf first.
-5. Blocks enter the shared LRU, leaf first. `all`: those behind the walk; one that is there already
-   is touched. `second-use`: every block that an earlier request of the fleet had, unless the
-   shared LRU holds it.
+5. Blocks enter the shared LRU, leaf first. `all`: those after the walk; one that is in it already
+   is touched. `second-use`: every block that an earlier request of the fleet had, unless the shared
+   LRU holds it.
 
-Nothing takes time here, so a block is there for the very next request, and load is the tokens
-prefilled since the start. Each block that is read from elsewhere, or that enters the shared LRU,
-moves over the network once.
+Nothing takes time in the simulation: a block is available to the next request, and load is the
+number of tokens prefilled since the start. A block moves over the network once when it is read from
+another node or the shared tier, and once when it enters the shared tier.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from typing import Any, Final
 from ... import __version__
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
-from .columns import TraceColumns
+from .trace import TraceColumns, tokens_of_blocks
 
-#: More than this is a slip: the time of some routes grows with requests times nodes.
+#: More is a likely mistake: the time of some routes grows with requests times nodes.
 MAX_NODES: Final = 4096
-#: Leading blocks that `hash` looks at. One is not enough: it is often common to all requests.
+#: Leading blocks that `hash` uses. The first block alone is often common to all requests.
 _HASHED_BLOCKS: Final = 2
 
 
@@ -66,7 +66,7 @@ class Write(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """What to simulate. `shared_blocks` 0: no shared tier.
+    """What to simulate. Without a shared tier `shared_blocks` is 0.
 
     Raises ValueError for fewer nodes than one or more than `MAX_NODES`, and for a negative number
     of blocks.
@@ -90,8 +90,8 @@ class Fleet:
                 raise ValueError(f"the {what} must not be negative, got {blocks}")
 
     def alternatives(self) -> list[Fleet]:
-        """This fleet's nodes under every route, each without sharing, with peer reads, with the
-        shared tier if this fleet has one, and with both if it has both."""
+        """The same nodes with every route, each without sharing, with peer reads, with the shared
+        tier if this fleet has one, and with both if it has both."""
         ways = [(0, False), (0, True)]
         if self.shared_blocks:
             ways.append((self.shared_blocks, False))
@@ -106,20 +106,23 @@ class Fleet:
 
 @dataclass(slots=True)
 class Amount:
-    """Blocks, and the prompt tokens that they stand for."""
+    """A number of blocks, and the prompt tokens that they stand for."""
 
     blocks: int = 0
     tokens: int = 0
 
     def add(self, tokens: int) -> None:
-        """Count one block, which stands for `tokens`."""
+        """Add one block that stands for `tokens`."""
         self.blocks += 1
         self.tokens += tokens
+
+    def __add__(self, other: Amount) -> Amount:
+        return Amount(self.blocks + other.blocks, self.tokens + other.tokens)
 
 
 @dataclass(slots=True)
 class Node:
-    """One node: its LRU, and what it was given to do."""
+    """One node: its LRU and its load."""
 
     lru: LRU[int]
     requests: int = 0
@@ -135,21 +138,28 @@ class Node:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FleetResult:
-    """What one simulation found. `seconds` is the simulation alone, without reading the trace."""
+    """The result of one simulation. `seconds` excludes reading the trace."""
 
     fleet: Fleet
-    total_prompt_tokens: int
-    #: hits in the node's own LRU, in the shared one, in the LRUs of other nodes
-    local: Amount
-    shared: Amount
-    peer: Amount
-    #: what entered the shared LRU and was not there
-    written: Amount
-    final_shared_blocks: int
-    nodes: tuple[Node, ...]
-    seconds: float
+    nodes: list[Node]
+    shared_lru: LRU[int]
+    #: Hits in the node's own LRU, in the shared one, in the LRUs of other nodes.
+    local: Amount = field(default_factory=Amount)
+    shared: Amount = field(default_factory=Amount)
+    peer: Amount = field(default_factory=Amount)
+    #: Blocks that entered the shared LRU and were not in it.
+    written: Amount = field(default_factory=Amount)
+    seconds: float = 0.0
+
+    @property
+    def total_prompt_tokens(self) -> int:
+        return sum(node.prompt_tokens for node in self.nodes)
+
+    @property
+    def final_shared_blocks(self) -> int:
+        return len(self.shared_lru)
 
     @property
     def total_hit_tokens(self) -> int:
@@ -165,15 +175,15 @@ class FleetResult:
     ) -> dict[str, Any]:
         """This simulation as plain values.
 
-        `bytes_per_token` adds the bytes of what moves; a `duration_s` above 0 the mean bytes a
-        second over that time. What is not known is None.
+        `bytes_per_token` adds the bytes that move, and a `duration_s` above 0 the mean bytes a
+        second over that time. Unknown values are None.
         """
         moves: dict[str, dict[str, float | None]] = {}
         for name, amount in (
             ("shared_reads", self.shared),
             ("shared_writes", self.written),
             ("peer_reads", self.peer),
-            ("total", _sum(self.shared, self.written, self.peer)),
+            ("total", self.shared + self.written + self.peer),
         ):
             bytes_ = None if bytes_per_token is None else amount.tokens * bytes_per_token
             rate = None if bytes_ is None or duration_s <= 0 else bytes_ / duration_s
@@ -198,98 +208,72 @@ class FleetResult:
         }
 
 
-def _sum(*amounts: Amount) -> Amount:
-    return Amount(sum(each.blocks for each in amounts), sum(each.tokens for each in amounts))
-
-
 def simulate_fleet(
     trace: TraceColumns, fleet: Fleet, *, block_tokens: int = DEFAULT_BLOCK_TOKENS
 ) -> FleetResult:
     """Run a trace through a fleet. Raises ValueError when a block has no tokens."""
     if block_tokens < 1:
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
-    run = _Run(fleet, block_tokens)
+    nodes = [Node(LRU(fleet.capacity_blocks)) for _ in range(fleet.nodes)]
+    result = FleetResult(fleet, nodes, LRU(fleet.shared_blocks))
+    simulation = _Simulation(result, block_tokens)
     started = perf_counter()
     for number, (blocks, input_length) in enumerate(trace):
-        run.serve(number, blocks, input_length)
-    seconds = perf_counter() - started
-    return FleetResult(
-        fleet=fleet,
-        total_prompt_tokens=trace.prompt_tokens,
-        local=run.local,
-        shared=run.shared,
-        peer=run.peer,
-        written=run.written,
-        final_shared_blocks=len(run.shared_lru),
-        nodes=tuple(run.nodes),
-        seconds=seconds,
-    )
+        simulation.serve(number, blocks, input_length)
+    result.seconds = perf_counter() - started
+    return result
 
 
 @dataclass(slots=True)
-class _Run:
-    """The state of one simulation."""
-
-    fleet: Fleet
+class _Simulation:
+    result: FleetResult
     block_tokens: int
-    nodes: list[Node] = field(init=False)
-    shared_lru: LRU[int] = field(init=False)
-    local: Amount = field(default_factory=Amount)
-    shared: Amount = field(default_factory=Amount)
-    peer: Amount = field(default_factory=Amount)
-    written: Amount = field(default_factory=Amount)
-    #: Blocks of earlier requests: all numbers below this, as they are given by first appearance.
+    #: Blocks of earlier requests have numbers below this, because numbers follow first appearance.
     known_blocks: int = 0
 
-    def __post_init__(self) -> None:
-        self.nodes = [Node(LRU(self.fleet.capacity_blocks)) for _ in range(self.fleet.nodes)]
-        self.shared_lru = LRU(self.fleet.shared_blocks)
-
     def serve(self, number: int, blocks: list[int], input_length: int) -> None:
-        """One request: its number in the trace, its blocks root first, its prompt tokens."""
-        full, rest = divmod(input_length, self.block_tokens)
-        tokens = [self.block_tokens] * min(full, len(blocks))
-        tokens += [rest, *(0 for _ in blocks)][: len(blocks) - len(tokens)]
-        node = self.nodes[self._route(number, blocks, input_length)]
+        """Serve one request: its number in the trace, its blocks root first, its prompt tokens."""
+        tokens = tokens_of_blocks(len(blocks), input_length, self.block_tokens)
+        node = self.result.nodes[self._route(number, blocks, input_length)]
         walked = self._walk(node, blocks, tokens)
         node.requests += 1
         node.prompt_tokens += input_length
         node.prefilled_tokens += input_length - sum(tokens[:walked])
         node.lru.access_run(blocks[::-1])
-        if self.fleet.shared_blocks:
+        if self.result.fleet.shared_blocks:
             self._share(blocks, tokens, walked)
         self.known_blocks = max(self.known_blocks, max(blocks, default=-1) + 1)
 
     def _route(self, number: int, blocks: Sequence[int], input_length: int) -> int:
-        match self.fleet.route:
+        match self.result.fleet.route:
             case Route.ROUND_ROBIN:
-                return number % len(self.nodes)
+                return number % len(self.result.nodes)
             case Route.HASH:
                 head = blocks[:_HASHED_BLOCKS]
-                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.nodes)
+                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.result.nodes)
             case Route.LEAST_LOADED:
-                return _least(self.nodes, lambda node: node.prefilled_tokens)
+                return _least(self.result.nodes, lambda node: node.prefilled_tokens)
             case Route.PREFIX_AWARE:
 
                 def prefilled_then(node: Node) -> int:
                     saved_tokens = node.lru.resident_run(blocks) * self.block_tokens
                     return node.prefilled_tokens + max(0, input_length - saved_tokens)
 
-                return _least(self.nodes, prefilled_then)
+                return _least(self.result.nodes, prefilled_then)
 
     def _walk(self, node: Node, blocks: Sequence[int], tokens: Sequence[int]) -> int:
-        """Count the hits from the root on, touch what gave them, and return how many there are."""
-        own, shared = node.lru, self.shared_lru
+        """Count the hits from the root on, touch the LRUs that gave them; returns how many."""
+        own, shared, result = node.lru, self.result.shared_lru, self.result
         walked = 0
         givers: list[tuple[LRU[int], int]] = []
         for block, block_tokens in zip(blocks, tokens, strict=True):
             if block in own:
-                self.local.add(block_tokens)
+                result.local.add(block_tokens)
             elif block in shared:
-                self.shared.add(block_tokens)
+                result.shared.add(block_tokens)
                 givers.append((shared, block))
-            elif self.fleet.peer_reads and (peer := self._holder(block)) is not None:
-                self.peer.add(block_tokens)
+            elif self.result.fleet.peer_reads and (peer := self._holder(block)) is not None:
+                result.peer.add(block_tokens)
                 givers.append((peer, block))
             else:
                 break
@@ -299,21 +283,21 @@ class _Run:
         return walked
 
     def _holder(self, block: int) -> LRU[int] | None:
-        """The LRU of the first node that has the block."""
-        for node in self.nodes:
+        """The LRU of the first node that holds the block."""
+        for node in self.result.nodes:
             if block in node.lru:
                 return node.lru
         return None
 
     def _share(self, blocks: Sequence[int], tokens: Sequence[int], walked: int) -> None:
-        shared = self.shared_lru
-        second_use = self.fleet.write is Write.SECOND_USE
+        shared = self.result.shared_lru
+        second_use = self.result.fleet.write is Write.SECOND_USE
         for index in reversed(range(0 if second_use else walked, len(blocks))):
             block = blocks[index]
             if second_use and (block >= self.known_blocks or block in shared):
                 continue
             if not shared.access(block):
-                self.written.add(tokens[index])
+                self.result.written.add(tokens[index])
 
 
 def _least(nodes: Sequence[Node], cost: Callable[[Node], int]) -> int:
@@ -330,7 +314,7 @@ def fleet_document(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: int | None = None,
 ) -> dict[str, Any]:
-    """What `prefixctl simulate` writes as JSON, and what its tables and its page show.
+    """The data that `prefixctl simulate` writes as JSON, and that its tables and its page show.
 
     `trace` is a `TraceSummary` as JSON, with `duration_s`. `compared` are results of other fleets
     on the same trace.

@@ -1,8 +1,8 @@
-"""Whole numbers, such as tokens or nanoseconds, counted in constant memory."""
+"""A histogram of whole numbers, such as tokens or nanoseconds, in bounded memory."""
 
 from __future__ import annotations
 
-#: Buckets between a value and its double, as bits: quantiles are exact to 1/128.
+#: log2 of the number of buckets between a value and its double. Quantiles are exact to 1/128.
 _SUB_BITS = 7
 _QUANTILES = (0.1, 0.5, 0.9, 0.99)
 
@@ -25,12 +25,11 @@ class LogHistogram:
         self.total += value
         if value > self.max:
             self.max = value
-        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
-        bucket = (shift << (_SUB_BITS + 1)) + (value >> shift)
+        bucket = _bucket(value)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + 1
 
     def quantile(self, fraction: float) -> int:
-        """The value at rank `fraction * count`, up to 1/128 too small; 0 of nothing."""
+        """The value at rank `fraction * count`, up to 1/128 too small; 0 when empty."""
         rank = fraction * self.count
         seen = 0
         for bucket in sorted(self._buckets):
@@ -42,9 +41,8 @@ class LogHistogram:
         return 0
 
     def at_most(self, value: int) -> float:
-        """The share of the counted values that are `value` or less, to the bucket's width."""
-        shift = max(value.bit_length() - _SUB_BITS - 1, 0)
-        last = (shift << (_SUB_BITS + 1)) + (value >> shift)
+        """The share of values that are at most `value`, exact to the width of a bucket."""
+        last = _bucket(value)
         below = sum(count for bucket, count in self._buckets.items() if bucket <= last)
         return below / self.count if self.count else 0.0
 
@@ -53,3 +51,8 @@ class LogHistogram:
         quantiles = {f"p{round(q * 100)}": self.quantile(q) for q in _QUANTILES}
         mean = self.total / self.count if self.count else 0.0
         return {"mean": mean, **quantiles, "max": self.max}
+
+
+def _bucket(value: int) -> int:
+    shift = max(value.bit_length() - _SUB_BITS - 1, 0)
+    return (shift << (_SUB_BITS + 1)) + (value >> shift)

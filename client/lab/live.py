@@ -1,8 +1,8 @@
 """Replays a trace through a running daemon: real bytes, every one of them verified.
 
-The requests are dealt in their order to worker processes, each with a client of its own
-(`worker`). The parent never touches a payload. Every worker has its own pipe, so that one
-that dies takes nothing with it but the request that it was working on.
+The requests are dealt in order to worker processes, each with a client of its own (`Replayer`).
+The parent never touches a payload. Every worker has its own pipe, so that a worker that dies loses
+only the requests that it had.
 """
 
 from __future__ import annotations
@@ -10,23 +10,160 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import Final
+from typing import Any, Final, cast
 
 from ...proto.errors import CallerError
-from .outcome import Outcome, Totals
+from ..client import Client
+from .histogram import LogHistogram
+from .replayer import STEPS, Counts, LiveOptions, Outcome, Replayer
 from .trace import Request
-from .worker import Finished, LiveOptions, Ready, Refused, work
 
-#: How often the parent looks for signals and shows progress when no worker answers.
+#: Mismatches that are described; the others are only counted.
+MAX_DESCRIBED: Final = 10
+
+
+@dataclass(slots=True)
+class Totals(Counts):
+    """The sum of outcomes."""
+
+    requests: int = 0
+    requests_with_hit: int = 0
+    unavailable_requests: int = 0
+    mismatches: int = 0
+    described: list[str] = field(default_factory=list)
+    #: Step -> durations in nanoseconds.
+    latencies: dict[str, LogHistogram] = field(
+        default_factory=lambda: {step: LogHistogram() for step in STEPS}
+    )
+    wall_seconds: float = 0.0
+    #: Calls of all workers, by the name of the rpc.
+    rpcs: Counter[str] = field(default_factory=Counter)
+    #: Sessions that were opened after an earlier one had ended.
+    reconnects: int = 0
+    #: Workers that ended early and lost their requests.
+    workers_lost: int = 0
+    #: Stopped before the end of the trace, by the user or because the daemon was away too long.
+    interrupted: bool = False
+    gave_up: bool = False
+
+    def add(self, outcome: Outcome) -> None:
+        """Add one request."""
+        self.requests += 1
+        self.requests_with_hit += outcome.hit_tokens > 0
+        self.unavailable_requests += outcome.unavailable
+        for count in fields(Counts):
+            setattr(self, count.name, getattr(self, count.name) + getattr(outcome, count.name))
+        self.mismatches += len(outcome.mismatches)
+        self.described += outcome.mismatches[: MAX_DESCRIBED - len(self.described)]
+        for step, duration_ns in outcome.durations_ns.items():
+            self.latencies[step].add(duration_ns)
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of prompt tokens that were hits, 0 to 1."""
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    @property
+    def request_hit_rate(self) -> float:
+        """Share of requests with any hit, 0 to 1."""
+        return self.requests_with_hit / self.requests if self.requests else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether every byte was right and every worker finished."""
+        return not (self.mismatches or self.workers_lost or self.gave_up)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. The names are stable and include the units."""
+        return {
+            "requests": self.requests,
+            "requests_with_hit": self.requests_with_hit,
+            "unavailable_requests": self.unavailable_requests,
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "hit_rate_tokens": self.hit_rate,
+            "hit_rate_requests": self.request_hit_rate,
+            "blocks": self.blocks,
+            "hit_blocks": self.hit_blocks,
+            "lost_blocks": self.lost_blocks,
+            "verified_bytes": self.verified_bytes,
+            "mismatches": self.mismatches,
+            "mismatches_described": self.described,
+            "saves": dict(sorted(self.saves.items())),
+            "saved_bytes": self.saved_bytes,
+            "latency_ms": {step: _quantiles(self.latencies[step]) for step in STEPS},
+            "wall_seconds": self.wall_seconds,
+            "rpcs": dict(sorted(self.rpcs.items())),
+            "reconnects": self.reconnects,
+            "workers_lost": self.workers_lost,
+            "interrupted": self.interrupted,
+            "gave_up": self.gave_up,
+        }
+
+
+def _quantiles(latencies: LogHistogram) -> dict[str, float | int | None]:
+    p50, p99 = (latencies.quantile(share) / 1e6 for share in (0.5, 0.99))
+    some = latencies.count > 0
+    return {"count": latencies.count, "p50": p50 if some else None, "p99": p99 if some else None}
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The worker can take requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last message of a worker."""
+
+    rpcs: dict[str, int] = field(default_factory=dict)
+    #: Sessions opened after the first.
+    reconnects: int = 0
+    #: The daemon was away for longer than the worker may wait.
+    gave_up: bool = False
+
+
+def work(pipe: Connection, options: LiveOptions, number: int) -> None:
+    """The worker process: replays requests from `pipe` until None, and answers with `Outcome`s."""
+    # Ctrl-C reaches all processes on the terminal; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    gave_up = False
+    name = f"replay-{number}"
+    with suppress(EOFError, BrokenPipeError):  # the parent is gone
+        with Client(options.address, name=name, local=options.in_place) as client:
+            replayer = Replayer(client, options)
+            # So that connecting does not count as a part of the first request. If the daemon is
+            # away, that request reports it.
+            client.wait_connected()
+            pipe.send(Ready())
+            while not gave_up and (request := pipe.recv()) is not None:
+                try:
+                    outcome = replayer.replay(request)
+                except CallerError as problem:
+                    pipe.send(problem)
+                    break
+                pipe.send(outcome)
+                gave_up = outcome.unavailable and not replayer.wait_for_daemon()
+            counted = client.counters
+        rpcs = cast(dict[str, int], counted["rpcs"])
+        pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
+
+
+#: How often the parent checks for signals and reports progress while no worker answers.
 _TURN_S: Final = 0.2
-#: Requests that a worker has at once: one in work, one to go on with.
+
+
+#: Requests that a worker has at once: one in work and the next one.
 _DEALT_AHEAD: Final = 2
+
+
 _STOP_WITHIN_S: Final = 30.0
 
 
@@ -34,7 +171,7 @@ _STOP_WITHIN_S: Final = 30.0
 class _Worker:
     process: SpawnProcess
     pipe: Connection
-    #: requests dealt to it and not answered yet
+    #: Requests dealt to it and not answered yet.
     dealt: int = 0
     finished: bool = False
 
@@ -60,10 +197,10 @@ class LiveReplay:
         self._first_timestamp_ms: int | None = None
 
     def run(self) -> Totals:
-        """Replay to the end, to a Ctrl-C, or until the daemon was away for too long.
+        """Replay until the end, a Ctrl-C, or the daemon is away for too long.
 
         A first Ctrl-C finishes the requests under way; a second one raises KeyboardInterrupt.
-        Raises whatever reading the requests raises. No process outlives the call.
+        Raises what reading the requests raises. No process outlives the call.
         """
         with self._interruptible():
             try:
@@ -95,10 +232,10 @@ class LiveReplay:
                 daemon=True,
             )
             process.start()
-            # The worker's end lives in the worker only: it closes when the worker dies.
+            # Only the worker keeps its end, so that the pipe closes when the worker dies.
             theirs.close()
             self._workers.append(_Worker(process, ours, dealt=1))
-        # Their start is no part of the replay.
+        # Wait, because their start does not count as a part of the replay.
         while any(worker.dealt for worker in self._workers) and not self._stopping:
             self._take(_TURN_S)
         self._started_s = time.monotonic()
@@ -128,13 +265,13 @@ class LiveReplay:
                     yield worker
 
     def _fetch(self) -> bool:
-        """Have the next request at hand. False: there is none."""
+        """Read the next request into `_next` if that is empty. False at the end of the trace."""
         if self._next is None:
             self._next = next(self._requests, None)
         return self._next is not None
 
     def _due_in_s(self) -> float:
-        """How long until the request at hand arrives; not above 0: now."""
+        """Seconds until the arrival of `_next`; 0 or less if it is due."""
         if self._next is None or not self.options.speed:
             return 0.0
         if self._first_timestamp_ms is None:
@@ -152,7 +289,7 @@ class LiveReplay:
         worker.dealt += 1
 
     def _take(self, timeout_s: float) -> None:
-        """Take what the workers have to say, waiting `timeout_s` at most for the first word."""
+        """Handle the messages of the workers; wait at most `timeout_s` for the first one."""
         by_pipe = {worker.pipe: worker for worker in self._workers if not worker.finished}
         for pipe in wait(list(by_pipe), timeout_s):
             worker = by_pipe[pipe]  # type: ignore[index]  # wait() gives back what it was given
@@ -166,15 +303,15 @@ class LiveReplay:
             self.totals.wall_seconds = time.monotonic() - self._started_s
         self._on_progress(self.totals)
 
-    def _handle(self, worker: _Worker, message: Ready | Outcome | Refused | Finished) -> None:
+    def _handle(self, worker: _Worker, message: Ready | Outcome | CallerError | Finished) -> None:
         match message:
             case Ready():
                 worker.dealt -= 1
             case Outcome():
                 worker.dealt -= 1
                 self.totals.add(message)
-            case Refused():
-                raise CallerError(message.why)
+            case CallerError():  # a request that cannot be replayed
+                raise message
             case Finished():
                 worker.finished = True
                 self.totals.rpcs.update(message.rpcs)
@@ -189,7 +326,7 @@ class LiveReplay:
         worker.dealt = 0
 
     def _finish(self) -> None:
-        """Have every worker finish what it has and say goodbye."""
+        """Let every worker finish its requests and report."""
         self.totals.interrupted = self._stopping and not self.totals.gave_up
         for worker in self._workers:
             if not worker.finished:
@@ -208,7 +345,7 @@ class LiveReplay:
 
     @contextmanager
     def _interruptible(self) -> Iterator[None]:
-        """Ctrl-C stops the dealing instead of tearing a message apart."""
+        """Ctrl-C stops the dealing instead of interrupting a message."""
 
         def on_interrupt(number: int, frame: FrameType | None) -> None:
             if self._stopping:
@@ -217,7 +354,7 @@ class LiveReplay:
 
         try:
             before = signal.signal(signal.SIGINT, on_interrupt)
-        except ValueError:  # not in the main thread: the caller uses stop() instead
+        except ValueError:  # outside the main thread the caller uses stop() instead
             yield
             return
         try:

@@ -1,6 +1,13 @@
-"""The style and the script of the HTML report. Nothing in them is fetched from anywhere."""
+"""An HTML page with its data, style and script inside. It fetches nothing."""
 
-#: Of the chart alone; its colours are those of the page around it.
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+#: The style of a chart. Its colours are variables of the page's style.
 CHART_STYLE = """
 .grid { stroke: var(--line); stroke-width: 1; }
 .base, .tickmark { stroke: var(--soft); stroke-width: 1; }
@@ -20,6 +27,7 @@ circle.knee { fill: none; stroke: var(--ink); stroke-width: 1.8; }
 .p-lfu { fill: var(--lfu); background: var(--lfu); }
 .p-fifo { fill: var(--fifo); background: var(--fifo); }
 """
+
 
 STYLE = (
     CHART_STYLE
@@ -111,8 +119,9 @@ footer a { color: var(--accent); }
 """
 )
 
-#: Reading values off the curve, if there is one, saying of tables that are wider than the window
-#: that they scroll, and saving the data as a file. The page is whole without it.
+
+#: Shows values under the pointer on a curve, marks tables that are wider than the window as
+#: scrollable, and saves the data as a file. The page is complete without it.
 SCRIPT = """
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -160,3 +169,81 @@ save.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));
 save.download = "report.json";
 save.hidden = false;
 """
+
+Json = Mapping[str, Any]
+Format = Callable[[Any], str]
+
+
+def count(value: float) -> str:
+    """`182,790`."""
+    return f"{value:,.0f}"
+
+
+def render_page(data: Json, subtitle: str, parts: Sequence[str], footer: str) -> str:
+    """A page around its parts, with the data in it.
+
+    `data` has a `title` and a `prefixd_version`; `parts` and `footer` are HTML.
+    """
+    title = escape(str(data["title"]))
+    return "\n".join(
+        [
+            "<!doctype html>",
+            '<html lang="en"><head><meta charset="utf-8">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            # Makes the browser enforce that nothing is fetched.
+            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+            "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
+            '<link rel="icon" href="data:,">',
+            f"<title>{title}: prefix-cache report</title><style>{STYLE}</style></head><body><main>",
+            f"<h1>{title}</h1>",
+            f'<p class="soft">{escape(subtitle)}</p>',
+            *parts,
+            f"<footer>prefixd {escape(str(data['prefixd_version']))}. {footer} "
+            '<a id="save" hidden>Save the data (JSON)</a></footer></main>',
+            f'<script type="application/json" id="data">{_embedded(data)}</script>',
+            f"<script>{SCRIPT}</script></body></html>\n",
+        ]
+    )
+
+
+def _embedded(data: Json) -> str:
+    # No string may close the script element or open a comment in it.
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c")
+
+
+def figure(data: Json, path: str, form: Format) -> str:
+    """The value at a dotted path as HTML, with the path."""
+    return f'<span data-figure="{path}">{escape(form(value_at(data, path)))}</span>'
+
+
+def cards(data: Json, figures: Sequence[tuple[str, str, Format]]) -> str:
+    """The main figures; each is a name, the path of its value and how to format it."""
+    inside = "".join(
+        f'<div class="card"><b>{figure(data, path, form)}</b><span class="name">{name}</span></div>'
+        for name, path, form in figures
+    )
+    return f'<div class="cards">{inside}</div>'
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table from the HTML of its column names and cells. A cell with attributes is a whole
+    `<td ...>...</td>`."""
+    names = "".join(f"<th>{name}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    return (
+        f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+        '<p class="more" hidden>There are more columns: scroll the table sideways.</p>'
+    )
+
+
+def _cell(html: str) -> str:
+    return html if html.startswith("<td") else f"<td>{html}</td>"
+
+
+def value_at(data: Any, path: str) -> Any:
+    """The value at a dotted path. Raises KeyError or IndexError if there is none."""
+    for step in path.split("."):
+        data = data[int(step)] if isinstance(data, list) else data[step]
+    return data

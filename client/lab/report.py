@@ -1,26 +1,41 @@
-"""One HTML file with the curve, the policies and what stayed resident.
+"""HTML reports: a curve with its policies, and a simulated fleet.
 
-Nothing is fetched: style, script, charts and the data are inside. Everything that the page
-shows as a number comes from that data, and says from where: `data-figure` is the path to it.
+Every number on a page comes from the data that is embedded in it; `data-figure` is its path there.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
-from typing import Any
+from typing import Any, TypeVar
 
 from ... import __version__
 from ...proto.units import format_bytes, percent
-from .charts import curve_chart, curve_legend, label, value_at
+from .charts import curve_chart, curve_legend, label
 from .curve import DEFAULT_POINTS, LruCurve, curve_error
-from .page import SCRIPT, STYLE
+from .page import Format, Json, cards, count, figure, render_page, table, value_at
 from .simulate import ReplayResult
 
-Json = Mapping[str, Any]
-Format = Callable[[Any], str]
+K = TypeVar("K")
+
+#: Where a fleet's hits come from: description, class of the colour, start of the names in the data.
+SOURCES = (
+    ("the node itself", "local", "local_hit"),
+    ("the shared tier", "shared", "shared_hit"),
+    ("other nodes", "peer", "peer_hit"),
+)
+MOVES = (
+    ("read from the shared tier", "shared_reads"),
+    ("written to the shared tier", "shared_writes"),
+    ("read from other nodes", "peer_reads"),
+    ("in all", "total"),
+)
+#: With more nodes than this, the page shows those that prefill the most.
+MOST_NODES = 64
+
+
+# ---- curves
 
 
 def report_data(
@@ -33,42 +48,25 @@ def report_data(
     block_bytes: int | None = None,
     most_points: int = DEFAULT_POINTS,
 ) -> dict[str, Any]:
-    """What `prefixctl curve` writes as JSON, and what the page and the plots are drawn from.
+    """The data that `prefixctl curve` writes as JSON, and that the page and the plots show.
 
     `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities. Sampled
     curves are compared with `curve`, at its points.
     """
-    prompt_tokens = trace["prompt_tokens"]
-    best = trace["infinite_hit_tokens"] / prompt_tokens if prompt_tokens else 0.0
+    sizes: dict[str, Any] = {"most_points": most_points, "block_bytes": block_bytes}
     return {
         "title": title,
         "prefixd_version": __version__,
         "block_tokens": curve.block_tokens,
         "block_bytes": block_bytes,
-        "trace": {**trace, "infinite_hit_rate": best},
-        "curve": _curve_json(curve, most_points, block_bytes),
+        "trace": trace,
+        "curve": curve.to_json(**sizes),
         "sampled": [
-            {
-                **_curve_json(estimate, most_points, block_bytes),
-                **asdict(curve_error(curve, estimate)),
-            }
+            {**estimate.to_json(**sizes), **asdict(curve_error(curve, estimate))}
             for estimate in sampled
         ],
         "results": [result.to_json() for result in results],
     }
-
-
-def _curve_json(curve: LruCurve, most_points: int, block_bytes: int | None) -> dict[str, Any]:
-    written = curve.to_json(most_points=most_points, block_bytes=block_bytes)
-    if curve.sample is not None:
-        written["sample_rate"] = curve.sample.rate
-        written["sampled_blocks"] = curve.sample.blocks
-    return written
-
-
-def count(value: float) -> str:
-    """`182,790`."""
-    return f"{value:,.0f}"
 
 
 def render_report(data: Json) -> str:
@@ -82,64 +80,6 @@ def render_report(data: Json) -> str:
         parts,
         f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
         "of blocks from its first that is resident when it arrives.",
-    )
-
-
-def render_page(data: Json, subtitle: str, parts: Sequence[str], footer: str) -> str:
-    """A page around its parts, with the data in it.
-
-    `data` has a `title` and a `prefixd_version`; `parts` and `footer` are HTML.
-    """
-    title = escape(str(data["title"]))
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en"><head><meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            # The browser itself holds the promise that nothing is fetched.
-            '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
-            "style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:\">",
-            '<link rel="icon" href="data:,">',
-            f"<title>{title}: prefix-cache report</title><style>{STYLE}</style></head><body><main>",
-            f"<h1>{title}</h1>",
-            f'<p class="soft">{escape(subtitle)}</p>',
-            *parts,
-            f"<footer>prefixd {escape(str(data['prefixd_version']))}. {footer} "
-            '<a id="save" hidden>Save the data (JSON)</a></footer></main>',
-            f'<script type="application/json" id="data">{_embedded(data)}</script>',
-            f"<script>{SCRIPT}</script></body></html>\n",
-        ]
-    )
-
-
-def _embedded(data: Json) -> str:
-    # Nothing in a string may close the script element or open a comment in it.
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c")
-
-
-def figure(data: Json, path: str, form: Format) -> str:
-    """The value at a dotted path as HTML that says where it comes from."""
-    return f'<span data-figure="{path}">{escape(form(value_at(data, path)))}</span>'
-
-
-def cards(data: Json, figures: Sequence[tuple[str, str, Format]]) -> str:
-    """The main figures, each a name, the path of its value and how that is written."""
-    inside = "".join(
-        f'<div class="card"><b>{figure(data, path, form)}</b><span class="name">{name}</span></div>'
-        for name, path, form in figures
-    )
-    return f'<div class="cards">{inside}</div>'
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table from the HTML of its column names and of its rows' whole cells (`<td>...</td>`)."""
-    names = "".join(f"<th>{name}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
-    return (
-        f'<div class="scroll"><table><thead><tr>{names}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-        '<p class="more" hidden>There are more columns: scroll the table sideways.</p>'
     )
 
 
@@ -195,27 +135,31 @@ def _comparison(data: Json) -> str:
     rows = []
     for capacity in sorted({r["capacity_blocks"] for r in results}):
         at = {
-            (r["policy"], r["touch_order"]): (index, r)
+            (r["policy"], r["touch_order"]): f"results.{index}"
             for index, r in enumerate(results)
             if r["capacity_blocks"] == capacity
         }
-        best = max(r["total_hit_tokens"] for _, r in at.values())
-        first = next(iter(at.values()))[0]
-        cells = [f"<td>{figure(data, f'results.{first}.capacity_blocks', count)} blocks</td>"]
-        for column in columns:
-            if column not in at:
-                cells.append("<td></td>")
-                continue
-            index, result = at[column]
-            style = ' class="best"' if result["total_hit_tokens"] == best else ""
-            rate = figure(data, f"results.{index}.overall_hit_rate", percent)
-            tokens = figure(data, f"results.{index}.total_hit_tokens", count)
-            cells.append(f"<td{style}>{rate}<small>{tokens} tokens</small></td>")
-        rows.append(cells)
+        cells = _rates(data, at)
+        first = next(iter(at.values()))
+        row = [f"{figure(data, f'{first}.capacity_blocks', count)} blocks"]
+        rows.append(row + [cells.get(column, "") for column in columns])
     return (
         "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
         "capacity; the best of a row stands out.</p>" + table(["capacity", *names], rows)
     )
+
+
+def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
+    """Cells with the hit rates of the results at these paths; the best stands out."""
+    tokens = {key: value_at(data, f"{path}.total_hit_tokens") for key, path in paths.items()}
+    best = max(tokens.values())
+    cells = {}
+    for key, path in paths.items():
+        style = ' class="best"' if tokens[key] == best else ""
+        rate = figure(data, f"{path}.overall_hit_rate", percent)
+        hits = figure(data, f"{path}.total_hit_tokens", count)
+        cells[key] = f"<td{style}>{rate}<small>{hits} tokens</small></td>"
+    return cells
 
 
 def _residency(data: Json) -> str:
@@ -231,16 +175,148 @@ def _residency(data: Json) -> str:
         meter = f'<i class="p-{escape(result["policy"])}" style="width:{100 * share:.1f}%"></i>'
         rows.append(
             [
-                f"<td>{escape(label(result['policy']))}</td>",
-                f"<td>{figure(data, f'{at}.capacity_blocks', count)}</td>",
-                f"<td>{figure(data, f'{at}.final_cache_blocks', count)}</td>",
+                escape(label(result["policy"])),
+                figure(data, f"{at}.capacity_blocks", count),
+                figure(data, f"{at}.final_cache_blocks", count),
                 f'<td class="meter"><div class="bar" title="{percent(share)}">{meter}</div></td>',
-                f"<td>{figure(data, f'{at}.ghost_blocks', count)}</td>",
-                f"<td>{figure(data, f'{at}.evictions', count)}</td>",
+                figure(data, f"{at}.ghost_blocks", count),
+                figure(data, f"{at}.evictions", count),
             ]
         )
     return (
         "<h2>Residency</h2><p>What each policy kept at the end of the trace, how many blocks it "
         "remembers without holding them (ghosts), and how many it evicted on the way.</p>"
         + table(["policy", "capacity", "resident", "of capacity", "ghosts", "evictions"], rows)
+    )
+
+
+# ---- fleets
+
+
+def render_fleet(data: Json) -> str:
+    """The whole page for the data of `fleet_document`."""
+    main_figures: list[tuple[str, str, Format]] = [
+        ("requests", "trace.requests", count),
+        ("prompt tokens", "trace.prompt_tokens", count),
+        ("unlimited hit rate", "trace.infinite_hit_rate", percent),
+        ("nodes", "nodes", count),
+        ("hit rate of this fleet", "overall_hit_rate", percent),
+        ("hit tokens", "total_hit_tokens", count),
+    ]
+    parts = [cards(data, main_figures), _sources(data), _moves(data), _nodes(data)]
+    if data["compared"]:
+        parts.append(_alternatives(data))
+    return render_page(
+        data,
+        "What a fleet of nodes makes of this trace.",
+        parts,
+        f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
+        "of blocks from its first that its node finds anywhere when it arrives. Nothing takes time "
+        "in this simulation.",
+    )
+
+
+def sharing(data: Json) -> str:
+    """How a fleet shares, in a word or two."""
+    if data["shared_blocks"]:
+        return "both" if data["peer_reads"] else "shared tier"
+    return "peer reads" if data["peer_reads"] else "nothing shared"
+
+
+def _sources(data: Json) -> str:
+    prompt_tokens = data["total_prompt_tokens"]
+    rows = [
+        [
+            f'<i class="from from-{colour}"></i> {description}',
+            figure(data, f"{name}_blocks", count),
+            figure(data, f"{name}_tokens", count),
+            _bar([(colour, data[f"{name}_tokens"])], prompt_tokens),
+        ]
+        for description, colour, name in SOURCES
+    ]
+    prefilled = figure(data, "prefilled_tokens", count)
+    rows.append(["nowhere: prefilled", "", prefilled, _bar([], prompt_tokens)])
+    shared = (
+        f"a shared tier of {figure(data, 'shared_blocks', count)} blocks "
+        f"(written: {escape(data['write'])})"
+        if data["shared_blocks"]
+        else "no shared tier"
+    )
+    peers = "and reads from other nodes" if data["peer_reads"] else "and no reads from other nodes"
+    return (
+        "<h2>Where the prompt tokens come from</h2>"
+        f"<p>Routed {escape(data['route'])} to nodes of "
+        f"{figure(data, 'capacity_blocks', count)} blocks each, with {shared} {peers}. The bars "
+        "are shares of all prompt tokens.</p>" + table(["from", "blocks", "tokens", "share"], rows)
+    )
+
+
+def _bar(parts: Iterable[tuple[str, int]], whole: int) -> str:
+    inside = "".join(
+        f'<i class="from-{colour}" style="width:{100 * tokens / whole if whole else 0:.2f}%"></i>'
+        for colour, tokens in parts
+    )
+    return f'<td class="meter"><div class="bar stack">{inside}</div></td>'
+
+
+def _moves(data: Json) -> str:
+    columns: list[tuple[str, str, Format]] = [
+        ("blocks", "blocks", count),
+        ("tokens", "tokens", count),
+    ]
+    size = ""
+    if data["bytes_per_token"] is not None:
+        columns.append(("bytes", "bytes", format_bytes))
+        size = (
+            f" A token is {figure(data, 'bytes_per_token', format_bytes)}; a second is one of the "
+            "trace, on average."
+        )
+    if data["moved"]["total"]["bytes_per_second"] is not None:
+        columns.append(("a second", "bytes_per_second", lambda rate: format_bytes(round(rate))))
+    rows = [
+        [description, *(figure(data, f"moved.{move}.{name}", form) for _, name, form in columns)]
+        for description, move in MOVES
+    ]
+    head = ["", *(name for name, _, _ in columns)]
+    return (
+        "<h2>What moves over the network</h2><p>Blocks that a node reads from elsewhere, and those "
+        f"that enter the shared tier.{size}</p>" + table(head, rows)
+    )
+
+
+def _nodes(data: Json) -> str:
+    nodes: Sequence[Json] = data["per_node"]
+    busiest = sorted(range(len(nodes)), key=lambda index: -nodes[index]["prefilled_tokens"])
+    most = max(node["prompt_tokens"] for node in nodes)
+    rows = []
+    for index in sorted(busiest[:MOST_NODES]):
+        at = f"per_node.{index}"
+        rows.append(
+            [
+                f'<span data-figure="{at}">{index}</span>',
+                figure(data, f"{at}.requests", count),
+                figure(data, f"{at}.hit_tokens", count),
+                figure(data, f"{at}.prefilled_tokens", count),
+                _bar([("local", nodes[index]["hit_tokens"])], most),
+            ]
+        )
+    note = f" Of more nodes, the {MOST_NODES} busiest." if len(nodes) > MOST_NODES else ""
+    return (
+        "<h2>Nodes</h2><p>What each was given, and what it had to prefill. The bars are hit "
+        f"tokens over the prompt tokens of the node with the most.{note}</p>"
+        + table(["node", "requests", "hit tokens", "prefilled", "hits"], rows)
+    )
+
+
+def _alternatives(data: Json) -> str:
+    compared: Sequence[Json] = data["compared"]
+    ways = list(dict.fromkeys(sharing(each) for each in compared))
+    routes = dict.fromkeys(each["route"] for each in compared)
+    cells = _rates(
+        data, {(each["route"], sharing(each)): f"compared.{i}" for i, each in enumerate(compared)}
+    )
+    rows = [[escape(route), *(cells.get((route, way), "") for way in ways)] for route in routes]
+    return (
+        "<h2>Other routes, other ways to share</h2><p>The same nodes and trace: hit tokens over "
+        "prompt tokens; the best stands out.</p>" + table(["route", *ways], rows)
     )

@@ -1,10 +1,10 @@
 """The offline replay: a trace against one policy at one capacity, exactly.
 
-A request hits the longest run h_0 ... h_{k-1} of its blocks that is resident when it arrives:
-from the first block, no skipping, looked up before anything of this request is admitted. Its
-hit tokens are min(k * block_tokens, input_length). Then all its blocks, repeats included, are
-accessed once each, first to last or (`TouchOrder.ROOT_MRU`) last to first, so that the root
-ends up as the most recent. Every block weighs 1.
+A request hits the longest run h_0 ... h_{k-1} of its blocks that is resident when it arrives,
+without gaps and before any block of this request is admitted. Its hit tokens are
+min(k * block_tokens, input_length). Then all its blocks, repeats included, are accessed once each:
+first to last, or with `TouchOrder.ROOT_MRU` last to first, so that the root ends up as the most
+recent. Every block weighs 1.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction import make_policy
-from .columns import TraceColumns, TraceSummary
+from .trace import TraceColumns, TraceSummary
 
-#: Block references times cells below which starting processes takes longer than it saves.
+#: Block references times cells per process, below which starting one takes longer than it saves.
 _WORTH_A_PROCESS = 2_000_000
 
 
 class TouchOrder(StrEnum):
-    """In which order a request's blocks are accessed once its hits are known."""
+    """The order in which a request's blocks are accessed after its lookup."""
 
     IN_ORDER = "in-order"
     ROOT_MRU = "root-mru"
@@ -51,25 +51,23 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class ReplayResult:
-    """What one replay found. `seconds` is the replay alone, without reading the trace."""
+    """The result of one replay. `seconds` excludes reading the trace."""
 
     cell: Cell
     block_tokens: int
     total_hit_tokens: int
     total_prompt_tokens: int
     final_cache_blocks: int
-    #: blocks that stopped being resident
+    #: Blocks that stopped being resident.
     evictions: int
     ghost_blocks: int
     accesses: int
-    #: how often the policy put a block into a queue or moved one, ghosts included
+    #: How often the policy put a block into a queue or moved one, ghosts included.
     queue_moves: int
     seconds: float
-    #: of all requests: the smallest hit tokens that at least this share of them stays within
-    hit_tokens_p10: int
-    hit_tokens_p50: int
-    hit_tokens_p90: int
-    #: prompt tokens and hit tokens of each request, in order
+    #: "p10", "p50", "p90" -> percentile of the hit tokens per request.
+    hit_tokens_percentiles: dict[str, int]
+    #: Prompt tokens and hit tokens of each request, in order.
     per_request: tuple[array[int], array[int]] | None = None
 
     @property
@@ -82,7 +80,7 @@ class ReplayResult:
         return self.queue_moves / self.accesses if self.accesses else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """This replay's entry in the JSON document; `per_request` only if it was asked for."""
+        """This replay's entry in the JSON document; `per_request` only if it was recorded."""
         entry: dict[str, Any] = {
             "policy": self.cell.policy,
             "capacity_blocks": self.cell.capacity_blocks,
@@ -95,11 +93,7 @@ class ReplayResult:
             "ghost_blocks": self.ghost_blocks,
             "accesses": self.accesses,
             "seconds": self.seconds,
-            "hit_tokens_per_request": {
-                "p10": self.hit_tokens_p10,
-                "p50": self.hit_tokens_p50,
-                "p90": self.hit_tokens_p90,
-            },
+            "hit_tokens_per_request": self.hit_tokens_percentiles,
             "queue_moves": self.queue_moves,
             "moves_per_access": self.moves_per_access,
         }
@@ -148,18 +142,16 @@ def replay(
         accesses=trace.blocks,
         queue_moves=policy.moves,
         seconds=seconds,
-        hit_tokens_p10=percentile(ranked, 10),
-        hit_tokens_p50=percentile(ranked, 50),
-        hit_tokens_p90=percentile(ranked, 90),
+        hit_tokens_percentiles={
+            f"p{percent}": percentile(ranked, percent) for percent in (10, 50, 90)
+        },
         per_request=(prompt_tokens, hit_tokens) if per_request else None,
     )
 
 
 def percentile(ranked: Sequence[int], percent: int) -> int:
-    """The nearest rank: the first of the ascending values with `percent` % at or below it.
-
-    0 when there are none.
-    """
+    """The nearest rank: the first of the ascending values with `percent` % at or below it; 0 if
+    there are none."""
     return ranked[max(0, -(-len(ranked) * percent // 100) - 1)] if ranked else 0
 
 
@@ -174,10 +166,9 @@ def replay_all(
 ) -> list[ReplayResult]:
     """Replay every cell, in up to `jobs` processes; the results are in the cells' order.
 
-    `on_result` is called here for each as it is done. The processes are spawned and map one
-    copy of the trace, from a temporary folder that is gone on return; where the whole work
-    is too little for that, or `jobs` is 1, all is done in this process. (Scripts that spawn
-    must be importable, behind `if __name__ == "__main__"`.)
+    `on_result` is called in this process for each result. The processes are spawned and map one
+    copy of the trace from a temporary folder. With little work, or with `jobs` 1, all replays run
+    in this process. (Scripts that spawn must be importable, behind `if __name__ == "__main__"`.)
     """
     workers = min(jobs, len(cells), trace.blocks * len(cells) // _WORTH_A_PROCESS + 1)
     if workers <= 1:
@@ -206,17 +197,17 @@ def replay_all(
 
 
 def available_jobs() -> int:
-    """How many processes this one may keep busy."""
+    """The number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-#: in a worker: the trace that all its replays share
+#: In a worker process: the trace that all its replays share.
 _worker_trace: TraceColumns | None = None
 
 
 def _start_worker(folder: str) -> None:
     global _worker_trace
-    # Ctrl-C is the parent's: it stops handing out work and waits for what is running.
+    # The parent handles Ctrl-C: it hands out no more work and waits for what is running.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _worker_trace = TraceColumns.map(Path(folder))
 

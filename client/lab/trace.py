@@ -4,33 +4,25 @@
 
 `timestamp` is the arrival in milliseconds, the lengths are tokens, and `hash_ids` has one id
 per block of the prompt, the last of which may be partial. An id stands for its block *and
-everything before it*: two prompts that share ids share that prefix. No prompt text is in it.
+everything before it*: two prompts that share ids share that prefix. A trace has no prompt text.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
-import sys
+import mmap
+from array import array
 from collections.abc import Generator, Iterable, Iterator
-from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any, ClassVar, TypeAlias
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .source import STDIN, RequestReader, TraceError, display_name
+from .trace_file import LineSource, TraceError, display_name, open_output
 
-__all__ = [
-    "Request",
-    "TraceError",
-    "TraceReader",
-    "read_trace",
-    "write_trace",
-]
-
-#: Fields fit into a signed 64-bit integer, like everywhere else.
+#: Fields fit into a signed 64-bit integer.
 MAX_FIELD = (1 << 63) - 1
 
 
@@ -44,16 +36,82 @@ class Request:
     hash_ids: tuple[int, ...]
 
 
+class RequestReader:
+    """The base of readers of request files, which are streamed. Counts requests and bad pieces."""
+
+    #: The name of one bad piece of the file.
+    UNIT: ClassVar[str]
+
+    def __init__(self, path: Path | str, limit: int | None, skip_bad: bool) -> None:
+        if limit is not None and limit < 0:
+            raise ValueError(f"the limit must not be negative, got {limit}")
+        self.path = str(path)
+        self.limit = limit
+        self.skip_bad = skip_bad
+        self.requests = 0
+        #: Pieces skipped because of `skip_bad`, and the error that the first would have raised.
+        self.bad = 0
+        self.first_bad: TraceError | None = None
+        self._source = LineSource(path)
+        self.total_bytes = self._source.total_bytes
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the file (as stored, compressed or not) read so far."""
+        return self._source.consumed_bytes
+
+    def warnings(self) -> list[str]:
+        """What a user of the result should know about the input, one sentence each."""
+        if self.first_bad is None:
+            return []
+        units = self.UNIT if self.bad == 1 else f"{self.UNIT}s"
+        return [f"{self.bad:,} bad {units} skipped; the first: {self.first_bad}"]
+
+    def __iter__(self) -> Iterator[Request]:
+        self._begin()
+        if self.limit == 0:
+            return
+        with closing(self._read()) as requests:
+            for request in requests:
+                self.requests += 1
+                yield request
+                if self.requests == self.limit:
+                    return
+        if not self.requests:
+            problem = "no request in it"
+            if self.first_bad is not None:
+                problem += f", all {self.UNIT}s are bad; the first: {self.first_bad}"
+            raise TraceError(self.path, 0, problem)
+
+    def _read(self) -> Generator[Request, None, None]:
+        """All requests of the file. Calls `_bad` for each bad piece."""
+        raise NotImplementedError
+
+    def _begin(self) -> None:
+        self.requests = self.bad = 0
+        self.first_bad = None
+
+    def _bad(self, error: TraceError) -> None:
+        if not self.skip_bad:
+            raise error
+        self.bad += 1
+        self.first_bad = self.first_bad or error
+
+
 class TraceReader(RequestReader):
     """The requests of a trace file, streamed: memory does not grow with the file.
 
+    The file is plain, gzip or zstd, detected by content; `-` is standard input. Reads at most
+    `limit` requests. `skip_bad` counts bad lines instead of raising `TraceError`. `block_tokens`
+    only serves to count lengths that disagree with the ids.
+
     Iterating counts, from zero each time:
 
-    - `requests`: what was yielded;
-    - `bad`: lines skipped because of `skip_bad` (a compressed file that is cut short
-      counts as one); `first_bad` is the error that the first of them would have raised;
-    - `length_mismatches`: requests whose `input_length` does not need exactly as many blocks
-      as they have ids. Legal: `warnings()` says it once.
+    - `requests`: the requests yielded;
+    - `bad`: lines skipped because of `skip_bad` (a truncated compressed file counts as one);
+      `first_bad` is the error that the first of them would have raised;
+    - `length_mismatches`: requests whose number of ids is not that of the blocks that their
+      `input_length` fills. Legal; `warnings()` mentions it once.
 
     Raises `TraceError` at the first bad line unless `skip_bad`, and always when the file
     cannot be opened or holds no request at all.
@@ -75,22 +133,6 @@ class TraceReader(RequestReader):
         self.block_tokens = block_tokens
         self.length_mismatches = 0
 
-    def __iter__(self) -> Iterator[Request]:
-        self._begin()
-        self.length_mismatches = 0
-        if self.limit == 0:
-            return
-        block_tokens = self.block_tokens
-        with closing(self._parsed()) as parsed:
-            for request in parsed:
-                self.requests += 1
-                if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                    self.length_mismatches += 1
-                yield request
-                if self.requests == self.limit:
-                    return
-        self._end()
-
     def warnings(self) -> list[str]:
         notes = super().warnings()
         if self.length_mismatches:
@@ -101,41 +143,29 @@ class TraceReader(RequestReader):
             )
         return notes
 
-    def _parsed(self) -> Generator[Request, None, None]:
-        # Closed at once when a line is bad, and not when the error is forgotten.
+    def _begin(self) -> None:
+        super()._begin()
+        self.length_mismatches = 0
+
+    def _read(self) -> Generator[Request, None, None]:
+        block_tokens = self.block_tokens
+        # `closing` closes the file as soon as a line is bad, not when the error is forgotten.
         with closing(iter(self._source)) as lines:
-            while True:
-                try:
-                    number, line = next(lines)
-                except StopIteration:
-                    return
-                except TraceError as error:
-                    if not error.line_number:
-                        raise
-                    # Damaged compression: the lines before it are whole, after it comes nothing.
-                    self._bad(error)
-                    return
-                try:
-                    request = _parse(line)
-                except ValueError as error:
-                    self._bad(TraceError(self.path, number, str(error)))
-                else:
+            try:
+                for number, line in lines:
+                    try:
+                        request = _parse(line)
+                    except ValueError as error:
+                        self._bad(TraceError(self.path, number, str(error)))
+                        continue
+                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                        self.length_mismatches += 1
                     yield request
-
-
-def read_trace(
-    path: Path | str,
-    *,
-    limit: int | None = None,
-    skip_bad: bool = False,
-    block_tokens: int = DEFAULT_BLOCK_TOKENS,
-) -> TraceReader:
-    """Read a trace: plain, gzip or zstd by content, `-` for standard input.
-
-    At most `limit` requests; `skip_bad` counts bad lines instead of raising `TraceError`;
-    `block_tokens` only serves to count lengths that disagree with the ids.
-    """
-    return TraceReader(path, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+            except TraceError as error:
+                if not error.line_number:
+                    raise
+                # Damaged compression: the lines before it are whole, nothing follows.
+                self._bad(error)
 
 
 def write_trace(path: Path | str, requests: Iterable[Request]) -> int:
@@ -161,39 +191,6 @@ def format_request(request: Request) -> bytes:
     ).encode()
 
 
-@contextmanager
-def open_output(path: Path | str) -> Iterator[IO[bytes]]:
-    """Open a file for writing bytes, compressed by its suffix; `-` is standard output."""
-    if str(path) == STDIN:
-        yield sys.stdout.buffer
-        sys.stdout.buffer.flush()
-        return
-    try:
-        with Path(path).open("wb") as raw, _compressing(raw, Path(path)) as file:
-            yield file
-    except OSError as error:
-        problem = (error.strerror or str(error)).lower()
-        raise TraceError(path, 0, f"cannot be written: {problem}") from None
-
-
-@contextmanager
-def _compressing(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
-    if path.suffix == ".gz":
-        # No name and no time in the header: the same requests give the same bytes.
-        with gzip.GzipFile(filename="", mode="wb", fileobj=raw, mtime=0) as packed:
-            yield cast(IO[bytes], packed)
-    elif path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            problem = "writing zstd needs `pip install 'prefixd[zstd]'`"
-            raise TraceError(path, 0, problem) from None
-        with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as stream:
-            yield stream
-    else:
-        yield raw
-
-
 def _parse(line: bytes | None) -> Request:
     """One line as a request; ValueError with a sentence about what is wrong with it."""
     if line is None:
@@ -208,9 +205,8 @@ def _parse(line: bytes | None) -> Request:
         raise ValueError(f"the line is not usable JSON ({error})") from None
     if not isinstance(record, dict):
         raise ValueError("the line is not a JSON object")
-    ids = record.get("hash_ids")
+    ids = _field(record, "hash_ids")
     if not isinstance(ids, list):
-        _missing(record, "hash_ids")
         raise ValueError("hash_ids is not a list")
     if not set(map(type, ids)) <= {int}:
         index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
@@ -223,32 +219,154 @@ def _parse(line: bytes | None) -> Request:
     )
 
 
-def _count(record: dict[str, Any], field: str) -> int:
-    value = record.get(field)
-    if type(value) is not int:  # bool is an int, and no count
-        _missing(record, field)
-        raise ValueError(f"{field} is not an integer: {_quoted(value)}")
-    if not 0 <= value <= MAX_FIELD:
-        raise ValueError(f"{field} is {'negative' if value < 0 else 'too large'}: {value}")
+def _field(record: dict[str, Any], name: str) -> Any:
+    if name not in record:
+        raise ValueError(f"{name} is missing")
+    return record[name]
+
+
+def _count(record: dict[str, Any], name: str) -> int:
+    value = _field(record, name)
+    if type(value) is not int:  # not isinstance: bool is an int, and no count
+        raise ValueError(f"{name} is not an integer: {_quoted(value)}")
+    _check_range(name, value)
     return value
 
 
 def _milliseconds(record: dict[str, Any]) -> int:
-    value = record.get("timestamp")
-    # Some exporters write fractions of a millisecond; an infinity and NaN are neither.
+    value = _field(record, "timestamp")
+    # Some exporters write fractions of a millisecond. Infinity and NaN are refused.
     if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-        _missing(record, "timestamp")
         raise ValueError(f"timestamp is not a number of milliseconds: {_quoted(value)}")
-    if not 0 <= value <= MAX_FIELD:
-        raise ValueError(f"timestamp is {'negative' if value < 0 else 'too large'}: {value}")
+    _check_range("timestamp", value)
     return round(value)
 
 
-def _missing(record: dict[str, Any], field: str) -> None:
-    if field not in record:
-        raise ValueError(f"{field} is missing")
+def _check_range(name: str, value: float) -> None:
+    if not 0 <= value <= MAX_FIELD:
+        raise ValueError(f"{name} is {'negative' if value < 0 else 'too large'}: {value}")
 
 
 def _quoted(value: object) -> str:
     text = json.dumps(value)
     return text if len(text) <= 40 else text[:37] + "..."
+
+
+_Column: TypeAlias = "array[int] | memoryview[int]"
+
+
+def tokens_of_blocks(blocks: int, input_length: int, block_tokens: int) -> list[int]:
+    """The tokens of each block of a prompt; the last ones may have fewer, or none."""
+    full, rest = divmod(input_length, block_tokens)
+    if blocks <= full:
+        return [block_tokens] * blocks
+    return [block_tokens] * full + [rest] + [0] * (blocks - full - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceSummary:
+    """A trace in numbers. `infinite_hit_tokens` is what a cache without limits would hit."""
+
+    requests: int
+    blocks: int
+    unique_blocks: int
+    prompt_tokens: int
+    infinite_hit_tokens: int
+
+    @property
+    def infinite_hit_rate(self) -> float:
+        return self.infinite_hit_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "infinite_hit_rate": self.infinite_hit_rate}
+
+
+class TraceColumns:
+    """The part of a trace that replays need, in columns; immutable.
+
+    4 bytes for each block reference and 16 for each request. Block ids are renumbered 0, 1, 2, ...
+    by first appearance, so they may be any integers (at most 2**32 different ones), and a block is
+    new to a request if its number is not below the number of blocks seen before.
+    """
+
+    def __init__(
+        self, blocks: _Column, ends: _Column, lengths: _Column, unique_blocks: int
+    ) -> None:
+        #: Block numbers of all requests, one after the other.
+        self._blocks = blocks
+        #: Where each request ends in `_blocks`.
+        self._ends = ends
+        #: Prompt tokens of each request.
+        self._lengths = lengths
+        self.unique_blocks = unique_blocks
+
+    @classmethod
+    def load(cls, requests: Iterable[Request]) -> TraceColumns:
+        """Pack a stream of requests. Needs memory for the columns and a table of different ids."""
+        numbers: dict[int, int] = {}
+        blocks, ends, lengths = array("I"), array("Q"), array("q")
+        for request in requests:
+            blocks.extend([numbers.setdefault(id_, len(numbers)) for id_ in request.hash_ids])
+            ends.append(len(blocks))
+            lengths.append(request.input_length)
+        return cls(blocks, ends, lengths, len(numbers))
+
+    def __len__(self) -> int:
+        """Requests."""
+        return len(self._ends)
+
+    @property
+    def blocks(self) -> int:
+        """Block references, repeats included."""
+        return len(self._blocks)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(self._lengths)
+
+    def __iter__(self) -> Iterator[tuple[list[int], int]]:
+        """The requests in order: (block numbers in a new list, prompt tokens)."""
+        blocks, start = self._blocks, 0
+        for end, length in zip(self._ends, self._lengths, strict=True):
+            yield blocks[start:end].tolist(), length
+            start = end
+
+    def summary(self, block_tokens: int) -> TraceSummary:
+        """Count everything, and the hits of a cache without limits."""
+        hit_tokens = known = 0
+        for blocks, length in self:
+            hits = 0
+            for block in blocks:
+                if block >= known:
+                    break
+                hits += 1
+            hit_tokens += min(hits * block_tokens, length)
+            known = max(known, max(blocks, default=-1) + 1)
+        return TraceSummary(
+            len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
+        )
+
+    def save(self, folder: Path) -> None:
+        """Write the columns into a folder, for `map` in another process."""
+        (folder / "blocks").write_bytes(self._blocks)
+        (folder / "ends").write_bytes(self._ends)
+        (folder / "lengths").write_bytes(self._lengths)
+        (folder / "unique_blocks").write_text(str(self.unique_blocks))
+
+    @classmethod
+    def map(cls, folder: Path) -> TraceColumns:
+        """The columns in a folder, mapped: processes share one copy in the page cache."""
+        return cls(
+            _mapped(folder / "blocks").cast("I"),
+            _mapped(folder / "ends").cast("Q"),
+            _mapped(folder / "lengths").cast("q"),
+            int((folder / "unique_blocks").read_text()),
+        )
+
+
+def _mapped(path: Path) -> memoryview:
+    if not path.stat().st_size:
+        return memoryview(b"")
+    with path.open("rb") as file:
+        # The view keeps the mapping alive; both go when the columns go.
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

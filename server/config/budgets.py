@@ -1,4 +1,4 @@
-"""What each tier gets on a machine, and why: the step that leaves nothing `auto`."""
+"""Resolves `auto`: the budget that each tier gets on this machine, and why."""
 
 from __future__ import annotations
 
@@ -15,47 +15,46 @@ from .options import Config, Disk, Ram, Shm, TierSection
 from .values import parse_shares
 
 _MIB: Final = 2**20
-#: What `auto` takes of the disk at most.
+#: The largest disk budget that `auto` chooses.
 AUTO_DISK_BYTES: Final = 64 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier, with nothing left open. `budget_bytes` 0: there is no such tier."""
+    """One tier without `auto`. There is no such tier when `budget_bytes` is 0."""
 
     tier: Tier
     budget_bytes: int
-    #: why it is as large as it is
+    #: Why the budget has this size, for people.
     why: str
     policy: str
     max_entries: int
-    #: bytes of one slab of the arena
     slab_bytes: int = 0
-    #: what saves under way may have reserved; 0: not bounded
+    #: What saves in flight may reserve; 0: no limit.
     max_in_flight_bytes: int = 0
     directory: Path | None = None
-    #: what the tier can be given before a restart; no less than `budget_bytes`
+    #: The largest budget without a restart; at least `budget_bytes`.
     max_budget_bytes: int = 0
-    #: what namespaces are sure of, in bytes; together no more than `budget_bytes`
+    #: Guaranteed bytes by namespace; together at most `budget_bytes`.
     shares: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A configuration in which nothing is `auto` any more: what each tier gets on this machine."""
+    """A configuration without `auto`: what each tier gets on this machine."""
 
     config: Config
     all_tiers: dict[Tier, TierPlan]
-    #: what is likely a mistake, and yet no reason not to start
+    #: Likely mistakes that do not prevent a start.
     warnings: tuple[str, ...]
 
     @property
     def tiers(self) -> dict[Tier, TierPlan]:
-        """The tiers that exist: those with a budget."""
+        """The tiers that have a budget."""
         return {tier: plan for tier, plan in self.all_tiers.items() if plan.budget_bytes}
 
     def describe(self) -> list[str]:
-        """One line per tier: what it gets and why."""
+        """One line per tier: its budget and why."""
         lines = []
         for plan in self.all_tiers.values():
             size = format_bytes(plan.budget_bytes) if plan.budget_bytes else "off"
@@ -65,8 +64,8 @@ class Plan:
 
 
 def resolve(config: Config, machine: Machine) -> Plan:
-    """What the tiers get on this machine. Changes nothing. Raises ConfigError for shares that are
-    more than the machine gives their tier."""
+    """Decide every budget. Changes nothing. Raises ConfigError for shares that add up to more than
+    their tier gets."""
     ram, shm = _plan_ram(config.ram, machine), _plan_shm(config.shm, machine)
     tiers = (ram, shm, _plan_disk(config.disk, machine))
     for plan in tiers:
@@ -79,8 +78,8 @@ def resolve(config: Config, machine: Machine) -> Plan:
     return Plan(config, {plan.tier: plan for plan in tiers}, tuple(_warnings(*tiers, machine)))
 
 
-def _share(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) -> tuple[int, str]:
-    """The configured budget, or the least of the `choices` in whole MiB; in whole slabs."""
+def _budget(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) -> tuple[int, str]:
+    """The configured budget in whole slabs, or the smallest of `choices` in whole MiB; and why."""
     if isinstance(budget_bytes, int):
         whole_bytes = budget_bytes // slab_bytes * slab_bytes
         rounded = "" if whole_bytes == budget_bytes else f", in whole {format_bytes(slab_bytes)}"
@@ -92,9 +91,9 @@ def _share(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) 
 def _plan(
     tier: Tier, options: TierSection, choices: Sequence[tuple[int, str]], **more: Any
 ) -> TierPlan:
-    """`choices`: what `auto` comes to, the least of them; `more`: what other tiers have not."""
+    """`auto` takes the smallest of `choices`. `more`: fields that not every tier has."""
     slab_bytes = options.slab_bytes
-    budget_bytes, why = _share(options.budget_bytes, slab_bytes, *choices)
+    budget_bytes, why = _budget(options.budget_bytes, slab_bytes, *choices)
     return TierPlan(
         tier,
         budget_bytes,
@@ -115,9 +114,9 @@ def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
 
 
 def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
-    # The budget has to come out the same at the next start, because an arena that shrinks is a
-    # new one and loses its entries: so it depends on sizes, and on what is free (what the
-    # directory holds included) only where that is scarce.
+    # The budget has to be the same at the next start, because an arena that shrinks loses its
+    # entries. So it depends on sizes, and on free space (plus what the directory holds) only where
+    # that is scarce.
     free_bytes = machine.available_bytes + machine.shm_held_bytes
     size, room = format_bytes(machine.shm_size_bytes), format_bytes(machine.shm_room_bytes)
     place = shm.directory.parent
@@ -136,8 +135,13 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
         (AUTO_DISK_BYTES, "the most that is taken unasked"),
         (machine.disk_room_bytes // 4, f"25% of {room} of room on its file system"),
     )
-    own = {"directory": disk.directory, "max_in_flight_bytes": disk.max_in_flight_bytes}
-    return _plan(Tier.DISK, disk, choices, **own)
+    return _plan(
+        Tier.DISK,
+        disk,
+        choices,
+        directory=disk.directory,
+        max_in_flight_bytes=disk.max_in_flight_bytes,
+    )
 
 
 def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Loads the configuration of the daemon, or refuses it with every wrong key at once."""
+"""Loads the configuration of the daemon, or refuses it and lists every wrong option at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, resolve
 from .machine import Machine
-from .options import Config, TierSection
+from .options import Config, Server, Shared, TierSection
 from .sources import Given, Option
 from .values import parse_shares
 
@@ -58,14 +58,14 @@ SIZE: 8GiB, 512MiB, 4096 (bytes). DURATION: 60s, 500ms, 1h30m."""
 
 
 def print_config() -> str:
-    """A commented TOML file of all defaults."""
+    """A TOML file with every option, its description and its default."""
     return sources.template(Config, _TITLE)
 
 
 def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
-    """Where things are that are not configured. Nothing is created.
+    """The socket and the directories that are used unless configured. Creates nothing.
 
-    A systemd unit with RuntimeDirectory= and StateDirectory= says so in the environment.
+    For a unit with RuntimeDirectory= and StateDirectory=, systemd sets them in the environment.
     """
     if env.get("STATE_DIRECTORY"):
         state = env["STATE_DIRECTORY"]
@@ -127,29 +127,23 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
 
 
 def _unusable(config: Config, plan: Plan) -> Iterator[str]:
-    """Directories that a start could not write to, and files that it could not read. Creates
+    """Directories that the daemon could not write to and files that it could not read. Creates
     nothing."""
-    server, shared = config.server, config.shared
-    files = {
-        f"server.{name}": getattr(server, name)
-        for name in ("tls_cert", "tls_key", "tls_client_ca", "tokens")
-    }
-    files["shared.peer_ca"] = shared.peer_ca
-    files["shared.peer_token_file"] = shared.peer_token_file
-    for option, file in files.items():
+    for name, option in sources.options(Config).items():
+        file = option.value_in(config) if option.kind.metavar == "FILE" else ""
         if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
-            yield f"{option}: {file} is no file that the user {os.geteuid()} can read"
+            yield f"{name}: {file} is no file that the user {os.geteuid()} can read"
     socket = socket_path(config.server.address)
     directories = {"server.address": socket.parent if socket else None}
     for tier, tier_plan in plan.tiers.items():
         directories[f"{tier.label}.directory"] = tier_plan.directory
-    for option, directory in directories.items():
+    for name, directory in directories.items():
         if directory is not None and (why := _not_writable(directory)):
-            yield f"{option}: {why}"
+            yield f"{name}: {why}"
 
 
 def _not_writable(directory: Path) -> str:
-    """Why nothing can be written there, or made there if it does not exist; empty: it can."""
+    """Why the directory can't be written to, or created if it does not exist; empty if it can."""
     place = directory
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -166,8 +160,8 @@ def _not_writable(directory: Path) -> str:
 def _validate(
     given: Mapping[str, Given], places: Mapping[str, str]
 ) -> tuple[Config, dict[str, str]]:
-    """The configuration with its wrong keys left out, and a sentence for each of those."""
-    known = {o.path: o for _, _, options in sources.sections(Config) for o in options}
+    """The configuration without its wrong options, and a sentence for each of those."""
+    known = sources.options(Config)
     wrong = {
         path: _complaint(path, entry, _unknown(path, list(known)))
         for path, entry in given.items()
@@ -188,12 +182,12 @@ def _validate(
                 entry = given.get(path) or Given(places[path], "the defaults of this machine")
                 wrong.setdefault(path, _complaint(path, entry, _reason(error, known[path])))
             if len(wrong) == before or wrong.keys() & places.keys() - given.keys():
-                # A default is wrong, or no wrong key was found: no configuration is left to look
-                # at.
+                # A default is wrong, or no wrong option was found: there is no configuration to
+                # examine further.
                 sources.refuse(list(wrong.values()))
 
 
-#: In a URL. What is complained of may be just that it is there.
+#: A password in a URL. The complaint may be that there is one, so it must not be shown.
 _PASSWORD: Final = re.compile(r"(//[^/@:]*:)[^/@]*@")
 
 
@@ -224,50 +218,14 @@ def _reason(error: ErrorDetails, option: Option) -> str:
 
 
 def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Options that are right by themselves and wrong together: which, and why."""
-    server, sessions = config.server, config.sessions
-    secured = server.tls_cert and (server.tokens or server.tls_client_ca)
-    lack = "nobody is asked who they are" if server.tls_cert else "nothing is encrypted"
-    if server.tcp and not secured and not server.allow_remote and not _is_loopback(server.tcp):
-        yield (
-            ("server.tcp", "server.allow_remote"),
-            f"{server.tcp} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
-            "set tls_cert, tls_key and tokens, or say allow_remote = true",
-        )
-    if bool(server.tls_cert) != bool(server.tls_key):
-        yield ("server.tls_cert", "server.tls_key"), "one of them is set, and TLS needs both"
-    for name in ("tls_client_ca", "tokens"):
-        if getattr(server, name) and not server.tls_cert:
-            yield (f"server.{name}", "server.tls_cert"), "they need TLS; nothing else protects them"
-    if server.tls_cert and not server.tcp:
-        yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
-    explicit = server.data if server.data != "auto" else ""
-    if explicit and not secured and not server.allow_remote and not _is_loopback(explicit):
-        yield (
-            ("server.data", "server.allow_remote"),
-            f"{explicit} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
-            "set tls_cert, tls_key and tokens, or say allow_remote = true",
-        )
-    shared = config.shared
-    if shared.payloads == "nodes" and bool(server.tls_cert) != bool(shared.peer_ca):
-        yield (
-            ("shared.peer_ca", "server.tls_cert"),
-            "one of them is set: nodes that read from each other all serve TLS, or none does",
-        )
-    if shared.peer_token_file and not shared.peer_ca:
-        yield (
-            ("shared.peer_token_file", "shared.peer_ca"),
-            "it needs TLS; nothing else protects it",
-        )
-    if explicit and not server.tcp:
-        yield (
-            ("server.data", "server.tcp"),
-            f"clients learn of {explicit} over TCP only, and there is none: say where with tcp",
-        )
+    """Options that are valid by themselves and wrong together: their names, and why."""
+    yield from _tcp_conflicts(config.server, config.shared)
+    yield from _tier_conflicts(config)
+    server, pressure, sessions = config.server, config.pressure, config.sessions
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (
             ("server.admin_address", "server.address"),
-            f"{server.operators()} is where workers are served; operators need a socket apart",
+            f"workers are served at {server.operators()}; operators need a socket of their own",
         )
     if server.staging_bytes > server.staging_total_bytes:
         yield (
@@ -275,38 +233,6 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"{format_bytes(server.staging_bytes)} for one client are more than the "
             f"{format_bytes(server.staging_total_bytes)} for all",
         )
-    listening = (("tcp", server.tcp), ("data", explicit), ("metrics", server.metrics))
-    for (one, at), (other, there) in combinations(listening, 2):
-        if at and at == there and not at.endswith(":0"):
-            yield (f"server.{one}", f"server.{other}"), f"both are {at}"
-    if isinstance(config.disk.budget_bytes, int) and 0 < config.disk.budget_bytes < MIN_SLAB_BYTES:
-        yield ("disk.budget",), f"{format_bytes(config.disk.budget_bytes)} do not hold one page"
-    for name, tier in (("ram", config.ram), ("shm", config.shm)):
-        if isinstance(tier.budget_bytes, int) and 0 < tier.budget_bytes < tier.slab_bytes:
-            yield (
-                (f"{name}.budget", f"{name}.slab"),
-                f"a budget of {format_bytes(tier.budget_bytes)} does not hold one slab of "
-                f"{format_bytes(tier.slab_bytes)}",
-            )
-    for name in ("ram", "shm", "disk"):
-        section: TierSection = getattr(config, name)
-        shares_bytes = sum(parse_shares(section.shares).values())
-        if shares_bytes and not server.tokens:
-            yield (
-                (f"{name}.shares", "server.tokens"),
-                "shares are for namespaces, and there is no token that is of one",
-            )
-        if isinstance(section.budget_bytes, int) and shares_bytes > section.budget_bytes:
-            yield (
-                (f"{name}.shares", f"{name}.budget"),
-                f"the shares add up to {format_bytes(shares_bytes)}, and the tier has "
-                f"{format_bytes(section.budget_bytes)}",
-            )
-    if not any(tier.budget_bytes for tier in (config.ram, config.shm, config.disk)):
-        yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
-    if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
-        yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
-    pressure = config.pressure
     if pressure.low_watermark >= pressure.high_watermark:
         yield (
             ("pressure.low_watermark", "pressure.high_watermark"),
@@ -320,6 +246,77 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
             f"a lease of {format_duration(sessions.claim_lease_ns)} would run out between the "
             f"heartbeats of a living client; at least {format_duration(lost_after_ns)}",
         )
+
+
+def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, ...], str]]:
+    data = server.data if server.data != "auto" else ""
+    secured = server.tls_cert and (server.tokens or server.tls_client_ca)
+    lack = "clients are not authenticated" if server.tls_cert else "nothing is encrypted"
+    for option, address in (("server.tcp", server.tcp), ("server.data", data)):
+        if address and not secured and not server.allow_remote and not _is_loopback(address):
+            yield (
+                (option, "server.allow_remote"),
+                f"{address} can be reached from other machines, and {lack}; listen on 127.0.0.1, "
+                "set tls_cert, tls_key and tokens, or say allow_remote = true",
+            )
+    if bool(server.tls_cert) != bool(server.tls_key):
+        yield ("server.tls_cert", "server.tls_key"), "one of them is set, and TLS needs both"
+    for name in ("tls_client_ca", "tokens"):
+        if getattr(server, name) and not server.tls_cert:
+            yield (f"server.{name}", "server.tls_cert"), "they need TLS; nothing else protects them"
+    if server.tls_cert and not server.tcp:
+        yield ("server.tls_cert", "server.tcp"), "TLS is for TCP, which is switched off"
+    if shared.payloads == "nodes" and bool(server.tls_cert) != bool(shared.peer_ca):
+        yield (
+            ("shared.peer_ca", "server.tls_cert"),
+            "one of them is set: nodes that read from each other all serve TLS, or none does",
+        )
+    if shared.peer_token_file and not shared.peer_ca:
+        yield (
+            ("shared.peer_token_file", "shared.peer_ca"),
+            "it needs TLS; nothing else protects it",
+        )
+    if data and not server.tcp:
+        yield (
+            ("server.data", "server.tcp"),
+            f"clients learn of {data} over TCP only, and there is none: say where with tcp",
+        )
+    listening = (("tcp", server.tcp), ("data", data), ("metrics", server.metrics))
+    for (one, at), (other, there) in combinations(listening, 2):
+        if at and at == there and not at.endswith(":0"):
+            yield (f"server.{one}", f"server.{other}"), f"both are {at}"
+
+
+def _tier_conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
+    tiers: dict[str, TierSection] = {name: getattr(config, name) for name in ("ram", "shm", "disk")}
+    for name, tier in tiers.items():
+        budget_bytes = tier.budget_bytes
+        shares_bytes = sum(parse_shares(tier.shares).values())
+        if shares_bytes and not config.server.tokens:
+            yield (
+                (f"{name}.shares", "server.tokens"),
+                "shares are for namespaces of tokens, and there are no tokens",
+            )
+        if not isinstance(budget_bytes, int):
+            continue
+        if name == "disk" and 0 < budget_bytes < MIN_SLAB_BYTES:
+            yield ("disk.budget",), f"{format_bytes(budget_bytes)} do not hold one page"
+        if name != "disk" and 0 < budget_bytes < tier.slab_bytes:
+            yield (
+                (f"{name}.budget", f"{name}.slab"),
+                f"a budget of {format_bytes(budget_bytes)} does not hold one slab of "
+                f"{format_bytes(tier.slab_bytes)}",
+            )
+        if shares_bytes > budget_bytes:
+            yield (
+                (f"{name}.shares", f"{name}.budget"),
+                f"the shares add up to {format_bytes(shares_bytes)}, and the tier has "
+                f"{format_bytes(budget_bytes)}",
+            )
+    if not any(tier.budget_bytes for tier in tiers.values()):
+        yield ("ram.budget", "shm.budget", "disk.budget"), "all are 0: there would be no tier"
+    if os.path.realpath(config.shm.directory) == os.path.realpath(config.disk.directory):
+        yield ("shm.directory", "disk.directory"), f"both are {config.shm.directory}"
 
 
 def _is_loopback(address: str) -> bool:

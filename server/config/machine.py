@@ -1,37 +1,44 @@
-"""What the machine has to give: memory, room in /dev/shm, room on disk."""
+"""What the machine offers: memory, room in /dev/shm and on disk; and how much memory is in use.
+
+`Machine` is read once, at the start; a `Source` (`pressure.source`) again and again."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeAlias
 
-#: A cgroup without a limit says `max` (v2) or a number beyond any memory (v1).
+from ...proto.errors import ConfigError
+
+#: A cgroup without a limit reports `max` (v2) or a number beyond any memory (v1).
 _NO_LIMIT_BYTES: Final = 2**60
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Facts in bytes, as they are at a start. A test makes its own."""
+    """Sizes at the start of the daemon, in bytes."""
 
-    #: all memory that this process may ever use: of the machine, or of its cgroup
+    #: All memory that this process may use: the machine's, or the limit of its cgroup.
     memory_bytes: int
-    #: what of it is free, or would be at once
+    #: The part of it that is free, or that the kernel can free at once.
     available_bytes: int
-    #: size of the file system of the shm directory
+    #: Size of the file system of the shm directory.
     shm_size_bytes: int
-    #: what the directories of the tiers could take, what they hold already included
+    #: Free space for the tiers, plus what their directories hold already.
     shm_room_bytes: int
     disk_room_bytes: int
-    #: what the shm directory holds already: memory, though not available
+    #: What the shm directory holds already. It is memory, but not counted as available.
     shm_held_bytes: int
 
     @classmethod
     def probe(cls, shm_directory: Path, disk_directory: Path, root: Path = Path("/")) -> Machine:
-        """Look at this machine. `root` is where its `proc` and `sys` are."""
+        """Read this machine's sizes. `root` is where `proc` and `sys` are mounted."""
         facts = meminfo(root)
         memory_bytes = facts.get("MemTotal", 0)
         available_bytes = facts.get("MemAvailable", memory_bytes)
@@ -52,7 +59,7 @@ class Machine:
 
 
 def meminfo(root: Path) -> dict[str, int]:
-    """The facts of /proc/meminfo that are sizes, in bytes. Raises OSError."""
+    """The sizes in /proc/meminfo, in bytes. Raises OSError."""
     facts = {}
     for line in (root / "proc/meminfo").read_text().splitlines():
         name, _, amount = line.partition(":")
@@ -63,7 +70,7 @@ def meminfo(root: Path) -> dict[str, int]:
 
 
 def cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """Limit and use of every cgroup with a memory limit that this process is in, v2 and v1."""
+    """(limit, use) in bytes of each cgroup of this process that has a memory limit, v2 and v1."""
     sys_cgroup = root / "sys/fs/cgroup"
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -78,7 +85,7 @@ def cgroups(root: Path) -> Iterator[tuple[int, int]]:
             names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        # Inside a container the path may be the host's; what is mounted then is its own group.
+        # In a container the path may be the host's, while the mount is the container's own group.
         group = top / path.strip("/")
         for place in (group, *group.parents):
             if place.is_relative_to(top):
@@ -98,7 +105,7 @@ def _limited(group: Path, limit: str, usage: str, reclaimable: str) -> Iterator[
 
 
 def _file_system_bytes(directory: Path) -> tuple[int, int]:
-    """Size and free bytes of the file system that the directory is, or will be, on."""
+    """Size and free bytes of the file system of the directory, which need not exist yet."""
     for place in (directory, *directory.parents):
         with suppress(OSError):
             system = os.statvfs(place)
@@ -107,10 +114,90 @@ def _file_system_bytes(directory: Path) -> tuple[int, int]:
 
 
 def _held_bytes(directory: Path) -> int:
-    """What the files in the directory and below take of their device."""
+    """Bytes that the files in the directory and below occupy on their device."""
     held_bytes = 0
     for folder, _, files in os.walk(directory):
         for file in files:
             with suppress(OSError):
                 held_bytes += Path(folder, file).lstat().st_blocks * 512
     return held_bytes
+
+
+# ---- sources of memory pressure
+
+#: Returns used bytes, total bytes, and the share of the last seconds in which tasks waited for
+#: memory.
+Source: TypeAlias = Callable[[], tuple[int, int, float]]
+
+_SOME_10S: Final = re.compile(r"^some avg10=([0-9.]+)", re.MULTILINE)
+
+
+def make_source(name: str, root: Path = Path("/")) -> Source | None:
+    """The source of that name; None for "none". `root` is where `proc` and `sys` are mounted.
+
+    Raises ConfigError for a source that does not work on this machine or can't be imported.
+    """
+    if name == "none":
+        return None
+    if name not in _OWN_SOURCES:
+        return _imported(name)
+    source = partial(_OWN_SOURCES[name], root)
+    try:
+        source()
+    except (OSError, ValueError) as problem:
+        raise ConfigError(f"pressure.source = {name!r}: {problem}") from None
+    return source
+
+
+def _system(root: Path) -> tuple[int, int, float]:
+    """The machine's memory without what the kernel can free at once (MemAvailable), and its PSI."""
+    facts = meminfo(root)
+    if "MemTotal" not in facts or "MemAvailable" not in facts:
+        raise ValueError(f"{root / 'proc/meminfo'} does not say how much memory is available")
+    used_bytes = max(0, facts["MemTotal"] - facts["MemAvailable"])
+    return used_bytes, facts["MemTotal"], _stalled(root / "proc/pressure/memory")
+
+
+def _cgroup(root: Path) -> tuple[int, int, float]:
+    """Of this process's groups, the one nearest to its limit. Like kubelet, this counts as used
+    what the kernel can't drop at once."""
+    limited = list(cgroups(root))
+    if not limited:
+        raise ValueError("no cgroup of this process has a memory limit; try 'system'")
+    total_bytes, used_bytes = max(limited, key=lambda group: group[1] / max(1, group[0]))
+    return max(0, used_bytes), total_bytes, _stalled(_own_group(root) / "memory.pressure")
+
+
+_OWN_SOURCES: Final = {"system": _system, "cgroup": _cgroup}
+
+
+def _own_group(root: Path) -> Path:
+    """The v2 group of this process. In a container the mount is its own group."""
+    top = root / "sys/fs/cgroup"
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            if line.startswith("0::"):
+                group = top / line[3:].strip("/")
+                return group if group.is_dir() else top
+    return top
+
+
+def _stalled(file: Path) -> float:
+    """The share of the last 10 s in which tasks waited; 0 on a kernel without PSI."""
+    try:
+        found = _SOME_10S.search(file.read_text())
+    except OSError:
+        return 0.0
+    return min(1.0, float(found[1]) / 100) if found else 0.0
+
+
+def _imported(name: str) -> Source:
+    """The function `module:function`, which is called without arguments on a thread of its own."""
+    module, _, function = name.partition(":")
+    try:
+        source: Source = getattr(import_module(module), function)
+    except Exception as problem:
+        raise ConfigError(f"pressure.source = {name!r}: {problem!r}") from None
+    if not callable(source):
+        raise ConfigError(f"pressure.source = {name!r}: it can't be called")
+    return source

@@ -1,9 +1,8 @@
 """Reads the options of a two-level pydantic model from a TOML file, the environment and flags.
 
-Knows nothing of what the options mean. The names are the same everywhere: `[ram] budget` in
-the file, `PREFIXD_RAM__BUDGET` in the environment, `--ram.budget` as a flag, and flags win
-over the environment, which wins over the file. Nothing is checked here but the form; every
-value keeps where it came from, so that a complaint can say so.
+An option has the same name everywhere: `[ram] budget` in the file, `PREFIXD_RAM__BUDGET` in the
+environment, `--ram.budget` as a flag. Flags win over the environment, which wins over the file.
+Only the form is checked here, not the meaning. Every value keeps its origin for error messages.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import TextWrapper
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic import BaseModel
@@ -23,7 +23,7 @@ from ...proto.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Written beside a type in `Annotated`: what its values are called and how they are shown."""
+    """How the values of a type are named and written. Goes beside the type in `Annotated`."""
 
     metavar: str
     show: Callable[[Any], str] = str
@@ -39,7 +39,7 @@ class Given:
 
 @dataclass(slots=True)
 class Sources:
-    """What was given, by dotted key, and everything whose form is wrong, in sentences."""
+    """The given values by dotted key, and a sentence for each error of form."""
 
     given: dict[str, Given] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -49,15 +49,21 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One key of the model, as people see it."""
+    """One key of the model, as users see it."""
 
     section: str
     key: str
+    #: Name of its attribute in the section.
+    attribute: str
     info: FieldInfo
 
     @property
     def path(self) -> str:
         return f"{self.section}.{self.key}"
+
+    def value_in(self, config: BaseModel) -> Any:
+        """The value of the option in an instance of the model."""
+        return getattr(getattr(config, self.section), self.attribute)
 
     @property
     def description(self) -> str:
@@ -79,16 +85,13 @@ class Option:
 
     @property
     def default(self) -> str:
-        """As it would be written in a flag; an option without a default is found out at start."""
+        """As a flag would write it. An option without a default is decided at the start."""
         return "auto" if self.info.is_required() else self.kind.show(self.info.default)
 
     @property
     def is_text(self) -> bool:
-        """Is it quoted in TOML?"""
-        return self.info.is_required() or not (
-            self.info.annotation in (int, float, bool)
-            and self.kind.metavar in ("N", "SHARE", "BOOL")
-        )
+        """Whether TOML quotes it."""
+        return self.info.is_required() or self.kind.metavar not in ("N", "SHARE", "BOOL")
 
 
 def sections(model: type[BaseModel]) -> Iterator[tuple[str, str, list[Option]]]:
@@ -97,40 +100,41 @@ def sections(model: type[BaseModel]) -> Iterator[tuple[str, str, list[Option]]]:
         section = info.annotation
         assert isinstance(section, type)
         assert issubclass(section, BaseModel)
-        options = [Option(name, f.alias or key, f) for key, f in section.model_fields.items()]
-        yield name, info.description or "", options
+        found = [Option(name, f.alias or key, key, f) for key, f in section.model_fields.items()]
+        yield name, info.description or "", found
+
+
+def options(model: type[BaseModel]) -> dict[str, Option]:
+    """Every option of a model by its dotted key."""
+    return {option.path: option for _, _, found in sections(model) for option in found}
 
 
 def template(model: type[BaseModel], title: str) -> str:
-    """A TOML file with every option at its default, each with its comment."""
+    """A TOML file with every option, its description and its default."""
     lines = [f"# {line}".rstrip() for line in title.splitlines()]
-    for name, about, options in sections(model):
+    for name, about, section in sections(model):
         lines += ["", f"# {about}", f"[{name}]"]
-        for option in options:
+        for option in section:
             value = f'"{option.default}"' if option.is_text else option.default
-            lines += [
-                "",
-                *_comment(f"{option.description} ({option.kind.metavar})"),
-                f"{option.key} = {value}",
-            ]
+            lines += ["", *_COMMENT.wrap(f"{option.description} ({option.kind.metavar})")]
+            lines.append(f"{option.key} = {value}")
     return "\n".join(lines) + "\n"
 
 
-def _comment(text: str, width: int = 98) -> Iterator[str]:
-    line = "#"
-    for word in text.split():
-        if len(line) + 1 + len(word) > width:
-            yield line
-            line = "#"
-        line += f" {word}"
-    yield line
+_COMMENT = TextWrapper(
+    98,
+    initial_indent="# ",
+    subsequent_indent="# ",
+    break_long_words=False,
+    break_on_hyphens=False,
+)
 
 
 # ---- flags
 
 
 class _Wrong(Exception):
-    """The command line makes no sense to argparse."""
+    """argparse can't parse the command line."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -139,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Store(argparse.Action):
-    """Keeps a value together with the name of the flag that it was given by."""
+    """Stores a value with the name of its flag."""
 
     def __call__(
         self,
@@ -153,14 +157,14 @@ class _Store(argparse.Action):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What a command line says of the program itself."""
+    """What the command line says about the program itself."""
 
     name: str
     version: str
     description: str
-    #: friendlier names: flag -> dotted key
+    #: Short flags: flag -> dotted key.
     flags: Mapping[str, str]
-    #: environment variables that are not named after their key: variable -> dotted key
+    #: Environment variables that are not named after their key: variable -> dotted key.
     variables: Mapping[str, str]
 
     @property
@@ -173,7 +177,8 @@ def parser(
 ) -> argparse.ArgumentParser:
     """The command line of `program`, with a group of flags for every section of `model`.
 
-    `forgiving`: a flag without its value is no error, so that it can be listed with all others.
+    `forgiving`: a flag without its value is not an error here, so that it is reported together
+    with all other errors.
     """
     nargs = "?" if forgiving else None
     made = _Parser(
@@ -204,11 +209,11 @@ def parser(
     general.add_argument(
         "--check-config",
         action="store_true",
-        help="say whether the configuration is good, and what it comes to here, and exit",
+        help="say whether the configuration is good and what each tier gets here, and exit",
     )
-    for name, about, options in sections(model):
+    for name, about, section in sections(model):
         group = made.add_argument_group(name, about)
-        for option in options:
+        for option in section:
             names = [flag for flag, path in program.flags.items() if path == option.path]
             text = f"{option.description} [{option.default or 'none'}]"
             flag_alone = "true" if option.kind.metavar == "BOOL" else None
@@ -228,7 +233,7 @@ def parser(
 def _flags(
     model: type[BaseModel], program: Program, argv: Sequence[str], found: Sources
 ) -> tuple[str | None, dict[str, Given]]:
-    """The file that was named, and what the flags say."""
+    """The name after --config, and the values of the flags."""
     given: dict[str, Given] = {}
     try:
         names, extra = parser(model, program, forgiving=True).parse_known_args(
@@ -288,8 +293,8 @@ def _file(name: str, found: Sources) -> dict[str, Given]:
 
 
 def _environment(env: Mapping[str, str], program: Program) -> dict[str, Given]:
-    """Variables with `__` in them are options. Others with our prefix are not ours to judge:
-    Kubernetes sets some of its own for every service called prefixd."""
+    """Variables with `__` in them are options. Others with the prefix are left alone: Kubernetes
+    sets some for every service called prefixd."""
     given = {
         path: Given(env[name], name) for name, path in program.variables.items() if env.get(name)
     }
@@ -303,20 +308,18 @@ def _environment(env: Mapping[str, str], program: Program) -> dict[str, Given]:
 def _one_underscore(
     model: type[BaseModel], program: Program, env: Mapping[str, str]
 ) -> Iterator[str]:
-    """Variables that would be an option with one underscore more."""
-    for _, _, options in sections(model):
-        for option in options:
-            section, key = option.section.upper(), option.key.upper()
-            name = f"{program.prefix}{section}_{key}"
-            if name in env and name not in program.variables:
-                right = f"{program.prefix}{section}__{key}"
-                yield f"{name}: two underscores are between section and key: {right}"
+    """Variables that lack the second underscore of an option."""
+    for option in options(model).values():
+        right = f"{program.prefix}{option.section}__{option.key}".upper()
+        name = right.replace("__", "_", 1)
+        if name in env and name not in program.variables:
+            yield f"{name}: two underscores are between section and key: {right}"
 
 
 def read(
     model: type[BaseModel], program: Program, argv: Sequence[str], env: Mapping[str, str]
 ) -> Sources:
-    """Everything that was given. `--help` and `--version` print and raise SystemExit."""
+    """Read all sources. `--help` and `--version` print and raise SystemExit."""
     found = Sources()
     named, flags = _flags(model, program, argv, found)
     file = named or env.get(f"{program.prefix}CONFIG")
@@ -329,7 +332,7 @@ def read(
 
 
 def refuse(problems: Sequence[str]) -> NoReturn:
-    """Raise one ConfigError that lists them all."""
+    """Raise one ConfigError that lists all problems."""
     count = len(problems)
     what = "one thing is" if count == 1 else f"{count} things are"
     raise ConfigError(

@@ -1,13 +1,13 @@
-"""Values of options as people write them: what is taken, what is refused and why, and how they
-are shown again."""
+"""The types of options: which values are valid, why others are refused, how they are written."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -31,8 +31,8 @@ def _size(value: object) -> object:
     return parse_bytes(value) if isinstance(value, str) else value
 
 
-def _budget(value: object) -> object:
-    return value if value == "auto" else _size(value)
+def _or_auto(check: Callable[[object], object]) -> BeforeValidator:
+    return BeforeValidator(lambda value: value if value == "auto" else check(value))
 
 
 def _duration(value: object) -> object:
@@ -63,27 +63,29 @@ def _tracing(value: object) -> object:
 
 
 def has_module(name: str) -> bool:
-    """Could it be imported?"""
+    """Whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # not even the package that it is in
+    except ImportError:  # the package of the module is missing
         return False
 
 
 def _directory(value: object) -> object:
     if not isinstance(value, str | Path) or not str(value):
         raise ValueError("should be the name of a directory")
-    if "\0" in str(value):
-        raise ValueError("has a NUL in it, which no name of a file may have")
-    return Path(value).expanduser().absolute()
+    return _absolute(value)
 
 
 def _file(value: object) -> object:
     if not isinstance(value, str):
         raise ValueError("should be the name of a file")
-    if "\0" in value:
+    return str(_absolute(value)) if value else ""
+
+
+def _absolute(name: str | Path) -> Path:
+    if "\0" in str(name):
         raise ValueError("has a NUL in it, which no name of a file may have")
-    return str(Path(value).expanduser().absolute()) if value else ""
+    return Path(name).expanduser().absolute()
 
 
 def _unix_address(value: object) -> object:
@@ -101,8 +103,6 @@ def _unix_address(value: object) -> object:
 
 
 def _admin_address(value: object) -> object:
-    if value == "auto":
-        return value
     address = normalize_address(str(value))
     if socket_path(address) is None:
         raise ValueError("should be a Unix socket: operators are served on this host only")
@@ -114,7 +114,7 @@ def _mode(value: object) -> object:
         raise ValueError("should be an octal mode in quotes, like '0600' or '0660'")
     mode = int(value, 8)
     if mode & 0o600 != 0o600:
-        raise ValueError("takes the socket from the daemon's own user")
+        raise ValueError("denies the daemon's own user the socket")
     return mode
 
 
@@ -135,7 +135,7 @@ def _engine_urls(value: object) -> object:
 
 
 def parse_shares(text: str) -> dict[str, int]:
-    """The bytes that each namespace is sure of. Raises ValueError."""
+    """The guaranteed bytes of each namespace. Raises ValueError."""
     shares: dict[str, int] = {}
     for each in text.split(",") if text.strip() else ():
         name, equals, size = (part.strip() for part in each.partition("="))
@@ -145,7 +145,7 @@ def parse_shares(text: str) -> dict[str, int]:
             )
         share_bytes = parse_bytes(size)
         if not share_bytes:
-            raise ValueError(f"{name!r} has a share of nothing; leave it out")
+            raise ValueError(f"{name!r} has an empty share; leave it out")
         if name in shares:
             raise ValueError(f"{name!r} has two shares")
         shares[name] = share_bytes
@@ -175,34 +175,28 @@ def _tiers(value: object) -> object:
     return value
 
 
-def _data_address(value: object) -> object:
-    return value if value == "auto" else _tcp_address(value)
-
-
-File: TypeAlias = Annotated[str, BeforeValidator(_file), Kind("FILE")]
-Policy: TypeAlias = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
-Budget: TypeAlias = Annotated[
+File = Annotated[str, BeforeValidator(_file), Kind("FILE")]
+Policy = Annotated[str, BeforeValidator(_policy), Kind("|".join(POLICIES))]
+Budget = Annotated[
     Annotated[int, Field(ge=0)] | Literal["auto"],
-    BeforeValidator(_budget),
+    _or_auto(_size),
     Kind("SIZE|auto", lambda value: value if value == "auto" else format_bytes(value)),
 ]
-Size: TypeAlias = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
-Slab: TypeAlias = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
-Duration: TypeAlias = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
-Directory: TypeAlias = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
-Mode: TypeAlias = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
-TcpAddress: TypeAlias = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
-EngineUrls: TypeAlias = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
-DataAddress: TypeAlias = Annotated[str, BeforeValidator(_data_address), Kind("HOST:PORT|auto")]
-Shares: TypeAlias = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
-Count: TypeAlias = Annotated[int, Field(ge=0)]
-Share: TypeAlias = Annotated[float, Field(gt=0, le=1)]
-UnixAddress: TypeAlias = Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
-AdminAddress: TypeAlias = Annotated[str, BeforeValidator(_admin_address), Kind("unix:PATH|auto")]
-MemorySource: TypeAlias = Annotated[
+Size = Annotated[int, BeforeValidator(_size), Kind("SIZE", format_bytes)]
+Slab = Annotated[int, BeforeValidator(_slab), Kind("SIZE", format_bytes)]
+Duration = Annotated[int, BeforeValidator(_duration), Kind("DURATION", format_duration)]
+Directory = Annotated[Path, BeforeValidator(_directory), Kind("DIR|auto")]
+Mode = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
+TcpAddress = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
+EngineUrls = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
+DataAddress = Annotated[str, _or_auto(_tcp_address), Kind("HOST:PORT|auto")]
+Shares = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
+Count = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(gt=0, le=1)]
+UnixAddress = Annotated[str, BeforeValidator(_unix_address), Kind("unix:PATH|auto")]
+AdminAddress = Annotated[str, _or_auto(_admin_address), Kind("unix:PATH|auto")]
+MemorySource = Annotated[
     str, BeforeValidator(_memory_source), Kind("none|system|cgroup|MODULE:FUNCTION")
 ]
-Tiers: TypeAlias = Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")]
-Tracing: TypeAlias = Annotated[
-    Literal["none", "otel"], BeforeValidator(_tracing), Kind("none|otel")
-]
+Tiers = Annotated[str, BeforeValidator(_tiers), Kind("TIER,...")]
+Tracing = Annotated[Literal["none", "otel"], BeforeValidator(_tracing), Kind("none|otel")]

@@ -1,4 +1,4 @@
-"""The console scripts. They say what to install where only the client library is."""
+"""The console scripts. Without the server's packages they say what to install."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def prefixd() -> None:
 
 
 def prefixctl() -> None:
-    """What looks into it."""
+    """The command line for operators."""
     _run("prefixctl", ".client.ctl.main")
 
 
 def _run(command: str, module: str) -> None:
-    # What is imported stays: the collector would look for garbage all the time, and find none.
+    # Imported modules stay, so collecting garbage while they are imported would find nothing.
     gc.disable()
     try:
         main = import_module(module, __package__).main

@@ -33,7 +33,7 @@ from typing import Final
 
 import redis
 
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceReader
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.server.sharing.link import TOUCH_EVERY_MS, expiries_ms
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="redis-server, too")
     parser.add_argument("--maxmemory", default="20mb", help="of that")
     options = parser.parse_args()
-    requests = list(read_trace(options.trace, limit=options.requests))
+    requests = list(TraceReader(options.trace, limit=options.requests))
     blocks = {block for request in requests for block in request.hash_ids}
     for fits in options.fits:
         simulate(requests, int(fits * len(blocks)))

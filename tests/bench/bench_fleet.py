@@ -34,10 +34,9 @@ from time import monotonic, perf_counter
 from typing import Any
 
 from prefixd.client import Client, Key, SaveItem, Tier
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, simulate_fleet
-from prefixd.client.lab.trace import Request, read_trace
-from prefixd.client.lab.worker import LiveOptions, Replayer
+from prefixd.client.lab.replayer import LiveOptions, Replayer
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -198,7 +197,7 @@ def main() -> None:
     if options.trace is None:
         parser.error("this takes a --trace")
     requests = []
-    for request in read_trace(options.trace):
+    for request in TraceReader(options.trace):
         requests.append(request)
         if len(requests) == options.requests:
             break

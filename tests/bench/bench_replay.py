@@ -30,11 +30,10 @@ from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.curve import curve_error, exact_curve, sampled_curve
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import read_trace
+from prefixd.client.lab.trace import TraceColumns, TraceReader
+from prefixd.client.lab.workloads import generate
 from prefixd.tiers.eviction import POLICIES, make_policy
 
 
@@ -201,7 +200,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("replay", "curve", "keys"))
     options = parser.parse_args()
     requests = generate("multi-turn", requests=options.requests) if options.trace is None else None
-    trace = TraceColumns.load(read_trace(options.trace) if requests is None else requests)
+    trace = TraceColumns.load(TraceReader(options.trace) if requests is None else requests)
     capacities = [int(text) for text in options.capacities.split(",")]
     show("trace", requests=len(trace), blocks=trace.blocks, unique_blocks=trace.unique_blocks)
     if options.only in (None, "replay"):

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveReplay
-from prefixd.client.lab.trace import Request, read_trace
-from prefixd.client.lab.worker import LiveOptions
+from prefixd.client.lab.replayer import LiveOptions
+from prefixd.client.lab.trace import Request, TraceReader
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import Tier
@@ -39,7 +39,7 @@ def conversation() -> list[Request]:
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
-    return list(read_trace(path, limit=times(250, 3_000)))
+    return list(TraceReader(path, limit=times(250, 3_000)))
 
 
 @contextmanager

@@ -10,8 +10,8 @@ from hashlib import sha256
 
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveOptions, LiveReplay
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon

@@ -11,11 +11,9 @@ import pytest
 from prefixd.client import Client, Key, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.live import LiveReplay
-from prefixd.client.lab.outcome import Totals
-from prefixd.client.lab.worker import LiveOptions
+from prefixd.client.lab.live import LiveReplay, Totals
+from prefixd.client.lab.replayer import BlockPayloads, LiveOptions, keys_of_ids, replay_namespace
+from prefixd.client.lab.workloads import generate
 from tests.support.daemon import PAUSE_S, eventually, private_daemon, problems_of, whole_lines
 from tests.support.lengths import times
 

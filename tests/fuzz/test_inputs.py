@@ -11,8 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.source import TraceError
 from prefixd.client.lab.trace import TraceReader
+from prefixd.client.lab.trace_file import TraceError
 from prefixd.proto.endpoints import normalize_address
 from prefixd.proto.errors import ConfigError, PrefixdError
 from prefixd.proto.units import parse_bytes, parse_duration_ns

@@ -24,8 +24,8 @@ PAYLOAD_BYTES = 300_000
 #: A stop is forced after a second, not after ten.
 IN_A_HURRY = """
 import sys
-from prefixd.server import daemon, stopping
-stopping.STOPPED_WITHIN_S = 1.0
+from prefixd.server import daemon, process
+process.STOPPED_WITHIN_S = 1.0
 daemon.main(sys.argv[1:])
 """
 

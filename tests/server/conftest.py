@@ -1,4 +1,4 @@
-"""What the tests of tenants have in common."""
+"""Fixtures of the tests of tenants."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tests.support.tenants import flags_of
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
-    """Who signs the certificates of a module's daemons."""
+    """The authority that signs the certificates of a module's daemons."""
     return Authority(tmp_path_factory.mktemp("tls") / "ours")
 
 
 @pytest.fixture(scope="module")
 def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a daemon with TLS that knows everybody's token."""
+    """Flags of a daemon with TLS and the tokens of all tenants."""
     return flags_of(tmp_path_factory.mktemp("tokens"), authority)

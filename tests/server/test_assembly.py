@@ -1,4 +1,4 @@
-"""From a plan to its parts: each tier gets the store and the books that it was planned with."""
+"""From a plan to its parts: each tier gets the planned store and ledger."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server import assembly
 from prefixd.server.config.budgets import Plan, resolve
 from prefixd.server.config.loading import load_config
+from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.ledger import Admission
 from prefixd.tiers.ram import RamStore
@@ -54,7 +55,7 @@ def test_every_tier_has_its_store(tmp_path: Path, closing: ExitStack) -> None:
         assert type(store) is KINDS[tier]
         assert store.tier is tier
         assert store.slab_bytes == tier_plan.slab_bytes
-        # What a tier takes altogether, records included, is its budget.
+        # A tier takes its budget in total, records included.
         rest_bytes = tier_plan.budget_bytes - store.arena.size_bytes
         if isinstance(store, ShmStore | DiskStore):
             rest_bytes -= store.record_bytes(store.arena.size_bytes // store.slab_bytes)
@@ -101,9 +102,9 @@ def test_books_are_as_configured(tmp_path: Path, closing: ExitStack) -> None:
     assert (ram.policy.name, shm.policy.name, disk.policy.name) == ("lru", "fifo", "lru")
     assert (ram.max_entries, shm.max_entries, disk.max_entries) == (0, 7, 1_000_000)
     assert (ram.budget_bytes, shm.budget_bytes, disk.budget_bytes) == (2**20, 2**21, 3 * 2**20)
-    # An arena has no room before it is secured, and never that of its header.
+    # An arena has no room before it is secured, and its header is never available.
     assert (ram.limit_bytes, shm.limit_bytes, disk.limit_bytes) == (0, 0, 0)
-    # What is larger than the arena can't be saved by waiting, though the budget has more.
+    # Waiting does not help an entry that is larger than the arena, though the budget is larger.
     for ledger, store in zip((ram, shm, disk), stores, strict=True):
         assert ledger.admission(store.size_bytes - store.header_bytes) is Admission.NO_ROOM
         assert ledger.admission(store.size_bytes - store.header_bytes + 1) is Admission.TOO_LARGE
@@ -146,6 +147,6 @@ def test_the_index_has_room_for_every_entry(
 ) -> None:
     planned = plan(tmp_path, *flags)
     assert assembly.max_entries(planned) == entries
-    index = assembly.make_index(planned, INCARNATION)
+    index = IndexWriter(INCARNATION, assembly.max_entries(planned))
     assert index.layout.max_rows >= entries
     index.close()

@@ -1,5 +1,5 @@
-"""`prefixd` as a process, up to the moment it serves: what it prints, what it puts right, and
-what it refuses to start with. A refusal is one sentence and a status, and spoils nothing."""
+"""`prefixd` as a process until it serves: what it prints, what it repairs, and when it refuses to
+start. A refusal is one sentence and an exit status, and changes nothing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from tests.support.running import key, payload
 
 DATA = payload(1)
 SURVIVING = (Tier.SHM, Tier.DISK)
-#: Root may write wherever it likes, unless it says beforehand that it won't.
+#: Drops root's privilege to write anywhere.
 LIKE_ANYBODY = python("import ctypes; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # CAP_DAC_OVERRIDE")
-#: As on a device that has no more room.
+#: Makes large files fail, as on a full device.
 WITH_SMALL_FILES = python("import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**19, 2**19))")
 
 
@@ -38,7 +38,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 async def fill(daemon: DaemonProcess) -> None:
-    """Start it, save something everywhere, end it."""
+    """Start the daemon, save an entry to each tier, stop it."""
     daemon.start()
     async with daemon.client() as client:
         session = await client.open()
@@ -51,7 +51,7 @@ async def fill(daemon: DaemonProcess) -> None:
 
 
 async def found(daemon: DaemonProcess, tier: Tier) -> list[int]:
-    """What is there of what was saved by `fill`, with its bytes."""
+    """The entries of `fill` that are still there, with their bytes."""
     numbers = []
     async with daemon.client() as client:
         session = await client.open()
@@ -100,7 +100,7 @@ def test_a_bad_configuration_is_status_2_and_names_everything(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [file]
 
 
-# ---- what is in use
+# ---- things in use
 
 
 @pytest.mark.parametrize("option", ["server.tcp", "server.metrics"])
@@ -141,7 +141,7 @@ async def test_a_second_daemon_is_refused_and_the_first_goes_on(daemon: DaemonPr
                 assert (refused.status, refused.out) == (1, "")
                 holder = f"in use by the daemon with pid {daemon.pid} at {daemon.address}, started"
                 assert holder in refused.complaint
-                # It still is the one that is found at its socket, and its client's session lives.
+                # Its socket still reaches it, and its client's session is still open.
                 async with daemon.client() as another:
                     stats = await another.admin.Stats(pb.StatsRequest())
                 assert stats.pid == daemon.pid
@@ -169,13 +169,13 @@ async def test_a_socket_that_a_dead_daemon_left_is_no_obstacle(daemon: DaemonPro
 def test_a_port_in_use_is_named(daemon: DaemonProcess, option: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        # Later ones are meant.
+        # Later flags win.
         ended = daemon.attempt("--server.tcp=127.0.0.1:0", f"--{option}={address}")
     assert ended.status == 1
     assert address in ended.complaint
 
 
-# ---- places that are no good
+# ---- unusable places
 
 
 def test_what_is_in_the_place_of_the_socket_and_is_none_stays(daemon: DaemonProcess) -> None:
@@ -215,7 +215,7 @@ def test_an_arena_that_has_no_room_is_named(daemon: DaemonProcess) -> None:
     assert f"can't make the arena {daemon.shm_directory / ARENA_FILE}" in ended.complaint
 
 
-# ---- files that are no good
+# ---- unusable files
 
 
 def directory_of(daemon: DaemonProcess, tier: Tier) -> Path:
@@ -230,7 +230,7 @@ def directory_of(daemon: DaemonProcess, tier: Tier) -> Path:
 def test_what_an_earlier_version_left_is_named_and_kept(
     daemon: DaemonProcess, tier: Tier, name: str
 ) -> None:
-    """Its entries may be worth something: what becomes of them is not for the daemon to say."""
+    """Its entries may be valuable, so the daemon does not delete them."""
     file = directory_of(daemon, tier) / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"of before")
@@ -290,7 +290,7 @@ async def test_damaged_records_cost_their_entries_and_no_start(daemon: DaemonPro
             records_file(daemon, tier).write_bytes(spoil(good[tier]))
         daemon.start()
         assert len(await found(daemon, Tier.SHM)) < 20
-        # LMDB leaves copies of what it changes, and they are as good.
+        # LMDB leaves copies of pages that it changes, and they are valid, too.
         assert len(await found(daemon, Tier.DISK)) < 20 + (spoil is not something_else)
         assert daemon.stop() == 0
 
@@ -335,7 +335,7 @@ async def test_records_of_a_later_version_are_named_and_not_taken_back(
 
 @in_loop
 async def test_payloads_that_were_cut_off_are_not_served(daemon: DaemonProcess) -> None:
-    """The records are whole, and some of what they name is gone."""
+    """The records are intact, but some of the payloads are gone."""
     await fill(daemon)
     arena = daemon.directory / "disk" / ARENA_FILE
     data = arena.read_bytes()

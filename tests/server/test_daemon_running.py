@@ -1,4 +1,4 @@
-"""`prefixd` as a process that serves: how it is asked how it is, and how it ends."""
+"""`prefixd` as a process that serves: its health, and how it stops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def daemon() -> Iterator[DaemonProcess]:
 
 
 async def half_saved(session: OpenSession, number: int, tier: Tier = Tier.DISK) -> Any:
-    """A save of which the daemon has the first half."""
+    """A save whose first half the daemon has."""
     cache, admin = session.daemon.cache, session.daemon.admin
     call = cache.Save()
     half = pb.WritePart(data=DATA[:50_000])
@@ -82,7 +82,7 @@ async def finish(call: Any) -> int:
 
 
 async def draining(client: Outside) -> Refused:
-    """How the daemon refuses, from the moment that it was told to stop."""
+    """The error of calls after the daemon was asked to stop."""
     while True:
         try:
             await client.lookup(key(1))
@@ -90,7 +90,7 @@ async def draining(client: Outside) -> Refused:
             return refused
 
 
-# ---- the end
+# ---- stopping
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -116,7 +116,7 @@ async def test_a_stop_lets_what_moves_come_to_its_end(
             with pytest.raises((Refused, grpc.aio.AioRpcError)) as too_late:
                 await call
             assert "draining" in str(too_late.value) or "stopping" in str(too_late.value)
-        # It still is what it was before: the session lives, the save goes on.
+        # The session is still open and the save continues.
         await session.beat()
         assert await finish(saving) == pb.SAVE_STATUS_SAVED
         said = [event.WhichOneof("kind") for event in await rest_of(session.call)]
@@ -173,7 +173,7 @@ async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonPro
         found, *others = await asyncio.gather(*waiting, return_exceptions=True)
         assert [one.presence for one in found] == [pb.PRESENCE_ABSENT]
         for one in others:
-            # What it waited for is gone with its saver, or its own session is by now.
+            # The save that it waited for has failed with its session, or its own session has ended.
             assert not isinstance(one, BaseException) or one.retry == "1"
         assert await asyncio.to_thread(daemon.wait) == 0
 
@@ -217,7 +217,7 @@ daemon.main(sys.argv[1:])
 
 @in_loop
 async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
-    """At once: what it was doing has no sense any more. Its supervisor starts it again."""
+    """Immediately, because its state can't be trusted. Its supervisor restarts it."""
     with daemon_process("--server.drain_timeout=1h") as daemon:
         daemon.run_with(BREAKS)
         daemon.start()
@@ -251,7 +251,7 @@ daemon.main(sys.argv[1:])
 
 
 def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> None:
-    """Health would stay green, whatever happens."""
+    """Otherwise the reported health would stay good whatever happens."""
     daemon.run_with(WATCHES_NO_MORE)
     ended = daemon.attempt("--server.drain_timeout=50ms")
     assert ended.status == 1
@@ -259,7 +259,7 @@ def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> Non
     assert last == "prefixd: stopped, for health watcher died: KeyError('a bug')"
 
 
-# ---- how it is
+# ---- health
 
 
 #: Writes to the disk tier fail as long as a file says so.
@@ -308,7 +308,7 @@ async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
                 assert ill["prefixd_healthy", ""] == 0
                 assert ill["prefixd_unhealthy", "disk commit"] == 1
                 assert ill["prefixd_failed_saves_total", ""] == 1
-                # The other tiers are as they were, and nobody who asks is sent away.
+                # The other tiers are unaffected, and no lookup is refused.
                 assert await session.save({key(1): DATA}, Tier.RAM) == [pb.SAVE_STATUS_SAVED]
                 assert await session.restore(key(1)) == DATA
                 (daemon.directory / "ill").unlink()
@@ -331,7 +331,7 @@ def test_the_log_says_in_numbers_what_each_tier_has() -> None:
 
 @in_loop
 async def test_a_device_that_gets_full_later_costs_nothing(daemon: DaemonProcess) -> None:
-    """All the room of a tier was taken at the start. Here its arena really can't grow."""
+    """A tier allocates all its room at the start, so here its arena is made unable to grow."""
     daemon.start()
     arena = daemon.directory / "disk" / ARENA_FILE
     async with daemon.client() as client:
@@ -405,7 +405,7 @@ async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
                 names = {service.name for service in said.list_services_response.service}
                 assert {here, "grpc.health.v1.Health"} <= names
                 assert elsewhere not in names
-            # A worker can neither list nor evict what others have saved.
+            # Workers can neither list nor evict entries.
             for worker in (client.channel, other.channel):
                 stub = rpc.AdminStub(worker)
                 with pytest.raises(Refused) as refused:
@@ -417,7 +417,7 @@ async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
 async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It serves with what it has, and says that it should have more."""
+    """It serves with the memory that it has, and reports that it needs more."""
     segment_bytes, room_bytes = 64 * 1024, 256 * 1024
     allocate = os.posix_fallocate
 

@@ -1,4 +1,4 @@
-"""Every line of the daemon comes out in one form, whoever says it."""
+"""All lines have one format, whether from the daemon or from a library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """The configuration of logging is the process's: put it back."""
+    """Logging is configured for the whole process, so restore it."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -91,7 +91,7 @@ def test_pythons_own_warnings_are_lines_too() -> None:
     configure_logs("info", "json", stream)
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        # Inside catch_warnings the hook that captures them has to be set again.
+        # Inside catch_warnings the capturing hook has to be set again.
         logging.captureWarnings(False)
         logging.captureWarnings(True)
         warnings.warn("never awaited", RuntimeWarning, stacklevel=1)

@@ -1,5 +1,5 @@
-"""What users of other caches suffered (RELIABILITY.md lists it), where no other test shows that it
-can't happen here."""
+"""Problems that users of other caches reported (see RELIABILITY.md) and that no other test here
+covers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAYLOAD_BYTES = 20_000
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
 @in_loop
 async def test_what_a_restart_finds_counts_against_the_budget(tmp_path: Path, tier: Tier) -> None:
-    """LMCache#4564: usage began at zero with each start, and the disk filled beyond its budget."""
+    """LMCache#4564: after a restart usage started at zero, and the disk exceeded its budget."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         number = 0
@@ -40,7 +40,7 @@ async def test_what_a_restart_finds_counts_against_the_budget(tmp_path: Path, ti
 
 @in_loop
 async def test_entries_are_counted_as_well_as_their_bytes(tmp_path: Path) -> None:
-    """Mooncake#3452: payloads had a budget, but what was remembered of each of them had none."""
+    """Mooncake#3452: payloads had a budget, but their metadata had none."""
     async with running(tmp_path, "--ram.max_entries=4", tiers=(Tier.RAM,)) as daemon:
         session = await daemon.open()
         for number in range(10):
@@ -54,7 +54,7 @@ async def test_entries_are_counted_as_well_as_their_bytes(tmp_path: Path) -> Non
 
 @in_loop
 async def test_asking_for_what_is_there_keeps_nothing_there(tmp_path: Path) -> None:
-    """Mooncake#2187: probes renewed leases, and nothing could be evicted while anybody asked."""
+    """Mooncake#2187: probes renewed leases, so nothing could be evicted during probing."""
     async with running(tmp_path, tiers=(Tier.RAM,)) as daemon:
         session = await daemon.open()
         number = 0

@@ -1,4 +1,4 @@
-"""What changes without a restart, what needs one; a wrong configuration changes nothing."""
+"""Which options change live and which need a restart; an invalid configuration changes nothing."""
 
 from __future__ import annotations
 

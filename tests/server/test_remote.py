@@ -20,9 +20,8 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
 from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.daemon import private_daemon, tcp_address
 from tests.support.event_loop import in_loop
@@ -39,7 +38,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 
 @pytest.fixture(scope="module")
 def flags(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Of a daemon with TLS and tokens."""
+    """Flags of a daemon with TLS and tokens."""
     certificate, key = authority.sign("daemon")
     tokens = tmp_path_factory.mktemp("tokens") / "tokens"
     tokens.write_text("".join(f"{r.name.lower()} a-{r.name} {t}\n" for r, t in TOKENS.items()))
@@ -83,7 +82,7 @@ def trusting(authority: Authority, token: str = "") -> grpc.ChannelCredentials:
 
 
 async def refusal(stub: grpc.aio.Channel, method: Any) -> str:
-    """The name of the error that an rpc with an empty request ends with; "" if with none."""
+    """The error name of an rpc with an empty request; "" without an error."""
     serialize = GetMessageClass(method.input_type).SerializeToString
     kinds = {
         (False, False): stub.unary_unary,

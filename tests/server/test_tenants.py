@@ -1,4 +1,4 @@
-"""Tenants share a daemon: what one does another never sees, and nobody takes another's share."""
+"""Tenants share a daemon: none sees what another does, and none takes another's share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.columns import Item
 from tests.support.data_client import HOST, secured_connection
@@ -39,7 +38,7 @@ from tests.support.tenants import (
 
 
 async def filled(session: OpenSession, count: int, start: int, name: str) -> list[Key]:
-    """What a tenant saves, one after the other: those that were taken."""
+    """Save entries of a tenant one by one; returns those that were accepted."""
     keys = [key(start + number) for number in range(count)]
     saved = [await session.save({of: DATA[name]}) for of in keys]
     return [of for of, (status,) in zip(keys, saved, strict=True) if status == SAVED]
@@ -58,7 +57,7 @@ SMALL = (
 async def test_a_flood_leaves_another_its_share(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    """And what is evicted is what `preview` said."""
+    """Evictions match what `preview` reported."""
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         a = await writer(clients, "a")
         b = await writer(clients, "b")
@@ -79,7 +78,7 @@ async def test_a_flood_leaves_another_its_share(
         stats = await daemon.admin.Stats(pb.StatsRequest())
         taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
         assert taken == {"a": SHARE, "b": OTHER_SHARE + 5, "": 5}, "the rest is divided evenly"
-        # Whoever comes late gets its share all the same.
+        # A tenant that comes late still gets its share.
         await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
         assert await clients[Who(Role.READ, "a")].presence(mine[0]) == [pb.PRESENCE_ABSENT]
         await filled(b, 100, 3000, "b")
@@ -94,7 +93,7 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         b = await writer(clients, "b")
-        most = BUDGET - SHARE  # its own share, and what is of nobody
+        most = BUDGET - SHARE  # its own share, and the part without a share
         told = b.welcome.tiers[0]
         assert (told.max_payload_bytes, told.max_reserved_bytes) == (4096 * most, 4096 * most)
         await filled(b, most, 100, "b")
@@ -102,7 +101,7 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
         refused = await daemon_says(b, [item(key(500), DATA["b"])], DATA["b"])
         assert refused.status == pb.SAVE_STATUS_NO_ROOM
         assert "ram.shares" in refused.message
-        # Nor may anybody else: the room that is free is a's.
+        # Nor may any other client: the free room belongs to a.
         nobody = await daemon.open()
         assert await nobody.save({key(501): DATA[""]}) == [pb.SAVE_STATUS_NO_ROOM]
         await assert_there_is_room_for_its_share(clients)
@@ -131,7 +130,7 @@ async def daemon_says(session: OpenSession, items: list[Item], data: bytes) -> p
 async def test_claims_do_not_take_what_others_are_sure_of(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    """What was saved while there was room may be more than a namespace can pin."""
+    """Entries saved while there was room may exceed what a namespace can pin."""
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         b = await writer(clients, "b")
         saved = await filled(b, BUDGET, 100, "b")
@@ -148,7 +147,7 @@ async def test_claims_do_not_take_what_others_are_sure_of(
 async def test_what_a_session_says_is_of_its_namespace(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    """Touches, suspicions, reasons of misses and labels."""
+    """Touches, reports of damage, reasons of misses, and labels."""
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         a = await writer(clients, "a")
         b = await writer(clients, "b")
@@ -157,7 +156,7 @@ async def test_what_a_session_says_is_of_its_namespace(
         entries = daemon.tables.entries
         theirs = entries[stored("a", COMMON)]
         before = theirs.hits, theirs.last_used_ns
-        # By its own name, by the name that another knows, and as the daemon has it.
+        # By its own key, by the key that another tenant uses, and by the daemon's internal key.
         for of in (COMMON, OWN["a"], stored("a", COMMON), stored("a", OWN["a"])):
             await b.say(touch=pb.Touch(keys=[of]))
             await b.say(suspect=pb.Suspect(keys=[of]))
@@ -170,7 +169,7 @@ async def test_what_a_session_says_is_of_its_namespace(
         assert daemon.tables.counters.suspects == 1
         stats = await daemon.admin.Stats(pb.StatsRequest())
         assert set(stats.usage) == {"a", "b"}
-        # Once it is known why: its own entry came, and the others never were.
+        # The reasons are known: its own entry was saved since, and the others never existed for it.
         assert dict(stats.usage["b"].absent_because) == {"never_saved": 4}
         assert {e.label for e in entries.values()} == {"a", "b"}
 
@@ -225,7 +224,7 @@ async def test_whoever_is_of_none_can_not_name_what_is_of_one(
         ):
             with pytest.raises(Refused, match=r"not_permitted.*namespace 'a'"):
                 await attempt()
-        # Nodes and operators have to do with the entries of all, and this host is trusted.
+        # Nodes and operators handle the entries of all namespaces, and this host is trusted.
         for client in (clients[Who(Role.WRITE, "*")], clients[Who(Role.ADMIN, "")], daemon):
             assert await client.presence(theirs) == [pb.PRESENCE_PRESENT]
             assert await (await client.open()).restore(theirs) == DATA["a"]
@@ -242,7 +241,7 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
         for who in EVERYBODY:
             session = await clients[who].open()
             assert session.welcome.local_socket == ""
-            # Whoever knows the socket's path all the same, and may open it.
+            # A client that knows the socket's path anyway, and may open it.
             membership = daemon.front.sessions._open[session.number]
             package = daemon.local_server.hand_over.pack(membership)
             try:
@@ -286,7 +285,7 @@ async def test_after_a_restart_they_are_whose_they_were(
 async def test_a_token_that_is_taken_out_ends_its_sessions(
     tmp_path: Path, authority: Authority
 ) -> None:
-    """With the reload that reads its file again; the others go on."""
+    """At the reload that reads its file again; other sessions continue."""
     flags = flags_of(tmp_path, authority)
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         gone, moved, kept = Who(Role.WRITE, "a"), Who(Role.READ, "a"), Who(Role.WRITE, "b")
@@ -309,7 +308,7 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
 async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    """Each connection shows a token of its own, and the lower role of the two holds."""
+    """Each connection presents a token of its own; the lower of the two roles applies."""
     config = load_config(flags, {})
     context = Security(str(authority.certificate), "", "").context()
     assert context is not None

@@ -46,7 +46,7 @@ CASES = 1_000
 
 
 def needed() -> dict[str, Role]:
-    """Of each rpc, as SECURITY.md says it."""
+    """The role that each rpc needs, from SECURITY.md."""
     rows = {role: rpcs.split(", ") for role, rpcs in section("Roles")}
     found = dict.fromkeys(rows["read"], Role.READ) | dict.fromkeys(rows["write"], Role.WRITE)
     admin = pb.DESCRIPTOR.services_by_name["Admin"].methods
@@ -54,7 +54,7 @@ def needed() -> dict[str, Role]:
 
 
 class World:
-    """The daemon, a session of each kind, and what each is allowed."""
+    """The daemon, a session of each kind, and what each one may do."""
 
     def __init__(self, daemon: Running, clients: dict[Who, Tenant]) -> None:
         self.daemon = daemon
@@ -80,13 +80,13 @@ class World:
             self.datas[who] = await stack.enter_async_context(data)
 
     def entries(self, but: str = "-") -> set[tuple[str, bytes, int]]:
-        """What there is of all namespaces but one: whose, key, generation."""
+        """The entries of all other namespaces: (namespace, key, generation)."""
         of = self.daemon.front.sessions.namespaces.name_of
         there = self.daemon.tables.entries.values()
         return {(of(e.key), e.key, e.generation) for e in there if of(e.key) != but}
 
     def request(self, call: str, who: Who) -> Any:
-        """One that says whose it is by the session of `who`, and names what others have, too."""
+        """A request in the session of `who` that also names entries of others."""
         ref, claim = self.sessions[who].ref, self.claims[who]
         self.fresh += 1
         new, data = key(self.fresh), DATA[who.of]
@@ -153,7 +153,7 @@ class World:
     async def tried(
         self, transport: str, caller: Who, call: str, session: Who
     ) -> tuple[Any, Refused | None]:
-        """The answer, or how it was refused."""
+        """The response, or the error."""
         try:
             if transport == "grpc":
                 return await self.by_grpc(caller, call, session), None
@@ -164,13 +164,13 @@ class World:
             return None, refused
 
     def expected(self, transport: str, caller: Who, call: str, session: Who) -> str:
-        """The error that it ends with; empty: none."""
+        """The error that it ends with, or empty."""
         needed = self.needed[ROLE_OF.get(call, call)]
         if transport == "grpc":
             if caller.role < needed:
                 return "not_permitted"
             if needed is Role.ADMIN or call == "Lookup":
-                return ""  # they name no session
+                return ""  # these name no session
             if caller.reach != session.reach:
                 return "not_permitted"
         return "not_permitted" if session.role < needed else ""
@@ -181,7 +181,7 @@ CACHE = [
     for method in pb.DESCRIPTOR.services_by_name["Cache"].methods
     if method.name != "Session"
 ]
-#: Of the operators' calls, as many as do no harm; all the others are for the same role.
+#: The operators' calls that do no harm here; the others need the same role.
 ADMIN: dict[str, Any] = {
     "Stats": pb.StatsRequest,
     "ListSessions": pb.ListSessionsRequest,
@@ -199,7 +199,7 @@ LOCAL = {
     "Cancel": "cancel",
 }
 DATA_CALLS = {**LOCAL, "Read": "read", "Fetch": "fetch", "FetchFound": "fetch"}
-#: What the sockets have beside the rpcs: as the rpc that it does the same as.
+#: Requests of the sockets that are no rpcs -> the rpc that does the same.
 ROLE_OF = {"Fetch": "Read", "FetchFound": "Read"}
 
 
@@ -207,8 +207,8 @@ ROLE_OF = {"Fetch": "Read", "FetchFound": "Read"}
 async def test_a_thousand_combinations_are_as_the_table_says(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    """Of transport, token, session and rpc. What is refused changes nothing; what is not says and
-    does nothing of another namespace."""
+    """Combinations of transport, token, session and rpc. A refused call changes nothing; any other
+    reveals and changes nothing of another namespace."""
     chance = random.Random(12)
     async with (
         running(tmp_path, *flags, *ROOM, tiers=[Tier.RAM]) as daemon,
@@ -250,7 +250,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
 
 
 def assert_its_own(world: World, call: str, who: Who, got: Any) -> None:
-    """What is said to be there is that of this namespace: by generation."""
+    """Every entry that is reported as present belongs to this namespace, by its generation."""
     entries = world.daemon.tables.entries
     if call in ("Read", "Fetch", "FetchFound"):
         payload = got if isinstance(got, bytes) else b"".join(p.data for m in got for p in m.parts)

@@ -1,4 +1,4 @@
-"""A tenant that watches is told of its own namespace, and of nothing else."""
+"""A watching tenant learns of its own namespace only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.running import Refused, Running, answer, key, payload
 from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
 from tests.support.watchers import Watcher
 
-#: Entries of 4 KiB: each namespace evicts its own, and what is of none.
+#: Entries of 4 KiB: each namespace evicts its own, and those without a namespace.
 SMALL = ("--ram.budget=160KiB", "--ram.shares=a=40KiB, b=40KiB")
 MOST = 16
 
@@ -34,8 +34,8 @@ def resident(daemon: Running, name: str) -> set[Key]:
 async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
     tmp_path: Path, authority: Authority, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Through saves of all under the same keys, evictions and a clear, cut off at random."""
-    # Of what is none of its business a watcher is told by the beat only, how far that is.
+    """All tenants save under the same keys, with evictions, a clear and random disconnects."""
+    # Of events in other namespaces a watcher only learns the sequence number, from the heartbeat.
     monkeypatch.setattr(limits, "WATCH_BEAT_MS", 50)
     chance = random.Random(12)
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):

@@ -1,4 +1,4 @@
-"""The daemon's spans: whose they are, what hostile clients can do to them, and where they go."""
+"""The daemon's spans: their parents, hostile clients, and the exporters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.spans import Told, memory_provider, spans_of, tree
 
 PARENT: Final = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED: Final = PARENT[:-1] + b"0"
-#: What the local socket takes; gRPC takes less metadata, and no bytes that are no text.
+#: The local socket accepts these; gRPC accepts less metadata, and only text.
 HOSTILE: Final = {
     "malformed": b"00-zz-yy-01",
     "of another version": b"ff" + PARENT[2:],
@@ -157,7 +157,7 @@ async def test_nothing_is_traced_unless_it_is_wanted(tmp_path: Path) -> None:
         assert type(daemon.core).__name__ == "Core"
 
 
-# ---- where they go
+# ---- exporters
 
 
 def test_the_environment_says_where_they_go(monkeypatch: pytest.MonkeyPatch) -> None:

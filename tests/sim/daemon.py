@@ -21,6 +21,7 @@ from prefixd.server.config.budgets import Plan, TierPlan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine
 from prefixd.server.runtime import clock as clocks
+from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.resizing import Resizing
 from prefixd.server.runtime.staging import StagingPool
@@ -241,7 +242,7 @@ class SimDaemon:
         clock = clocks.Clock()
         for tier, tier_plan in plan.tiers.items():
             stores[tier] = self._make_store(tier_plan)
-        index = assembly.make_index(plan, self.incarnation)
+        index = IndexWriter(self.incarnation, assembly.max_entries(plan))
         executor = SimExecutor(world, 2)
         state = assembly.make_state(plan, stores, clock.now_ns())
         self.core = core = Core(state, stores, index, executor, clock)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from prefixd.client import Client, ReserveItem, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.live import LiveOptions, LiveReplay
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import limits
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon

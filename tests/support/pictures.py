@@ -24,9 +24,8 @@ from prefixd.client import Client
 from prefixd.client.ctl.demo import BLOCK_BYTES, BLOCK_TOKENS, PROFILE
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.ctl.views.top import OLDEST_CLAIMS, Board
-from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.worker import LiveOptions, Replayer
+from prefixd.client.lab.replayer import LiveOptions, Replayer, keys_of_ids, replay_namespace
+from prefixd.client.lab.workloads import generate
 from prefixd.proto.vocabulary import Tier
 from tests.support.chromium import browser, find_chromium
 from tests.support.daemon import metrics_of, private_daemon

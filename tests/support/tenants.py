@@ -14,9 +14,8 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.running import OpenSession, Outside, Running, key, running
 

@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ....proto.units import format_bytes, format_duration, percent
-from ...lab import fleet_page
+from ...lab import report
 from ...lab.charts import label
-from ...lab.outcome import STEPS, Totals
+from ...lab.live import Totals
+from ...lab.replayer import STEPS
 from ...lab.simulate import TouchOrder
 from .tables import make_table, pairs_table, size, tier_name
 from .tables import percent as percent_of
@@ -267,11 +268,11 @@ def _fleet_line(data: Json) -> str:
 def _sources_table(data: Json) -> Table:
     prompt_tokens = data["total_prompt_tokens"]
     table = make_table("hits from|>blocks|>tokens|>of the prompts")
-    for source, _, name in fleet_page.SOURCES:
+    for source, _, name in report.SOURCES:
         tokens = data[f"{name}_tokens"]
         share = percent(tokens / prompt_tokens if prompt_tokens else 0.0)
         table.add_row(source, f"{data[f'{name}_blocks']:,}", f"{tokens:,}", share)
-    blocks = sum(data[f"{name}_blocks"] for _, _, name in fleet_page.SOURCES)
+    blocks = sum(data[f"{name}_blocks"] for _, _, name in report.SOURCES)
     share = percent(data["overall_hit_rate"])
     table.add_row("in all", f"{blocks:,}", f"{data['total_hit_tokens']:,}", share, style="bold")
     return table
@@ -282,7 +283,7 @@ def _moves_table(data: Json) -> Table:
     sized, timed = total["bytes"] is not None, total["bytes_per_second"] is not None
     bytes_ = ("|>bytes" if sized else "") + ("|>a second" if timed else "")
     table = make_table(f"moved|>blocks|>tokens{bytes_}")
-    for move, name in fleet_page.MOVES:
+    for move, name in report.MOVES:
         moved = data["moved"][name]
         cells = [f"{moved['blocks']:,}", f"{moved['tokens']:,}"]
         cells += [size(moved["bytes"])] if sized else []
@@ -302,9 +303,7 @@ def _balance_line(data: Json) -> str:
 def _comparison_table(data: Json) -> Table:
     rows: dict[str, dict[str, str]] = {}
     for each in data["compared"]:
-        rows.setdefault(each["route"], {})[fleet_page.sharing(each)] = percent(
-            each["overall_hit_rate"]
-        )
+        rows.setdefault(each["route"], {})[report.sharing(each)] = percent(each["overall_hit_rate"])
     ways = "|>".join(next(iter(rows.values())))
     table = make_table(f"route|>{ways}", title="hit rate by route")
     table.columns[0].no_wrap = True

@@ -26,7 +26,7 @@ from prefixd.client.ctl.command import (
 )
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
-from prefixd.client.lab.source import TraceError
+from prefixd.client.lab.trace_file import TraceError
 from prefixd.proto.errors import (
     ConfigError,
     DaemonUnavailable,

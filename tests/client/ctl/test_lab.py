@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab
 from prefixd.client.ctl.main import app
-from prefixd.client.lab.profiles import PROFILES
-from prefixd.client.lab.trace import Request, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceReader, write_trace
+from prefixd.client.lab.workloads import PROFILES
 
 
 def ctl(*arguments: object, stdin: bytes | None = None) -> Result:
@@ -44,7 +44,7 @@ def test_generate(tmp_path: Path, name: str) -> None:
     arguments = ("trace", "generate", "--profile", name, "-n", 60, "--seed", 3, "-o", path)
     found = json_of(*arguments)
     once = path.read_bytes()
-    requests = list(read_trace(path))
+    requests = list(TraceReader(path))
     assert found["trace"]["requests"] == len(requests) == 60
     assert found["trace"]["blocks"] == sum(len(r.hash_ids) for r in requests)
     assert found["trace"]["unique_blocks"] == len({i for r in requests for i in r.hash_ids})
@@ -74,7 +74,7 @@ def test_convert(tmp_path: Path) -> None:
     found = json_of(*arguments)
     assert found["shapes"] == {"token_ids": 2}
     assert found["bad_records"] == 1
-    assert [r.hash_ids for r in read_trace(output)] == [(0, 1), (0,)]
+    assert [r.hash_ids for r in TraceReader(output)] == [(0, 1), (0,)]
     result = ctl(*arguments)
     assert "2 by token_ids" in result.stdout
     assert "note: 1 bad record skipped" in result.stderr
@@ -84,7 +84,7 @@ def test_convert_reads_standard_input(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     result = ctl("trace", "convert", "-", "-o", output, stdin=b'{"prompt": "hello"}\n')
     assert result.exit_code == 0, result.stderr
-    assert list(read_trace(output)) == [Request(0, 2, 0, (0,))]
+    assert list(TraceReader(output)) == [Request(0, 2, 0, (0,))]
 
 
 def test_analyze(trace: Path, tmp_path: Path) -> None:

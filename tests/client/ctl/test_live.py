@@ -13,9 +13,9 @@ from typer.testing import CliRunner, Result
 from prefixd.client.client import Client
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
-from prefixd.client.lab.generate import generate
+from prefixd.client.lab.replayer import keys_of_ids, replay_namespace
 from prefixd.client.lab.trace import write_trace
+from prefixd.client.lab.workloads import generate
 from prefixd.client.saves import SaveItem
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier

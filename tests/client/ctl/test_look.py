@@ -16,7 +16,7 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.look import find_key
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
+from prefixd.client.lab.replayer import BlockPayloads, keys_of_ids, replay_namespace
 from prefixd.client.saves import SaveItem
 from prefixd.client.wire.transport import ReserveItem
 from prefixd.proto import prefixd_pb2 as pb

@@ -13,10 +13,9 @@ from typer.testing import CliRunner
 from prefixd.client.ctl.lab import parse_list
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.views.lab import curve_view, replay_view
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.report import render_report
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader, write_trace
 from prefixd.tiers.eviction import POLICIES
 
 
@@ -66,7 +65,7 @@ def cells(data: dict[str, Any]) -> list[tuple[str, int]]:
 def test_every_pair_of_policies_and_capacities(trace: str) -> None:
     data, notes = run_replay(trace, policy="lru, arc", capacity_blocks="3,0,8,3", per_request=True)
     assert cells(data) == [(p, c) for p in ("lru", "arc") for c in (3, 0, 8)]
-    columns = TraceColumns.load(read_trace(trace))
+    columns = TraceColumns.load(TraceReader(trace))
     assert data["trace"] == columns.summary(512).to_json()
     for row in data["results"]:
         wanted = replay(columns, Cell(row["policy"], row["capacity_blocks"]), per_request=True)
@@ -77,7 +76,7 @@ def test_every_pair_of_policies_and_capacities(trace: str) -> None:
 
 
 def test_capacities_in_bytes_and_fractions(trace: str) -> None:
-    unique = TraceColumns.load(read_trace(trace)).unique_blocks
+    unique = TraceColumns.load(TraceReader(trace)).unique_blocks
     data, _ = run_replay(
         trace,
         policy="fifo",
@@ -101,7 +100,7 @@ def test_touch_order_block_tokens_and_limit_reach_the_replay(trace: str) -> None
     data, _ = run_replay(
         trace, capacity_blocks="4", policy="lru", touch_order="root-mru", block_tokens=300, limit=90
     )
-    columns = TraceColumns.load(read_trace(trace, limit=90))
+    columns = TraceColumns.load(TraceReader(trace, limit=90))
     wanted = replay(columns, Cell("lru", 4, TouchOrder.ROOT_MRU), block_tokens=300)
     assert data["results"][0]["total_hit_tokens"] == wanted.total_hit_tokens
     assert (data["trace"]["requests"], data["block_tokens"]) == (90, 300)

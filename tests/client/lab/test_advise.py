@@ -8,22 +8,21 @@ from typing import Any
 import pytest
 
 from prefixd.client.lab.advise import (
-    ModelShape,
     advise,
-    parse_model_shape,
+    model_bytes_per_token,
     reordered,
     smallest_capacity,
     stored_block_bytes,
 )
-from prefixd.client.lab.generate import generate
 from prefixd.client.lab.trace import Request
+from prefixd.client.lab.workloads import generate
 
 TOKENS = 8
 MIB = 1 << 20
 
 
 class SlowCurve:
-    """LRU hit tokens by replaying a list for every capacity that is asked for."""
+    """LRU hit tokens, by replaying a list for each capacity."""
 
     block_tokens = TOKENS
 
@@ -55,7 +54,7 @@ class SlowCurve:
 
 
 def trace(requests: int = 300, seed: int = 1) -> list[Request]:
-    """Sessions that come back: a tree of prompts, asked in a random order."""
+    """Returning sessions: a tree of prompts, in random order."""
     random = Random(seed)
     prompts: list[tuple[int, ...]] = [(0,)]
     for block in range(1, 60):
@@ -153,7 +152,7 @@ class BigCurve(SlowCurve):
 
 
 def test_divided_by_key_the_tiers_act_as_one_cache() -> None:
-    """The rule of the split, on a trace with enough blocks for a random division to be even."""
+    """The trace has enough blocks for a random division to be even."""
     requests = list(generate("multi-turn", requests=1500, seed=2))
     found = advise(
         requests,
@@ -227,9 +226,8 @@ def test_bad_arguments(arguments: dict[str, Any], problem: str) -> None:
 
 
 def test_model_shapes() -> None:
-    assert parse_model_shape("32,8,128,2") == ModelShape(32, 8, 128, 2)
-    assert parse_model_shape("32,8,128,2").bytes_per_token == 131_072
-    assert parse_model_shape("80, 8, 128, 0.5").bytes_per_token == 81_920
+    assert model_bytes_per_token("32,8,128,2") == 131_072
+    assert model_bytes_per_token("80, 8, 128, 0.5") == 81_920
     for text in ("", "32", "32,8,128", "32,8,128,2,1", "a,b,c,d", "0,8,128,2", "32,8,128,0"):
         with pytest.raises(ValueError, match="is no model shape"):
-            parse_model_shape(text)
+            model_bytes_per_token(text)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client.lab.analyze import analyze
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceReader
+from prefixd.client.lab.workloads import generate
 
 requests_strategy = st.lists(
     st.builds(
@@ -90,7 +90,7 @@ def prompt(*ids: int) -> Request:
 
 
 def depths(*requests: Request) -> list[int]:
-    """The depth of every request: how the distribution grows as they come."""
+    """The depth of each request, from how the distribution grows."""
     totals = [
         analyze(requests[:n], block_tokens=4).session_depth.total for n in range(len(requests) + 1)
     ]
@@ -129,7 +129,7 @@ def test_the_conversation_trace() -> None:
     path = Path(folder) / "conversation_trace.jsonl"
     if not path.is_file():
         pytest.skip("needs conversation_trace.jsonl (set PREFIXD_TRACES to its folder)")
-    analysis = analyze(read_trace(path))
+    analysis = analyze(TraceReader(path))
     assert analysis.infinite_hit_tokens == 54_098_411
     assert analysis.unique_blocks == 182_790
     assert analysis.infinite_hit_rate == pytest.approx(0.3736, abs=5e-5)

@@ -1,4 +1,4 @@
-"""Other shapes of request files: each is read, and what is shared in them stays shared."""
+"""Request files of other formats: each is read, and shared prefixes stay shared."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.shapes import ConvertOptions
+from prefixd.client.lab.records import ConvertOptions
 from prefixd.client.lab.trace import Request, TraceError
 
 Record = dict[str, object]
@@ -28,7 +28,7 @@ def converted(
 
 
 def chain(kind: bytes, blocks: Sequence[bytes]) -> bytes:
-    """The documented formula, on its own."""
+    """The documented formula, written independently."""
     parent = kind
     for block in blocks:
         parent = sha256(parent + block).digest()
@@ -194,7 +194,7 @@ def test_bailian_has_small_blocks_and_seconds(tmp_path: Path) -> None:
 
 
 def test_block_ids_follow_the_documented_formula(tmp_path: Path) -> None:
-    """Two blocks are the same id if and only if their chained hashes are."""
+    """Two blocks have the same id if and only if their chained hashes are equal."""
     texts = ["abcdefgh", "abcdEFGH", "abcd", "xxxxefgh"]
     requests = converted(tmp_path, [{"prompt": text} for text in texts])
     digests: dict[bytes, int] = {}
@@ -265,10 +265,11 @@ def test_counts_of_what_was_read(tmp_path: Path) -> None:
     path.write_text('{"prompt": "x"}\nnope\n{"prompt": "y"}\n{"token_ids": [1]}\n{"a": 1}\n')
     converter = Converter(path, skip_bad=True)
     for _ in range(2):
-        assert len(list(converter)) == converter.requests == 3
+        requests = list(converter)
+        assert len(requests) == converter.requests == 3
         assert converter.bad == 2
         assert converter.shapes == {"prompt": 2, "token_ids": 1}
-        assert converter.unique_blocks == 3
+        assert len({block for request in requests for block in request.hash_ids}) == 3
     assert converter.consumed_bytes == converter.total_bytes == path.stat().st_size
     assert converter.warnings()[0].startswith(f"2 bad records skipped; the first: {path}:2: ")
     assert len(list(Converter(path, SMALL, limit=1))) == 1

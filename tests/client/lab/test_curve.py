@@ -1,4 +1,4 @@
-"""The curve equals the replay at every capacity, and says how far a sample is off."""
+"""The curve equals the replay at every capacity; samples report their error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.curve import (
     CurvePoint,
     LruCurve,
@@ -21,7 +20,7 @@ from prefixd.client.lab.curve import (
     sampled_curve,
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 
 Runs = list[tuple[tuple[int, ...], int]]
 orders = pytest.mark.parametrize("order", list(TouchOrder))
@@ -33,7 +32,7 @@ def conversation() -> TraceColumns:
     path = Path(folder) / "conversation_trace.jsonl"
     if not path.is_file():
         pytest.skip("needs conversation_trace.jsonl (set PREFIXD_TRACES to its folder)")
-    return TraceColumns.load(read_trace(path))
+    return TraceColumns.load(TraceReader(path))
 
 
 def columns(runs: Runs) -> TraceColumns:
@@ -71,7 +70,7 @@ def test_equals_the_replay_at_twenty_capacities(order: TouchOrder) -> None:
 )
 @settings(deadline=None)
 def test_equals_the_replay_at_every_capacity(order: TouchOrder, runs: Runs) -> None:
-    """Ids that are no chains, repeats, prompts that end early: everything."""
+    """Also with ids that form no chains, repeats, and prompts that end early."""
     trace = columns(runs)
     curve = exact_curve(runs, block_tokens=10, touch_order=order)
     for capacity in range(18):

@@ -1,4 +1,4 @@
-"""The simulated fleet: known results of the conversation trace, the rules by hand, a twin."""
+"""The simulated fleet: known results of the conversation trace, the rules by hand, a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import (
     MAX_NODES,
     Fleet,
@@ -25,7 +24,7 @@ from prefixd.client.lab.fleet import (
     simulate_fleet,
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 
 Runs = list[tuple[tuple[int, ...], int]]
 
@@ -36,7 +35,7 @@ def conversation() -> TraceColumns:
     path = Path(folder) / "conversation_trace.jsonl"
     if not path.is_file():
         pytest.skip("needs conversation_trace.jsonl (set PREFIXD_TRACES to its folder)")
-    return TraceColumns.load(read_trace(path))
+    return TraceColumns.load(TraceReader(path))
 
 
 def columns(runs: Runs) -> TraceColumns:
@@ -205,11 +204,11 @@ def test_prefix_aware_weighs_a_prefix_against_load() -> None:
     assert hits(result) == (20 + 30, 0, 0)
 
 
-# ---- the dumb twin
+# ---- a simple model
 
 
 class Twin:
-    """The rules with lists, oldest first, and nothing of the program's."""
+    """The rules with lists, oldest first, sharing no code with the program."""
 
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet

@@ -14,12 +14,10 @@ import pytest
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.ctl.views.stats import total_usage
-from prefixd.client.lab.blocks import keys_of_ids, replay_namespace
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.live import LiveReplay
-from prefixd.client.lab.outcome import Totals
+from prefixd.client.lab.live import LiveReplay, Totals
+from prefixd.client.lab.replayer import LiveOptions, keys_of_ids, replay_namespace
 from prefixd.client.lab.trace import Request
-from prefixd.client.lab.worker import LiveOptions
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import SaveReason, Tier

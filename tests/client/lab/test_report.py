@@ -1,4 +1,4 @@
-"""The HTML report and the chart: every figure is the data's, and the page needs nobody else."""
+"""The HTML report and the chart: every figure comes from the data, and the page fetches nothing."""
 
 import re
 import shutil
@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from prefixd.client.lab import charts
-from prefixd.client.lab.page import SCRIPT, STYLE
-from prefixd.client.lab.report import count, render_report, value_at
+from prefixd.client.lab.page import SCRIPT, STYLE, count, value_at
+from prefixd.client.lab.report import render_report
 from prefixd.proto.units import format_bytes, percent
 from tests.support.chromium import browser, find_chromium
 from tests.support.page import Page
@@ -95,7 +95,7 @@ def test_every_figure_of_the_page_is_the_datas() -> None:
 
 
 def test_numbers_in_the_tables_all_say_where_they_come_from() -> None:
-    """Take the marked figures away, and no number is left in any cell."""
+    """Without the marked figures no number is left in any cell."""
     html = render_report(report_data())
     cells = re.findall(r"<td[^>]*>(.*?)</td>", html, re.DOTALL)
     assert len(cells) > 100
@@ -123,7 +123,7 @@ def test_style_and_script_know_the_page_they_are_for() -> None:
         if name == "class"
         for word in (value or "").split()
     }
-    # The ones that only name things for a reader of the source.
+    # These only label things for readers of the source.
     for name in set(" ".join(classes).split()) - {"lru-curve", "s-0"}:
         assert f".{name}" in STYLE, name
     for name in re.findall(r'getElementById\("(\w+)"\)', SCRIPT):
@@ -249,7 +249,7 @@ def test_the_chart_as_a_file_of_its_own() -> None:
 
 @pytest.mark.parametrize(("width", "scrolls"), [(400, True), (1280, False)])
 def test_a_table_that_scrolls_says_so(tmp_path: Path, width: int, scrolls: bool) -> None:
-    """On a phone; the page itself scrolls sideways nowhere."""
+    """On a phone too. The page itself never scrolls sideways."""
     chromium = find_chromium()
     if chromium is None:
         pytest.skip("needs Chromium")

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from prefixd.client.lab import simulate
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.simulate import (
     Cell,
     ReplayResult,
@@ -23,7 +22,7 @@ from prefixd.client.lab.simulate import (
     replay_all,
     replay_document,
 )
-from prefixd.client.lab.trace import Request, read_trace
+from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 from prefixd.tiers.eviction import POLICIES, make_policy
 
 CAPACITIES = (1_000, 4_096, 10_000, 30_000)
@@ -45,7 +44,7 @@ def conversation() -> TraceColumns:
     path = Path(folder) / "conversation_trace.jsonl"
     if not path.is_file():
         pytest.skip("needs conversation_trace.jsonl (set PREFIXD_TRACES to its folder)")
-    return TraceColumns.load(read_trace(path))
+    return TraceColumns.load(TraceReader(path))
 
 
 def columns(*runs: tuple[tuple[int, ...], int]) -> TraceColumns:
@@ -91,7 +90,7 @@ def test_a_request_hits_its_longest_resident_beginning() -> None:
 def test_hits_are_looked_up_before_anything_is_admitted() -> None:
     trace = columns(((1, 1, 1), 30), ((1, 1, 2, 1), 40))
     assert hits(trace, Cell("lru", 100)) == [0, 20]
-    assert replay(trace, Cell("lru", 100)).queue_moves == 7  # each was accessed all the same
+    assert replay(trace, Cell("lru", 100)).queue_moves == 7  # each is still accessed
 
 
 def test_hit_tokens_end_at_the_prompt() -> None:
@@ -124,7 +123,11 @@ def test_capacity_zero_admits_nothing(policy: str) -> None:
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_an_empty_trace(policy: str) -> None:
     result = replay(columns(), Cell(policy, 5), per_request=True)
-    assert (result.overall_hit_rate, result.moves_per_access, result.hit_tokens_p90) == (0, 0, 0)
+    assert (
+        result.overall_hit_rate,
+        result.moves_per_access,
+        result.hit_tokens_percentiles["p90"],
+    ) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "fifo", "arc"])
@@ -162,7 +165,7 @@ def test_equals_the_rules_taken_literally(
     result = replay(trace, cell, block_tokens=10)
     assert (result.evictions, result.final_cache_blocks) == (evictions, len(cache))
     assert (result.ghost_blocks, result.queue_moves) == (cache.ghosts, cache.moves)
-    assert result.hit_tokens_p50 == percentile(sorted(wanted), 50)
+    assert result.hit_tokens_percentiles["p50"] == percentile(sorted(wanted), 50)
 
 
 def test_percentiles_are_nearest_ranks() -> None:

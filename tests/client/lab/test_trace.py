@@ -1,4 +1,6 @@
-"""Traces: what is read, what is refused and with which words, what is counted."""
+"""Traces: which lines are read, which are refused with which message, what is counted."""
+
+from __future__ import annotations
 
 import gzip
 import io
@@ -7,15 +9,25 @@ import pickle
 import sys
 import tracemalloc
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.client.lab.trace import Request, TraceError, read_trace, write_trace
+from prefixd.client.lab.trace import (
+    Request,
+    TraceColumns,
+    TraceError,
+    TraceReader,
+    TraceSummary,
+    write_trace,
+)
 
 GOOD = '{"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}'
+
+
 GOOD_REQUEST = Request(5, 700, 3, (1, 2))
 
 
@@ -34,12 +46,12 @@ def written(tmp_path: Path, *lines: str, name: str = "t.jsonl") -> Path:
 
 
 def test_fields_as_written(tmp_path: Path) -> None:
-    assert list(read_trace(written(tmp_path, GOOD))) == [GOOD_REQUEST]
+    assert list(TraceReader(written(tmp_path, GOOD))) == [GOOD_REQUEST]
 
 
 def test_the_conversation_trace_reads_and_writes_back_byte_for_byte(tmp_path: Path) -> None:
     path = shared_trace()
-    reader = read_trace(path)
+    reader = TraceReader(path)
     requests = list(reader)
     assert reader.requests == len(requests) == 12_031
     assert sum(len(r.hash_ids) for r in requests) == 288_500
@@ -56,7 +68,7 @@ def test_written_files_read_back_and_are_the_same_each_time(tmp_path: Path, name
     requests = [Request(i, 512 * i, 1, tuple(range(i))) for i in range(50)]
     assert write_trace(tmp_path / name, requests) == 50
     once = (tmp_path / name).read_bytes()
-    assert list(read_trace(tmp_path / name)) == requests
+    assert list(TraceReader(tmp_path / name)) == requests
     write_trace(tmp_path / name, requests)
     assert (tmp_path / name).read_bytes() == once
 
@@ -68,7 +80,7 @@ def test_compression_is_seen_by_content_and_may_have_several_members(
     assert callable(compress)
     path = tmp_path / "no-suffix"
     path.write_bytes(compress(f"{GOOD}\n".encode()) + compress(f"{GOOD}\n".encode()))
-    assert list(read_trace(path)) == [GOOD_REQUEST] * 2
+    assert list(TraceReader(path)) == [GOOD_REQUEST] * 2
 
 
 @given(
@@ -88,7 +100,7 @@ def test_any_request_comes_back(
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
     write_trace(path, requests)
-    assert list(read_trace(path)) == requests
+    assert list(TraceReader(path)) == requests
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,12 +108,12 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
     feed(gzip.compress(GOOD.encode()))
-    reader = read_trace("-")
+    reader = TraceReader("-")
     assert list(reader) == [GOOD_REQUEST]
     assert reader.total_bytes is None
     feed(b"{")
     with pytest.raises(TraceError, match=r"^standard input:1: the line is not JSON"):
-        list(read_trace("-"))
+        list(TraceReader("-"))
 
 
 def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -146,9 +158,9 @@ def test_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
 def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     path = written(tmp_path, GOOD, GOOD, line, GOOD)
     with pytest.raises(TraceError) as caught:
-        list(read_trace(path))
+        list(TraceReader(path))
     assert str(caught.value).startswith(f"{path}:3: {problem}")
-    reader = read_trace(path, skip_bad=True)
+    reader = TraceReader(path, skip_bad=True)
     assert len(list(reader)) == 3
     assert reader.bad == 1
     assert str(reader.first_bad) == str(caught.value)
@@ -159,7 +171,7 @@ def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     path.write_bytes(GOOD.encode() + b"\n\xff\xfe{}\n")
     with pytest.raises(TraceError, match=r":2: the line is not UTF-8 text$"):
-        list(read_trace(path))
+        list(TraceReader(path))
 
 
 @pytest.mark.parametrize("content", ["", "\n\n  \n"])
@@ -168,20 +180,20 @@ def test_an_empty_file(tmp_path: Path, content: str) -> None:
     path.write_text(content)
     for skip_bad in (False, True):
         with pytest.raises(TraceError, match=r"t\.jsonl: no request in it$"):
-            list(read_trace(path, skip_bad=skip_bad))
+            list(TraceReader(path, skip_bad=skip_bad))
 
 
 def test_a_file_of_bad_lines_only(tmp_path: Path) -> None:
     path = written(tmp_path, "x", "y")
     with pytest.raises(TraceError, match=r"no request in it, all lines are bad; .*:1: the line"):
-        list(read_trace(path, skip_bad=True))
+        list(TraceReader(path, skip_bad=True))
 
 
 def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="absent: cannot be opened: no such file"):
-        list(read_trace(tmp_path / "absent"))
+        list(TraceReader(tmp_path / "absent"))
     with pytest.raises(TraceError, match="cannot be opened: is a directory"):
-        list(read_trace(tmp_path, skip_bad=True))
+        list(TraceReader(tmp_path, skip_bad=True))
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
@@ -192,9 +204,9 @@ def test_compressed_data_that_is_cut_short(tmp_path: Path, compress: object) -> 
     path = tmp_path / "t.jsonl.x"
     path.write_bytes(whole[: len(whole) * 3 // 4])
     with pytest.raises(TraceError, match=r":\d+: the compressed data is cut short$") as caught:
-        list(read_trace(path))
+        list(TraceReader(path))
     assert caught.value.line_number > 1
-    reader = read_trace(path, skip_bad=True)
+    reader = TraceReader(path, skip_bad=True)
     assert len(list(reader)) == caught.value.line_number - 1
     assert reader.bad == 1
 
@@ -207,7 +219,7 @@ def test_compressed_data_that_is_damaged(tmp_path: Path, compress: object) -> No
     path = tmp_path / "t"
     path.write_bytes(data)
     with pytest.raises(TraceError, match=r":1: damaged (gzip|zstd) data"):
-        list(read_trace(path))
+        list(TraceReader(path))
 
 
 def test_zstd_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,7 +227,7 @@ def test_zstd_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     write_trace(path, [GOOD_REQUEST])
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(TraceError, match=r"pip install 'prefixd\[zstd\]'"):
-        list(read_trace(path))
+        list(TraceReader(path))
     with pytest.raises(TraceError, match=r"pip install 'prefixd\[zstd\]'"):
         write_trace(path, [GOOD_REQUEST])
 
@@ -228,7 +240,7 @@ def test_what_is_legal(tmp_path: Path) -> None:
         GOOD.replace(" 5", " 5.5"),
         GOOD.replace("[1, 2]", "[-1, 1]").replace("}", ', "session": "a"}'),
     )
-    reader = read_trace(path)
+    reader = TraceReader(path)
     assert [(r.timestamp_ms, r.hash_ids) for r in reader] == [(5, ()), (6, (1, 2)), (5, (-1, 1))]
     assert reader.warnings() == []
 
@@ -236,41 +248,41 @@ def test_what_is_legal(tmp_path: Path) -> None:
 def test_lengths_that_disagree_with_the_ids_are_counted_and_told_once(tmp_path: Path) -> None:
     lengths = [0, 512, 513, 1024, 1025]  # two ids: 513 to 1024 tokens agree
     path = written(tmp_path, *(GOOD.replace("700", str(length)) for length in lengths))
-    reader = read_trace(path)
+    reader = TraceReader(path)
     assert len(list(reader)) == 5
     assert reader.length_mismatches == 3
     assert len(reader.warnings()) == 1
     assert "in 3 of 5 requests" in reader.warnings()[0]
-    reader = read_trace(path, block_tokens=256)
+    reader = TraceReader(path, block_tokens=256)
     list(reader)
     assert reader.length_mismatches == 4
 
 
 def test_a_limit_stops_reading(tmp_path: Path) -> None:
     path = written(tmp_path, GOOD, GOOD, "bad")
-    assert len(list(read_trace(path, limit=2))) == 2
-    assert list(read_trace(path, limit=0)) == []
+    assert len(list(TraceReader(path, limit=2))) == 2
+    assert list(TraceReader(path, limit=0)) == []
     with pytest.raises(ValueError, match="must not be negative"):
-        read_trace(path, limit=-1)
+        TraceReader(path, limit=-1)
     with pytest.raises(ValueError, match="at least one token"):
-        read_trace(path, block_tokens=0)
+        TraceReader(path, block_tokens=0)
 
 
 def test_reading_again_counts_again(tmp_path: Path) -> None:
-    reader = read_trace(written(tmp_path, GOOD, "bad", GOOD.replace("700", "1")), skip_bad=True)
+    reader = TraceReader(written(tmp_path, GOOD, "bad", GOOD.replace("700", "1")), skip_bad=True)
     for _ in range(2):
         assert len(list(reader)) == reader.requests == 2
         assert (reader.bad, reader.length_mismatches) == (1, 1)
 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
-    """2 MB of text in a small file: read with less memory, which is always the same."""
+    """2 MB of text in a small file are read with less memory than that."""
     path = tmp_path / "t.gz"
     request = Request(1, 512 * 500, 1, tuple(range(250)) * 2)
     write_trace(path, [request] * 1_000)
     tracemalloc.start()
     try:
-        assert sum(1 for _ in read_trace(path)) == 1_000
+        assert sum(1 for _ in TraceReader(path)) == 1_000
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -280,11 +292,11 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path) -> None:
 def test_a_line_without_end_is_bad_and_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("prefixd.client.lab.source.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("prefixd.client.lab.trace_file.MAX_LINE_BYTES", 1000)
     path = written(tmp_path, "x" * 2500, GOOD, "y" * 999, "z" * 1000)
     with pytest.raises(TraceError, match=":1: the line is too long"):
-        list(read_trace(path))
-    reader = read_trace(path, skip_bad=True)
+        list(TraceReader(path))
+    reader = TraceReader(path, skip_bad=True)
     assert list(reader) == [GOOD_REQUEST]
     assert reader.bad == 3
 
@@ -298,3 +310,66 @@ def test_a_trace_error_survives_a_process_boundary() -> None:
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be written: no such file"):
         write_trace(tmp_path / "absent" / "t.jsonl", [GOOD_REQUEST])
+
+
+#: (blocks, prompt tokens)
+RUNS = [((7, 7, -3), 100), ((), 5), ((2**80, 7), 0), ((7, -3, 9), 1000)]
+
+
+def requests(runs: list[tuple[tuple[int, ...], int]]) -> list[Request]:
+    return [Request(0, length, 1, ids) for ids, length in runs]
+
+
+def test_ids_are_renumbered_by_first_appearance() -> None:
+    trace = TraceColumns.load(requests(RUNS))
+    assert list(trace) == [([0, 0, 1], 100), ([], 5), ([2, 0], 0), ([0, 1, 3], 1000)]
+    assert (len(trace), trace.blocks, trace.unique_blocks) == (4, 8, 4)
+
+
+def test_rows_belong_to_the_caller() -> None:
+    trace = TraceColumns.load(requests(RUNS))
+    for blocks, _length in trace:
+        blocks.clear()
+    assert [len(blocks) for blocks, _length in trace] == [3, 0, 2, 3]
+
+
+def test_summary() -> None:
+    trace = TraceColumns.load(requests(RUNS))
+    # The first two blocks of the last request were seen before, at 400 tokens a block.
+    assert trace.summary(400) == TraceSummary(4, 8, 4, 1105, 800)
+    assert trace.summary(600) == TraceSummary(4, 8, 4, 1105, 1000)
+    assert trace.summary(400).to_json() == {
+        "requests": 4,
+        "blocks": 8,
+        "unique_blocks": 4,
+        "prompt_tokens": 1105,
+        "infinite_hit_tokens": 800,
+        "infinite_hit_rate": 800 / 1105,
+    }
+
+
+def test_a_repeat_within_a_request_is_no_hit_of_an_unlimited_cache() -> None:
+    trace = TraceColumns.load(requests([((1, 1, 1), 300)]))
+    assert trace.summary(100).infinite_hit_tokens == 0
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(-(2**70), 2**70)).map(tuple), st.integers(0, 2**63 - 1)),
+        max_size=20,
+    )
+)
+@settings(deadline=None)
+def test_saved_columns_map_back(runs: list[tuple[tuple[int, ...], int]]) -> None:
+    trace = TraceColumns.load(requests(runs))
+    with TemporaryDirectory() as folder:
+        trace.save(Path(folder))
+        mapped = TraceColumns.map(Path(folder))
+    assert list(mapped) == list(trace)
+    assert mapped.summary(512) == trace.summary(512)
+
+
+def test_four_bytes_a_block_and_sixteen_a_request() -> None:
+    trace = TraceColumns.load(requests(RUNS * 10))
+    columns = (trace._blocks, trace._ends, trace._lengths)
+    assert [column.itemsize * len(column) for column in columns] == [4 * 80, 8 * 40, 8 * 40]

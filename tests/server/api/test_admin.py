@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.lab.generate import generate
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord

@@ -25,9 +25,8 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.server.api import data_socket
 from prefixd.server.api.access import DATA_ROLES, Role
-from prefixd.server.certificates import certificates_of
 from prefixd.server.config.loading import load_config
-from prefixd.server.remote import tokens_of
+from prefixd.server.credentials import certificates_of, tokens_of
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
 from tests.support.event_loop import in_loop

@@ -1,4 +1,4 @@
-"""Loading: what is taken from where, and that a bad configuration is refused in one go."""
+"""Loading: which source wins, and that a bad configuration is refused with all errors at once."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refusal(*argv: str, env: Mapping[str, str] | None = None) -> list[str]:
     return [line.strip() for line in lines]
 
 
-# ---- where values come from
+# ---- sources
 
 
 def test_nothing_configured_is_a_good_configuration() -> None:
@@ -91,7 +91,7 @@ def test_flags(argv: list[str], path: str, value: object) -> None:
 @pytest.mark.parametrize("there", ["/a/b", "/a/b.local"])
 def test_operators_need_a_socket_apart(there: str) -> None:
     (line,) = refusal("--address=/a/b", f"--server.admin_address={there}")
-    assert f"unix:{there} is where workers are served; operators need a socket apart" in line
+    assert f"workers are served at unix:{there}; operators need a socket of their own" in line
 
 
 def test_staging_memory_of_one_client_fits_into_that_of_all() -> None:
@@ -140,7 +140,7 @@ def test_the_address_variable_of_the_clients_is_the_daemons_too() -> None:
 
 
 def test_variables_that_are_no_options_are_left_alone() -> None:
-    # What Kubernetes sets in every container beside a service called prefixd.
+    # Kubernetes sets these in every container next to a service called prefixd.
     load(env={"PREFIXD_SERVICE_HOST": "10.0.0.1", "PREFIXD_PORT": "tcp://10.0.0.1:7070"})
 
 
@@ -239,7 +239,7 @@ SECURED = (
         ),
         (["--server.admin_address", "localhost:70"], "operators are served on this host only"),
         (["--server.socket_mode", "rw"], "should be an octal mode"),
-        (["--server.socket_mode", "0060"], "takes the socket from the daemon's own user"),
+        (["--server.socket_mode", "0060"], "denies the daemon's own user the socket"),
         (["--tcp", "/a/socket"], "should be host:port"),
         (["--metrics", "nowhere"], "is no address"),
         (["--disk.directory", ""], "should be the name of a directory"),
@@ -250,7 +250,7 @@ SECURED = (
         (["--ram.shares", "a/b=1GiB"], "'a/b=1GiB' is not"),
         (["--shm.shares", "a=1GiB,,b=1GiB"], "'' is not"),
         (["--disk.shares", "a=1GB"], "unknown unit"),
-        (["--ram.shares", "a=0"], "'a' has a share of nothing"),
+        (["--ram.shares", "a=0"], "'a' has an empty share"),
         (["--ram.shares", "a=1GiB, a=2GiB"], "'a' has two shares"),
         (["--ram.shares", ",".join(f"n{n}=1MiB" for n in range(33))], "33 namespaces, at most 32"),
     ],
@@ -438,7 +438,7 @@ def test_check_config_refuses_a_directory_that_can_not_be_used(
     else:
         place.mkdir()
         real = os.access
-        # Root may write anywhere: the kernel's refusal is played.
+        # Root may write anywhere, so the kernel's refusal is simulated.
         monkeypatch.setattr(os, "access", lambda path, mode: path != place and real(path, mode))
         why = f"{place} can't be written to by the user {os.geteuid()}"
     argv = ["--shm.directory", f"{place}/s", "--disk.directory", f"{tmp_path}/d"]

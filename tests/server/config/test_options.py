@@ -1,4 +1,4 @@
-"""The model itself: defaults, and that nobody changes a configuration."""
+"""The model itself: its defaults, and that a configuration is immutable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_defaults_of_sessions_are_those_that_clients_know() -> None:
     assert sessions.heartbeat_ns == limits.DEFAULT_HEARTBEAT_INTERVAL_MS * 1_000_000
     assert sessions.claim_lease_ns == limits.DEFAULT_CLAIM_LEASE_MS * 1_000_000
     assert sessions.reservation_ttl_ns == limits.DEFAULT_RESERVATION_TTL_MS * 1_000_000
-    # What one client may hold of a tier is bounded by default in a daemon, and not in the state.
+    # By default a daemon limits what one client may hold of a tier; the bare state does not.
     assert sessions.state_config() == StateConfig(
         max_pinned_share=0.75, max_reserved_share=0.5, unwritten_ttl_ns=120_000_000_000
     )

@@ -1,4 +1,4 @@
-"""Reading options of any two-level model, shown on a small one."""
+"""Reading the options of a two-level model, with a small model."""
 
 from __future__ import annotations
 

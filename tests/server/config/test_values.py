@@ -1,4 +1,4 @@
-"""Shares as people write them. What is refused: `test_loading`, `test_budgets`."""
+"""How shares are written. `test_loading` and `test_budgets` have the ones that are refused."""
 
 from __future__ import annotations
 

@@ -21,9 +21,10 @@ from prefixd.client.ctl.views import daemon, lab
 from prefixd.client.ctl.views import stats as stats_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Board
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.outcome import Outcome, Totals
+from prefixd.client.lab.live import Totals
+from prefixd.client.lab.replayer import Outcome
 from prefixd.client.lab.trace import write_trace
+from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable
 from prefixd.proto.vocabulary import SaveStatus

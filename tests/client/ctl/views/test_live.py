@@ -12,10 +12,10 @@ from rich.console import Console
 from prefixd.client.ctl.live import run_live
 from prefixd.client.ctl.views import progress
 from prefixd.client.ctl.views.lab import figures, totals_view
-from prefixd.client.lab.generate import generate
-from prefixd.client.lab.outcome import Outcome, Totals
-from prefixd.client.lab.trace import read_trace, write_trace
-from prefixd.client.lab.worker import LiveOptions
+from prefixd.client.lab.live import Totals
+from prefixd.client.lab.replayer import LiveOptions, Outcome
+from prefixd.client.lab.trace import TraceReader, write_trace
+from prefixd.client.lab.workloads import generate
 from tests.support.daemon import private_daemon
 
 
@@ -95,7 +95,7 @@ def test_a_terminal_gets_a_bar(
         lambda *, stderr: Console(file=file, force_terminal=stderr, width=100),
     )
     with private_daemon() as daemon:
-        totals = run_live(read_trace(trace, limit=limit), LiveOptions(daemon.address))
+        totals = run_live(TraceReader(trace, limit=limit), LiveOptions(daemon.address))
     assert totals.requests == (limit or 20)
     assert "100%" in file.getvalue()
     assert "0 mismatches" in file.getvalue()

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from prefixd.client.ctl.views import progress
-from prefixd.client.lab.trace import Request, read_trace, write_trace
+from prefixd.client.lab.trace import Request, TraceReader, write_trace
 
 
 class Terminal(StringIO):
@@ -36,7 +36,7 @@ def test_reading_passes_the_items_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = tmp_path / "t.jsonl"
     requests = [Request(n, 512, 1, (n,)) for n in range(2000)]
     write_trace(path, requests)
-    assert list(progress.reading(read_trace(path), "reading the trace")) == requests
+    assert list(progress.reading(TraceReader(path), "reading the trace")) == requests
     assert "reading the trace" in terminal.getvalue()
 
 
@@ -52,7 +52,7 @@ def test_rereading_reads_again_each_time(tmp_path: Path, monkeypatch: pytest.Mon
     path = tmp_path / "t.jsonl"
     requests = [Request(n, 512, 1, (n,)) for n in range(10)]
     write_trace(path, requests)
-    again = progress.Rereading(read_trace(path), "one pass", "another")
+    again = progress.Rereading(TraceReader(path), "one pass", "another")
     for _ in range(3):
         assert list(again) == requests
     assert "one pass" in terminal.getvalue()

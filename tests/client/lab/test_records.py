@@ -1,4 +1,4 @@
-"""Records of other people's files: which field is read, what is refused and in which words."""
+"""Records of other formats: which field is read, which records are refused, with which message."""
 
 import json
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.shapes import (
+from prefixd.client.lab.records import (
     DIALOGUE_FIELDS,
     TEXT_FIELDS,
     TOKEN_FIELDS,
@@ -20,7 +20,7 @@ OPTIONS = ConvertOptions(block_tokens=4, bytes_per_token=1)
 
 
 def test_the_first_known_field_decides() -> None:
-    """A record may carry its prompt in several forms; ids are better than text."""
+    """A record may have its prompt in several forms; ids are preferred to text."""
     order = ["hash_ids", *TOKEN_FIELDS, "messages", *DIALOGUE_FIELDS, "turns", *TEXT_FIELDS]
     message = {"role": "user", "content": "hi"}
     dialogue = [message, {"role": "assistant", "content": "hello"}]

@@ -1,8 +1,10 @@
-"""One worker of a live replay, without a process around it."""
+"""A replayer in this process, the worker process around it, and the blocks that it replays."""
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
+import struct
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -12,12 +14,20 @@ import pytest
 
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.blocks import BlockPayloads, keys_of_ids, replay_namespace
-from prefixd.client.lab.outcome import Outcome
+from prefixd.client.lab.live import Finished, Ready, work
+from prefixd.client.lab.replayer import (
+    TILE_BYTES,
+    BlockPayloads,
+    LiveOptions,
+    Outcome,
+    Replayer,
+    keys_of_ids,
+    replay_namespace,
+)
 from prefixd.client.lab.trace import Request
-from prefixd.client.lab.worker import Finished, LiveOptions, Ready, Refused, Replayer, work
 from prefixd.client.results import RestoreResult
 from prefixd.client.saves import SaveItem
+from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from tests.support.daemon import eventually, private_daemon
 
@@ -68,7 +78,7 @@ def test_a_request_misses_saves_and_then_hits(daemon: PrivateDaemon, client: Cli
 def test_blocks_are_saved_with_the_tokens_that_they_stand_for(
     daemon: PrivateDaemon, client: Client
 ) -> None:
-    """The last one may be partial, and lengths that disagree give none a negative count."""
+    """The last block may be partial. Lengths that disagree with the ids give no negative count."""
     worker = replayer(daemon, client)
     worker.replay(request(1, 2, 3, input_length=1100))
     worker.replay(request(11, 12, 13, input_length=600))
@@ -79,7 +89,7 @@ def test_blocks_are_saved_with_the_tokens_that_they_stand_for(
 
 
 def test_a_chain_is_evicted_leaf_first(daemon: PrivateDaemon, client: Client) -> None:
-    """Blocks that were saved behind a hit leave before the hit does."""
+    """Blocks that were saved after a hit are evicted before it."""
     worker = replayer(daemon, client)
     worker.replay(request(1, 2))
     worker.replay(request(1, 2, 3, 4))
@@ -88,7 +98,7 @@ def test_a_chain_is_evicted_leaf_first(daemon: PrivateDaemon, client: Client) ->
         assert [entry.key for entry in admin.next_victims(Tier.RAM, 1_000)] == keys
 
 
-# ---- bytes that are not right
+# ---- wrong bytes
 
 
 def test_other_bytes_are_mismatches_and_end_the_hit(daemon: PrivateDaemon, client: Client) -> None:
@@ -108,7 +118,7 @@ def test_other_bytes_are_mismatches_and_end_the_hit(daemon: PrivateDaemon, clien
 
 
 class Restoring:
-    """A hit of which a restore gives what it is told to."""
+    """A hit whose restore returns a given result."""
 
     claimed = True
 
@@ -139,7 +149,7 @@ class Restoring:
 def test_what_did_not_arrive_is_no_hit_whatever_is_in_the_buffer(
     daemon: PrivateDaemon, client: Client, miss: MissReason, mismatches: int, unavailable: bool
 ) -> None:
-    """A wrong checksum is a mismatch; everything else is bad luck."""
+    """Only a wrong checksum is a mismatch; other losses are misses."""
     result = RestoreResult((True, False, True), 1, 512, BLOCK_BYTES, miss)
     outcome = Outcome()
     hit: Any = Restoring(3, result)
@@ -152,7 +162,7 @@ def test_what_did_not_arrive_is_no_hit_whatever_is_in_the_buffer(
 
 
 def test_bytes_that_never_arrive_do_not_look_right(daemon: PrivateDaemon, client: Client) -> None:
-    """The buffers that a request used before are wiped."""
+    """Buffers of earlier requests are zeroed before they are used again."""
 
     class Silent(Restoring):
         def restore_into(self, buffers: Sequence[bytearray]) -> RestoreResult:
@@ -230,8 +240,8 @@ def test_a_worker_refuses_what_is_no_request_of_blocks(daemon: PrivateDaemon) ->
     with pipe:
         pipe.send(request(-1))
         answer = pipe.recv()
-        assert isinstance(answer, Refused)
-        assert "-1" in answer.why
+        assert isinstance(answer, CallerError)
+        assert "-1" in str(answer)
         assert isinstance(pipe.recv(), Finished)
     process.join()
     assert process.exitcode == 0
@@ -242,3 +252,94 @@ def test_a_worker_whose_parent_is_gone_leaves_quietly(daemon: PrivateDaemon) -> 
     pipe.close()
     process.join()
     assert process.exitcode == 0
+
+
+SIZES = [1, 7, 8, 100, TILE_BYTES - 1, TILE_BYTES, TILE_BYTES + 1, 3 * TILE_BYTES, 50_000]
+
+
+def sha256(*parts: bytes) -> bytes:
+    return hashlib.sha256(b"".join(parts)).digest()
+
+
+def test_keys_are_what_the_documentation_says() -> None:
+    """Computed with hashlib alone."""
+
+    def parameter(name: bytes, number: bytes) -> bytes:
+        return struct.pack("<I", len(name)) + name + b"i" + struct.pack("<I", len(number)) + number
+
+    context = sha256(
+        b"prefixd/context/v1\0",
+        parameter(b"block_bytes", b"4096"),
+        parameter(b"block_tokens", b"512"),
+    )
+    root = sha256(sha256(b"prefixd/replay/v1"), bytes(8), context)
+    namespace = replay_namespace(4096, 512)
+    assert namespace.root == root
+    expected = [sha256(root, struct.pack("<Q", block_id)) for block_id in (0, 1, 2**64 - 1)]
+    assert keys_of_ids(namespace.root, [0, 1, 2**64 - 1]) == expected
+
+
+def test_replays_that_differ_share_no_key() -> None:
+    roots = {
+        replay_namespace(*what).root
+        for what in ((4096, 512), (4096, 256), (8192, 512), (4096, 512, "a"), (4096, 512, "b"))
+    }
+    assert len(roots) == 5
+
+
+@pytest.mark.parametrize("block_id", [-1, 2**64])
+def test_an_id_that_is_no_block_id_is_refused(block_id: int) -> None:
+    with pytest.raises(CallerError, match=str(block_id)):
+        keys_of_ids(replay_namespace(4096, 512).root, [0, block_id])
+
+
+@pytest.mark.parametrize("size_bytes", SIZES)
+def test_a_payload_has_its_size_and_is_the_same_every_time(size_bytes: int) -> None:
+    first, second = BlockPayloads(size_bytes), BlockPayloads(size_bytes)
+    payload = first.payload(7)
+    assert len(payload) == size_bytes
+    assert payload == second.payload(7)
+    assert second.matches(7, bytes(payload))
+    assert second.matches(7, memoryview(payload))
+
+
+def test_a_payload_is_what_the_documentation_says() -> None:
+    size_bytes = 2 * TILE_BYTES + 100
+    seed = b"prefixd/replay/v1" + struct.pack("<QQ", 9, size_bytes)
+    tile = hashlib.shake_128(seed).digest(TILE_BYTES)
+    tiles = [tile] + [struct.pack("<I", number) + tile[4:] for number in (1, 2)]
+    assert BlockPayloads(size_bytes).payload(9) == b"".join(tiles)[:size_bytes]
+
+
+@pytest.mark.parametrize("size_bytes", [size for size in SIZES if size > 1])
+def test_any_changed_byte_is_found(size_bytes: int) -> None:
+    payloads = BlockPayloads(size_bytes)
+    for position in {0, 1, size_bytes // 2, size_bytes - 2, size_bytes - 1}:
+        payload = payloads.payload(3)
+        payload[position] ^= 1
+        assert not payloads.matches(3, payload), position
+
+
+def test_another_block_a_shift_a_swap_and_a_cut_are_found() -> None:
+    payloads = BlockPayloads(4 * TILE_BYTES)
+    payload = payloads.payload(3)
+    tiles = [payload[at : at + TILE_BYTES] for at in range(0, len(payload), TILE_BYTES)]
+    assert not payloads.matches(4, payload)
+    assert not payloads.matches(3, payload[1:] + payload[:1])
+    assert not payloads.matches(3, payload[TILE_BYTES:] + payload[:TILE_BYTES])
+    assert not payloads.matches(3, tiles[0] + tiles[2] + tiles[1] + tiles[3])
+    assert not payloads.matches(3, tiles[0] + tiles[1] + tiles[1] + tiles[3])
+    assert not payloads.matches(3, payload[:-1])
+    assert not payloads.matches(3, payload + b"\0")
+    assert not payloads.matches(3, bytes(len(payload)))
+
+
+def test_blocks_of_two_sizes_share_nothing() -> None:
+    small, large = BlockPayloads(TILE_BYTES).payload(1), BlockPayloads(2 * TILE_BYTES).payload(1)
+    assert large[:TILE_BYTES] != small
+
+
+@pytest.mark.parametrize("size_bytes", [0, -1, 2**41])
+def test_a_size_that_no_block_has_is_refused(size_bytes: int) -> None:
+    with pytest.raises(CallerError, match="bytes"):
+        BlockPayloads(size_bytes)

@@ -1,4 +1,4 @@
-"""The page of a simulated fleet: every figure is the data's, in every shape of the data."""
+"""The page of a simulated fleet: every figure comes from the data, for all kinds of data."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.lab.columns import TraceColumns
 from prefixd.client.lab.fleet import Fleet, fleet_document, simulate_fleet
-from prefixd.client.lab.fleet_page import MOST_NODES, render_fleet, sharing
-from prefixd.client.lab.page import STYLE
-from prefixd.client.lab.report import count, value_at
-from prefixd.client.lab.trace import Request
+from prefixd.client.lab.page import STYLE, count, value_at
+from prefixd.client.lab.report import MOST_NODES, render_fleet, sharing
+from prefixd.client.lab.trace import Request, TraceColumns
 from prefixd.proto.units import format_bytes, percent
 from tests.support.page import Page
 

@@ -1,8 +1,8 @@
-"""What other people's request records hold: prompts as bytes to be cut into blocks, and times.
+"""Request records of other formats: their prompts, as bytes to cut into blocks, and their times.
 
 The field names are those of vLLM's and SGLang's benchmark data sets and token traces, OpenAI
 requests and batch files, ShareGPT dialogues, Spec-Bench, Mooncake, Bailian and gateway logs.
-Every problem is a ValueError with a sentence.
+A bad record is a ValueError with a sentence.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OUTPUT_FIELDS = (
     "completion",
     "response",
 )
-#: An arrival time, and its unit where the name says it.
+#: Fields with an arrival time, and the unit if the name implies it.
 TIME_FIELDS = {
     "timestamp": None,
     "ts": None,
@@ -49,16 +49,17 @@ TIME_FIELDS = {
     "arrival_time_ms": "ms",
 }
 MS_PER_UNIT = {"s": 1000.0, "ms": 1.0, "us": 0.001}
-#: Who answers, as dialogues call it.
+#: Roles of messages that are answers.
 ANSWERERS = frozenset({"assistant", "gpt", "chatgpt", "bard", "bing", "model", "bot"})
-#: Bailian traces have blocks of 16 tokens and seconds; these fields tell them from Mooncake's.
+#: Bailian traces have blocks of 16 tokens and times in seconds. These fields tell them from
+#: Mooncake's.
 BAILIAN_FIELDS = ("chat_id", "parent_chat_id")
 BAILIAN_BLOCK_TOKENS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """How to read what the records do not say.
+    """Settings for what the records do not say.
 
     `source_block_tokens` is the block size of records that carry `hash_ids` (None: 16 for
     Bailian's, else `block_tokens`); `block_tokens` must be a multiple of it. `time_unit` is
@@ -100,8 +101,8 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt as bytes: `block_bytes` of them make a block. `kind` keeps apart what must not
-    be compared: token ids, text, block hashes."""
+    """A prompt as bytes, `block_bytes` to a block. Prompts of different kinds (token ids, text,
+    block hashes) are never compared."""
 
     kind: bytes
     data: bytes
@@ -111,8 +112,8 @@ class Prompt:
 
 
 def prompts(record: object, options: ConvertOptions) -> tuple[str, list[Prompt]]:
-    """The field that a record's prompts come from, and the prompts: one or, of a dialogue,
-    one for every answered message."""
+    """The field that a record's prompts come from, and the prompts: one, or for a dialogue one per
+    answered message."""
     if not isinstance(record, dict):
         raise ValueError("the record is not a JSON object")
     body = record.get("body")
@@ -140,7 +141,7 @@ def prompts(record: object, options: ConvertOptions) -> tuple[str, list[Prompt]]
 
 
 def time_ms(record: Record, options: ConvertOptions) -> float | None:
-    """When the record says that its request arrived, in milliseconds of its own clock."""
+    """The arrival time in the record, in milliseconds of the record's own clock."""
     for field, field_unit in TIME_FIELDS.items():
         value = record.get(field)
         if value is None:
@@ -172,12 +173,16 @@ def _from_hashes(record: Record, options: ConvertOptions) -> Prompt:
             f"blocks of {options.block_tokens} tokens cannot be made of blocks of {source_tokens}"
         )
     data = b"".join(sha256(str(block).encode()).digest() for block in ids)
-    length = _first_count(record, INPUT_LENGTH_FIELDS)
+    lengths = (
+        _count(field, record[field])
+        for field in INPUT_LENGTH_FIELDS
+        if record.get(field) is not None
+    )
     return Prompt(
         b"hashes",
         data,
         32 * (options.block_tokens // source_tokens),
-        len(ids) * source_tokens if length is None else length,
+        next(lengths, len(ids) * source_tokens),
         _output_length(record, options),
     )
 
@@ -263,7 +268,7 @@ def _message_bytes(message: Record) -> bytes:
 
 
 def _message_text(message: Record) -> bytes:
-    """A message's text; parts that are no text, and calls of tools, as JSON."""
+    """A message's text. Parts that are not text, and tool calls, are included as JSON."""
     content = message.get("content", message.get("value", message.get("text")))
     parts: Sequence[object] = content if isinstance(content, list) else [content]
     texts = [_part_text(part) for part in parts if part is not None]
@@ -279,7 +284,7 @@ def _part_text(part: object) -> str:
 
 
 def _output_length(record: Record, options: ConvertOptions) -> int:
-    """Output tokens as the record has them: a number, token ids, or the answer's text."""
+    """Output tokens, from a number, token ids or the answer's text."""
     for field in OUTPUT_FIELDS:
         value = record.get(field)
         if isinstance(value, list):
@@ -289,13 +294,6 @@ def _output_length(record: Record, options: ConvertOptions) -> int:
         if value is not None:
             return _count(field, value)
     return 0
-
-
-def _first_count(record: Record, fields: Sequence[str]) -> int | None:
-    for field in fields:
-        if record.get(field) is not None:
-            return _count(field, record[field])
-    return None
 
 
 def _count(field: str, value: object) -> int:

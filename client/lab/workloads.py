@@ -1,40 +1,56 @@
-"""Workload profiles: who asks what, how long, how often. Every number has its unit in its name.
+"""Seeded example traces for common workloads.
+
+A prompt is a list of named pieces of content ("the system prompt", "document 17", "what this
+user typed in turn 3") with their lengths in tokens. `BlockIds` cuts it into blocks and gives
+each block an id that stands for its content and everything before it. Two prompts therefore
+share ids exactly as far as they share content, whatever the block size, and a partial last
+block is shared with no longer prompt, as in a real cache.
+
+Every session draws from its own generator, seeded by the profile, the seed and the session's
+number: the same arguments give the same bytes, and a longer trace has the sessions of a shorter
+one and more. Sessions are whole; only the last one may be cut short.
 
 Lengths follow log-normal and exponential distributions and arrivals a gamma process, which is
 what studies of production traffic report (ServeGen, arXiv 2505.09999: log-normal bodies of the
 input lengths, exponential outputs, bursty arrivals that a Poisson process does not describe).
-The other anchors: 3.5 turns in a ShareGPT conversation (ShareChat, arXiv 2512.17843); four
+The other sources: 3.5 turns in a ShareGPT conversation (ShareChat, arXiv 2512.17843); four
 fifths of the reuses within ten minutes in consumer chat (KVCache in the Wild, arXiv
 2506.02634); 3 % of the documents in 60 % of the retrievals (RAGCache, arXiv 2404.12457).
 
-At 512 tokens a block, a cache without limits hits (blocks, by the prefix rule): chatbot
-92-97 %, multi-turn 80-95 %, rag 25-40 %, code 15-35 %, batch 8-15 %, random 0-2 %; the tests
-hold this for several seeds and sizes. Smaller blocks hit more.
+At 512 tokens a block, a cache without limits hits these shares of the blocks (prefix rule):
+chatbot 92-97 %, multi-turn 80-95 %, rag 25-40 %, code 15-35 %, batch 8-15 %, random 0-2 %. The
+tests hold this for several seeds and sizes. Smaller blocks hit more.
 """
 
 from __future__ import annotations
 
+import heapq
 from abc import ABC, abstractmethod
 from bisect import bisect
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate
-from math import log
+from itertools import accumulate, count
+from math import inf, log
 from random import Random
-from typing import ClassVar
 
-#: Content and its length in tokens; equal content is the same text.
+from ...proto.limits import DEFAULT_BLOCK_TOKENS
+from .trace import Request
+
+#: Pieces of content with their lengths in tokens. Equal content is the same text.
 Prompt = list[tuple[Hashable, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: seconds after the one before it, its prompt, its answer."""
+    """One request of a session: seconds since the one before, its prompt, its answer's length."""
 
     delay_s: float
     prompt: Prompt
     output_tokens: int
+
+
+# ---- distributions
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,32 +80,6 @@ class Arrivals:
         return random.gammavariate(shape, 1 / (shape * self.sessions_per_s))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Profile(ABC):
-    """A workload: sessions arrive, each sends one or more requests.
-
-    Content names are tuples that start with what they are; whatever is one session's own has
-    the session's number in it.
-    """
-
-    name: ClassVar[str]
-    about: ClassVar[str]
-    #: Block hit rate of a cache without limits at 512 tokens a block, lowest and highest.
-    band: ClassVar[tuple[float, float]]
-
-    arrivals: Arrivals
-    #: Seconds per output token; a session's next request waits for the answer.
-    decode_s_per_token: float = 0.02
-
-    @abstractmethod
-    def turns(self, random: Random) -> int:
-        """How many requests a session sends."""
-
-    @abstractmethod
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
-        """The requests of session `number`, in order; at least `turns` of them."""
-
-
 def output_tokens(random: Random, mean_tokens: float) -> int:
     """An exponential answer length of at least one token."""
     return 1 + int(random.expovariate(1 / mean_tokens))
@@ -113,13 +103,42 @@ def zipf(random: Random, items: int, exponent: float) -> int:
     return bisect(sums, random.random() * sums[-1], hi=items - 1)
 
 
+# ---- profiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(ABC):
+    """A workload: sessions arrive, each sends one or more requests.
+
+    A piece of content is named by a string or by a tuple that starts with what it is. Content
+    that only one session has carries the session's number.
+    """
+
+    name: str
+    arrivals: Arrivals
+    mean_output_tokens: float
+    #: Seconds per output token. A session's next request waits for the answer.
+    decode_s_per_token: float = 0.02
+
+    def turns(self, random: Random) -> int:  # noqa: ARG002 (for those that draw it)
+        """How many requests a session sends."""
+        return 1
+
+    @abstractmethod
+    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+        """The requests of session `number`, in order; `turns` of them."""
+
+    def _pause_s(self, random: Random, answer_tokens: int, median_s: float) -> float:
+        """Seconds until the next request: the answer is decoded, then the user thinks or types."""
+        return answer_tokens * self.decode_s_per_token + random.lognormvariate(log(median_s), 1.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Conversations(Profile):
     """Conversations: a system prompt that many share, then turns that make the prompt grow."""
 
-    #: Different system prompts, with Zipf popularity.
+    #: Number of different system prompts, with Zipf popularity.
     assistants: int
-    assistant_exponent: float = 1.0
     #: Every system prompt begins with the same text (house rules, tools) ...
     common_tokens: int
     #: ... and goes on with the assistant's own.
@@ -129,15 +148,13 @@ class Conversations(Profile):
     #: Share of the sessions that start from a text of their own (a file, a task, a log).
     attachment_share: float = 0.0
     attachment: Lengths = Lengths(2000, 0.6)
-    mean_output_tokens: float
     think_median_s: float
-    think_sigma: float = 1.0
 
     def turns(self, random: Random) -> int:
         return geometric(random, self.mean_turns)
 
     def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
-        assistant = zipf(random, self.assistants, self.assistant_exponent)
+        assistant = zipf(random, self.assistants, 1.0)
         prompt: Prompt = [
             ("common", self.common_tokens),
             (("assistant", assistant), self.assistant_tokens),
@@ -150,46 +167,26 @@ class Conversations(Profile):
             answer_tokens = output_tokens(random, self.mean_output_tokens)
             yield Turn(delay_s, list(prompt), answer_tokens)
             prompt.append((("answer", number, turn), answer_tokens))
-            think_s = random.lognormvariate(log(self.think_median_s), self.think_sigma)
-            delay_s = answer_tokens * self.decode_s_per_token + think_s
-
-
-class Chatbot(Conversations):
-    name = "chatbot"
-    about = "one product, a long system prompt with tools, short chats"
-    band = (0.92, 0.97)
-
-
-class MultiTurn(Conversations):
-    name = "multi-turn"
-    about = "long working sessions: a short system prompt, an own text, many turns"
-    band = (0.80, 0.95)
+            delay_s = self._pause_s(random, answer_tokens, self.think_median_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rag(Profile):
     """Questions over retrieved documents: one request each, documents in order of relevance.
 
-    A topic has its documents in a fixed order; each question asks about one topic and gets
-    them in that order until the retrieval differs, which ends what can be shared.
+    A topic has its documents in a fixed order. A question asks about one topic and gets its
+    documents in that order until the retrieval returns another one, which ends the shared
+    prefix.
     """
-
-    name = "rag"
-    about = "questions over retrieved documents, in order of relevance"
-    band = (0.25, 0.40)
 
     system_tokens: int
     topics: int
     topic_exponent: float
     documents: int
     document: Lengths
-    #: Chance, document by document, that a topic's next one is where it always is.
+    #: Chance, document by document, that the retrieval returns the topic's usual one.
     same_document_chance: float
     question: Lengths
-    mean_output_tokens: float
-
-    def turns(self, random: Random) -> int:  # noqa: ARG002 (one for everybody)
-        return 1
 
     def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
         topic = zipf(random, self.topics, self.topic_exponent)
@@ -208,15 +205,11 @@ class Rag(Profile):
 
 @dataclass(frozen=True, kw_only=True)
 class Code(Profile):
-    """Completions while somebody types: instructions, snippets of the repository, the file.
+    """Completions during typing: instructions, snippets of the repository, the file.
 
-    The snippets stay while the cursor stays; after a jump they are others and the file is cut
-    elsewhere. What follows the cursor comes last and is sent in full (prefix, suffix, middle).
+    The snippets stay while the cursor stays. After a jump there are others, and the file is cut
+    elsewhere. The text after the cursor comes last and is sent in full (prefix, suffix, middle).
     """
-
-    name = "code"
-    about = "code completions while typing, with snippets of the repository"
-    band = (0.15, 0.35)
 
     instruction_tokens: int
     mean_turns: float
@@ -226,9 +219,7 @@ class Code(Profile):
     before_cursor: Lengths
     after_cursor: Lengths
     mean_typed_tokens: float
-    mean_output_tokens: float
     pause_median_s: float
-    pause_sigma: float = 1.0
 
     def turns(self, random: Random) -> int:
         return geometric(random, self.mean_turns)
@@ -239,9 +230,8 @@ class Code(Profile):
         after_tokens = 0
         for turn in range(turns):
             if turn and random.random() < self.stay_chance:
-                prompt.append(
-                    (("typed", number, turn), output_tokens(random, self.mean_typed_tokens))
-                )
+                typed_tokens = output_tokens(random, self.mean_typed_tokens)
+                prompt.append((("typed", number, turn), typed_tokens))
             else:
                 prompt = [
                     ("instructions", self.instruction_tokens),
@@ -252,23 +242,17 @@ class Code(Profile):
             answer_tokens = output_tokens(random, self.mean_output_tokens)
             after = (("after", number, turn), after_tokens)
             yield Turn(delay_s, [*prompt, after], answer_tokens)
-            pause_s = random.lognormvariate(log(self.pause_median_s), self.pause_sigma)
-            delay_s = answer_tokens * self.decode_s_per_token + pause_s
+            delay_s = self._pause_s(random, answer_tokens, self.pause_median_s)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Profile):
-    """One instruction with examples over many documents, sent as fast as they are taken."""
-
-    name = "batch"
-    about = "batch summarisation: one instruction, every document once"
-    band = (0.08, 0.15)
+    """One instruction with examples over many documents, sent as fast as they are processed."""
 
     instruction_tokens: int
     document: Lengths
     #: Share of the requests that are sent again, a minute later.
     retry_share: float
-    mean_output_tokens: float
 
     def turns(self, random: Random) -> int:
         return 2 if random.random() < self.retry_share else 1
@@ -285,15 +269,7 @@ class Batch(Profile):
 class Unrelated(Profile):
     """Prompts with nothing in common: what a cache costs where it cannot help."""
 
-    name = "random"
-    about = "prompts with nothing in common"
-    band = (0.0, 0.02)
-
     prompt_tokens: tuple[int, int]
-    mean_output_tokens: float
-
-    def turns(self, random: Random) -> int:  # noqa: ARG002 (one for everybody)
-        return 1
 
     def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
         for turn in range(turns):
@@ -303,7 +279,9 @@ class Unrelated(Profile):
 
 
 _ALL: tuple[Profile, ...] = (
-    Chatbot(
+    # One product, a long system prompt with tools, short chats.
+    Conversations(
+        name="chatbot",
         arrivals=Arrivals(sessions_per_s=1.0, variation=1.5),
         assistants=3,
         common_tokens=9_000,
@@ -313,7 +291,9 @@ _ALL: tuple[Profile, ...] = (
         mean_output_tokens=220,
         think_median_s=45,
     ),
-    MultiTurn(
+    # Long working sessions: a short system prompt, often an attachment, many turns.
+    Conversations(
+        name="multi-turn",
         arrivals=Arrivals(sessions_per_s=0.3, variation=1.5),
         assistants=12,
         common_tokens=900,
@@ -325,6 +305,7 @@ _ALL: tuple[Profile, ...] = (
         think_median_s=75,
     ),
     Rag(
+        name="rag",
         arrivals=Arrivals(sessions_per_s=3.0, variation=1.3),
         system_tokens=1_600,
         topics=10_000,
@@ -336,6 +317,7 @@ _ALL: tuple[Profile, ...] = (
         mean_output_tokens=200,
     ),
     Code(
+        name="code",
         arrivals=Arrivals(sessions_per_s=0.5, variation=1.5),
         instruction_tokens=220,
         mean_turns=25,
@@ -348,6 +330,7 @@ _ALL: tuple[Profile, ...] = (
         pause_median_s=6,
     ),
     Batch(
+        name="batch",
         arrivals=Arrivals(sessions_per_s=4.0, variation=0.2),
         instruction_tokens=1_100,
         document=Lengths(7_500, 0.5, 800, 60_000),
@@ -355,6 +338,7 @@ _ALL: tuple[Profile, ...] = (
         mean_output_tokens=250,
     ),
     Unrelated(
+        name="random",
         arrivals=Arrivals(sessions_per_s=2.0),
         prompt_tokens=(500, 8_000),
         mean_output_tokens=150,
@@ -362,3 +346,106 @@ _ALL: tuple[Profile, ...] = (
 )
 
 PROFILES: dict[str, Profile] = {profile.name: profile for profile in _ALL}
+
+
+# ---- requests
+
+
+class BlockIds:
+    """Gives blocks their ids: small integers, in order of first appearance.
+
+    Memory grows with the number of different blocks.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        #: (id of the block before, pieces as content, start and length) -> id
+        self._ids: dict[tuple[int, tuple[tuple[Hashable, int, int], ...]], int] = {}
+
+    def of(self, prompt: Sequence[tuple[Hashable, int]]) -> tuple[int, ...]:
+        """The block ids of a prompt given as `(content, tokens)` in order."""
+        ids: list[int] = []
+        parent, room = -1, self.block_tokens
+        pieces: list[tuple[Hashable, int, int]] = []
+        for content, tokens in prompt:
+            start = 0
+            while start < tokens:
+                take = min(room, tokens - start)
+                pieces.append((content, start, take))
+                start += take
+                room -= take
+                if not room:
+                    parent = self._ids.setdefault((parent, tuple(pieces)), len(self._ids))
+                    ids.append(parent)
+                    pieces, room = [], self.block_tokens
+        if pieces:
+            ids.append(self._ids.setdefault((parent, tuple(pieces)), len(self._ids)))
+        return tuple(ids)
+
+
+def generate(
+    profile: Profile | str,
+    *,
+    requests: int,
+    seed: int = 0,
+    block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    sessions_per_s: float | None = None,
+) -> Iterator[Request]:
+    """Exactly `requests` requests of a profile (or the name of one), in order of arrival.
+
+    `sessions_per_s` replaces the profile's own rate; prompts stay the same. Streamed: memory
+    grows with the sessions in flight and the different blocks. Raises ValueError for an
+    unknown profile or an argument out of range.
+    """
+    if isinstance(profile, str):
+        if profile not in PROFILES:
+            known = ", ".join(PROFILES)
+            raise ValueError(f"there is no profile {profile!r}; the profiles are {known}")
+        profile = PROFILES[profile]
+    if sessions_per_s is not None:
+        if not 0 < sessions_per_s < inf:
+            raise ValueError(f"sessions per second must be above 0, got {sessions_per_s}")
+        arrivals = replace(profile.arrivals, sessions_per_s=sessions_per_s)
+        profile = replace(profile, arrivals=arrivals)
+    if requests < 0:
+        raise ValueError(f"the number of requests must not be negative, got {requests}")
+    if block_tokens < 1:
+        raise ValueError(f"a block must have at least one token, got {block_tokens}")
+    return _generate(profile, requests, seed, BlockIds(block_tokens))
+
+
+#: Sessions in flight: when the next request arrives, session number (unique, so that turns are
+#: never compared), that request, and the ones after it.
+_Flight = list[tuple[float, int, Turn, Iterator[Turn]]]
+
+
+def _generate(profile: Profile, requests: int, seed: int, blocks: BlockIds) -> Iterator[Request]:
+    arrivals = Random(f"{profile.name}/{seed}/arrivals")
+    next_arrival_s = 0.0
+    planned = 0
+    flight: _Flight = []
+    for session_number in count():
+        if planned == requests:
+            break
+        yield from _until(next_arrival_s, flight, blocks)
+        random = Random(f"{profile.name}/{seed}/{session_number}")
+        turns = min(profile.turns(random), requests - planned)
+        planned += turns
+        session = profile.session(session_number, turns, random)
+        heapq.heappush(flight, (next_arrival_s, session_number, next(session), session))
+        next_arrival_s += profile.arrivals.gap_s(arrivals)
+    yield from _until(inf, flight, blocks)
+
+
+def _until(end_s: float, flight: _Flight, blocks: BlockIds) -> Iterator[Request]:
+    """Send what arrives before `end_s`, and put each session's next request in its place."""
+    while flight and flight[0][0] < end_s:
+        arrival_s, session_number, turn, session = flight[0]
+        input_length = sum(tokens for _, tokens in turn.prompt)
+        ids = blocks.of(turn.prompt)
+        yield Request(int(arrival_s * 1000), input_length, turn.output_tokens, ids)
+        if (following := next(session, None)) is None:
+            heapq.heappop(flight)
+        else:
+            due_s = arrival_s + following.delay_s
+            heapq.heapreplace(flight, (due_s, session_number, following, session))

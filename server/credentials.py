@@ -1,7 +1,8 @@
-"""The certificates of both TCP ports: read at the start and with each reload, put to use for new
-connections, and watched: no client can connect with an expired one.
+"""The certificates and tokens of the TCP ports.
 
-Connections that there are keep what they began with.
+Their files are read at the start and at each reload. New certificates apply to new connections;
+existing connections keep theirs. Certificates are watched, because no client can connect once one
+has expired. No message contains a secret.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import os
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -22,56 +23,69 @@ import grpc
 import structlog
 
 from ..proto.errors import ConfigError
-from .config.options import Server
+from .api.access import Tokens
+from .api.front import Front
+from .config.options import Config, Server
+from .config.values import parse_shares
+from .reloading import FileChange, FilesRead
 from .runtime.loop import Core
 
 log = structlog.get_logger("prefixd.certificates")
 
-#: One that ends within this time is a notice.
+
+#: A certificate that ends within this time is a notice.
 SOON_NS: Final = 7 * 24 * 3_600 * 10**9
-_LOOK_EVERY_S: Final = 3_600.0
+
+
+_CHECK_INTERVAL_S: Final = 3_600.0
+
+
 _MAX_FILE_BYTES: Final = 2**20
+
+
 _CERTIFICATE: Final = re.compile(
     rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL
 )
+
+
 _CERT, _KEY, _CLIENT_CA = "server.tls_cert", "server.tls_key", "server.tls_client_ca"
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """What the files said when they were read; each of it belongs to the rest."""
+    """The contents of the files, read together because they belong together."""
 
-    #: for the data socket
+    #: For the data socket.
     context: ssl.SSLContext
-    #: for gRPC
+    #: For gRPC.
     configuration: grpc.ServerCertificateConfiguration
-    #: by option: when it ends, in Unix seconds
+    #: Option -> when its certificate ends, in Unix seconds.
     ends_s: dict[str, int]
-    #: by option: the SHA-256 of its file
+    #: Option -> SHA-256 of its file.
     digests: dict[str, bytes]
 
     def describe(self, option: str) -> str:
-        """Which one it is, without a secret."""
+        """Identify an option's file without revealing a secret."""
         name = f"sha256 {self.digests[option].hex()[:12]}"
         return f"{name}, until {_date(self.ends_s[option])}" if option in self.ends_s else name
 
 
 class Certificates:
-    """The certificates in use. `read` is for any thread, the rest for the event loop."""
+    """The certificates in use. `read` may run on any thread, the rest on the event loop."""
 
     def __init__(self, files: Server) -> None:
         """`files`: `tls_cert` and `tls_key`, perhaps `tls_client_ca`. Raises ConfigError."""
         self._files: Final = files
         self.material = self.read()
-        #: what gRPC has: read where it asks, one connection at a time
+        #: The configuration that gRPC uses. gRPC fetches it for one connection at a time.
         self._given = self.material.configuration
         self._notices: dict[str, str] = {}
-        #: told what is used from now on
+        #: Called with the new context when it changes.
         self.when_changed: Callable[[ssl.SSLContext], None] = lambda _context: None
 
     def read(self) -> Material:
-        """What the files say now, checked as far as it can be; nothing has changed yet. Raises
-        ConfigError, with the option's name."""
+        """Read and check the files without using them yet. Raises ConfigError, which names the
+        option."""
         files = self._files
         options = {_CERT: files.tls_cert, _KEY: files.tls_key, _CLIENT_CA: files.tls_client_ca}
         raw = {
@@ -89,12 +103,12 @@ class Certificates:
                 ) from None
             context.verify_mode = ssl.CERT_REQUIRED
         for option, before in raw.items():
-            # The context has read these files once more.
+            # OpenSSL has read these files once more, for the context.
             if _read(option, options[option]) != before:
                 raise ConfigError(f"{option}: {options[option]} changed while it was read")
         ends_s = {_CERT: min(_ends_s(raw[_CERT]), default=0)}
         if roots:
-            # Some may have expired: clients are locked out when the last one has.
+            # Clients are locked out only when the last of them has expired.
             ends_s[_CLIENT_CA] = max(_ends_s(roots), default=0)
         return Material(
             context,
@@ -104,12 +118,12 @@ class Certificates:
         )
 
     def use(self, material: Material) -> None:
-        """For each connection from here on."""
+        """Use it for new connections."""
         self.material = material
         self.when_changed(material.context)
 
     def credentials(self) -> grpc.ServerCredentials:
-        """For gRPC's port."""
+        """The credentials of gRPC's port."""
         return grpc.dynamic_ssl_server_credentials(
             self._given,
             self._newer,  # type: ignore[arg-type]  # its stubs know no None
@@ -117,27 +131,22 @@ class Certificates:
         )
 
     def _newer(self) -> grpc.ServerCertificateConfiguration | None:
-        """What gRPC asks for with each connection, on threads of its own; None: what it has."""
+        """gRPC calls this for each connection, on its own threads. None: nothing has changed."""
         configuration = self.material.configuration
         if configuration is self._given:
             return None
         self._given = configuration
         return configuration
 
-    def ends_s(self) -> dict[str, int]:
-        """By option: when its certificate ends, in Unix seconds. On any thread."""
-        return self.material.ends_s
-
-    # ---- watching
-
     async def watch(self, core: Core) -> None:
-        """Say in the log and in the notices what ends soon or is over, for as long as it is so."""
+        """Report certificates that end soon or have ended in the log and in the notices, until
+        they are replaced."""
         while True:
             self.look(core)
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(_CHECK_INTERVAL_S)
 
     def look(self, core: Core) -> None:
-        """Do what `watch` does, once."""
+        """Check once."""
         now_ns = core.clock.now_ns()
         found = {}
         for option, ends_s in self.material.ends_s.items():
@@ -155,21 +164,23 @@ class Certificates:
 
 
 def certificates_of(files: Server) -> Certificates | None:
-    """TLS as it is configured; None: there is none. Raises ConfigError."""
+    """The configured certificates; None without TLS. Raises ConfigError."""
     return Certificates(files) if files.tls_cert else None
 
 
 def _context(files: Server) -> ssl.SSLContext:
-    """Both ends of the data socket are prefixd's: TLS 1.3, and no tickets, so that the daemon
-    remembers nothing of a connection that ended. Raises ConfigError."""
+    """TLS 1.3 only, because both ends of the data socket are prefixd's. No tickets, so that the
+    daemon keeps no state of ended connections. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.num_tickets = 0
     try:
-        # A password: else OpenSSL would ask for it on the terminal.
+        # Without a password OpenSSL would prompt for one on the terminal.
         context.load_cert_chain(files.tls_cert, files.tls_key, password="")
     except OSError as problem:
-        raise ConfigError(f"{_CERT} and {_KEY}: these files make no TLS: {problem}") from None
+        raise ConfigError(
+            f"{_CERT} and {_KEY}: these files do not work for TLS: {problem}"
+        ) from None
     return context
 
 
@@ -191,9 +202,9 @@ def _date(seconds: int) -> str:
 
 
 def _ends_s(pem: bytes) -> list[int]:
-    """When each certificate ends of a file that OpenSSL takes; of one that it alone understands,
-    nothing is known."""
-    # 16 MB that only a daemon with TLS has to have.
+    """When each certificate in a PEM file ends, in Unix seconds. Certificates that OpenSSL accepts
+    but this library does not are left out."""
+    # Imported here: it takes 16 MB, which only a daemon with TLS needs.
     from cryptography import x509
 
     ends_s = []
@@ -202,3 +213,52 @@ def _ends_s(pem: bytes) -> list[int]:
             certificate = x509.load_pem_x509_certificate(found)
             ends_s.append(int(certificate.not_valid_after_utc.timestamp()))
     return ends_s
+
+
+def tokens_of(config: Config) -> Tokens | None:
+    """The tokens for TCP; None if every client may call. Raises ConfigError, also for a share of a
+    namespace without a token, because no client could use it."""
+    if not config.server.tokens:
+        return None
+    tokens = Tokens.from_file(Path(config.server.tokens))
+    for tier in ("ram", "shm", "disk"):
+        for name in parse_shares(getattr(config, tier).shares):
+            if name not in tokens.namespaces:
+                raise ConfigError(
+                    f"{tier}.shares: no token in {config.server.tokens} has the namespace {name!r}"
+                )
+    return tokens
+
+
+def read_files(core: Core, front: Front, certificates: Certificates | None) -> FilesRead:
+    """The tokens and certificates of a running daemon, read again; either all are put to use or
+    none. On any thread. Raises ConfigError."""
+    tokens = None if front.tokens is None else front.tokens.read()
+    material = None if certificates is None else certificates.read()
+    changes: list[FileChange] = []
+    if front.tokens is not None and tokens is not None:
+        changes += _changed_tokens(front.tokens, tokens)
+    if certificates is not None and material is not None:
+        running = certificates.material
+        changes += [
+            FileChange(option, running.describe(option), material.describe(option))
+            for option, digest in material.digests.items()
+            if digest != running.digests[option]
+        ]
+
+    def use() -> None:
+        if tokens is not None:
+            front.use_tokens(tokens)
+        if certificates is not None and material is not None:
+            certificates.use(material)
+            certificates.look(core)
+
+    return FilesRead(changes, use)
+
+
+def _changed_tokens(running: Tokens, now: Tokens) -> Iterator[FileChange]:
+    if now.accesses() != running.accesses():
+        new = len(now.accesses() - running.accesses())
+        yield FileChange(
+            "server.tokens", f"{len(running)} tokens", f"{len(now)}, {new} of them new"
+        )

@@ -1,4 +1,4 @@
-"""Certificates that change while the daemon runs, and those that are over."""
+"""Certificates that change while the daemon runs, and expired ones."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from prefixd.client.wire.data_transport import DataTransport
 from prefixd.client.wire.security import CA, CERT, KEY, TOKEN, Security
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
-from prefixd.server import certificates as module
-from prefixd.server.certificates import SOON_NS, Certificates
+from prefixd.server import credentials as module
 from prefixd.server.config.loading import load_config
+from prefixd.server.credentials import SOON_NS, Certificates
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually, tcp_address
 from tests.support.event_loop import in_loop
@@ -50,7 +50,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Files:
-    """Those that the options name, which are replaced by others."""
+    """The files that the options name, which a test replaces."""
 
     def __init__(self, directory: Path) -> None:
         self.cert, self.key = directory / "cert.pem", directory / "key.pem"
@@ -87,14 +87,14 @@ def daemon_with(files: Files, *flags: str) -> Iterator[DaemonProcess]:
 
 
 def reloaded(daemon: DaemonProcess) -> None:
-    """By a signal; returns when it is done."""
+    """Reload with a signal, and wait until it is done."""
     count = len(daemon.logged("option_changed"))
     os.kill(daemon.pid, signal.SIGHUP)
     eventually(lambda: len(daemon.logged("option_changed")) > count)
 
 
 class Far:
-    """A client on another host, whose own files are replaced, too."""
+    """A client on another host, whose own files are replaced as well."""
 
     def __init__(self, directory: Path, authority: Authority) -> None:
         directory.mkdir()
@@ -120,7 +120,7 @@ class Far:
 
 
 def moves(client: Client) -> None:
-    """In and out over the data socket, with a session over gRPC."""
+    """Save and restore over the data socket, with a session over gRPC."""
     of = Key(os.urandom(32))
     assert client.save(of, DATA, tier=Tier.RAM, reason=SaveReason.EVICT).ok
     assert client.longest_run([of], claim=False).read(0) == DATA
@@ -130,7 +130,7 @@ def moves(client: Client) -> None:
 def test_new_connections_get_new_certificates_and_old_ones_live_on(
     tmp_path: Path, files: Files, old: Authority, new: Authority
 ) -> None:
-    """On both ports, of both sides."""
+    """On both ports, for the certificates of both sides."""
     of_before, moved, after = (Far(tmp_path / name, old) for name in ("before", "moved", "after"))
     with (
         daemon_with(files) as daemon,
@@ -143,7 +143,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
         files.be(new)
         with after.client(daemon) as (client, _):
             client.wait_connected()
-            moves(client)  # nothing was said to the daemon
+            moves(client)  # the daemon was not told to reload
         reloaded(daemon)
         changed = {"server.tls_cert", "server.tls_key", "server.tls_client_ca"}
         # One line after the other.
@@ -156,7 +156,7 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
             moves(client)
         for client in (before, moving):
             moves(client)
-        # A session that lives on connects with what its client's files say by then.
+        # A session that continues opens connections with the current files of its client.
         moved.be(new)
         assert transport.current is not None
         assert transport.current.data is not None
@@ -223,7 +223,7 @@ def test_one_that_is_over_is_told_until_it_is_replaced(files: Files, old: Author
 
 
 def ends_s(certificate: Path) -> int:
-    """As openssl says it."""
+    """The end of a certificate according to openssl."""
     said = subprocess.run(
         ["openssl", "x509", "-enddate", "-noout", "-in", certificate],
         check=True,
@@ -236,7 +236,7 @@ def ends_s(certificate: Path) -> int:
 
 @pytest.mark.parametrize("days", [-1, 1, 400, 40_000])
 def test_when_it_ends_is_what_openssl_says(old: Authority, days: int) -> None:
-    """Two digits of the year until 2049, four from then on."""
+    """Certificates store two digits of the year until 2049, and four after that."""
     certificate, _ = old.sign("some", days=days)
     authority = old.certificate.read_bytes()
     assert list(module._ends_s(certificate.read_bytes() + b"\n# more\n" + authority)) == [
@@ -254,7 +254,7 @@ def test_what_is_no_certificate_has_no_end() -> None:
 @in_loop
 async def test_it_is_told_a_week_before_and_once(tmp_path: Path, files: Files) -> None:
     made = Certificates(load_config(files.flags, {}).server)
-    (ends,) = {made.ends_s()["server.tls_cert"]}
+    (ends,) = {made.material.ends_s["server.tls_cert"]}
     clock = ManualClock()
     async with running(tmp_path, clock=clock) as daemon:
         core = daemon.core
@@ -278,7 +278,7 @@ async def test_it_is_told_a_week_before_and_once(tmp_path: Path, files: Files) -
 def test_a_key_with_a_password_is_refused_and_not_asked_for(files: Files) -> None:
     encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     subprocess.run([*encrypt, "-in", files.key, "-out", files.key], check=True, capture_output=True)
-    with pytest.raises(ConfigError, match=r"server\.tls_key: these files make no TLS"):
+    with pytest.raises(ConfigError, match=r"server\.tls_key: these files do not work for TLS"):
         Certificates(load_config(files.flags, {}).server)
 
 

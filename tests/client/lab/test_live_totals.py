@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from prefixd.client.lab.outcome import MAX_DESCRIBED, STEPS, Outcome, Totals
+from prefixd.client.lab.live import MAX_DESCRIBED, Totals
+from prefixd.client.lab.replayer import STEPS, Outcome
 
 
 def test_totals_add_up_what_the_outcomes_say() -> None:

@@ -1,4 +1,4 @@
-"""Lines of files: numbered, streamed, decompressed by what is in them."""
+"""Lines of files: numbered, streamed, decompressed according to their content."""
 
 import gzip
 import io
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from prefixd.client.lab.source import LineSource, TraceError
+from prefixd.client.lab.trace_file import LineSource, TraceError
 
 TEXT = "first\n\n  \nfourth\nlast without an end"
 LINES = [(1, b"first\n"), (4, b"fourth\n"), (5, b"last without an end")]
@@ -80,7 +80,7 @@ def test_where_an_error_is() -> None:
 
 
 def test_a_zstd_bomb_is_expanded_in_small_steps(tmp_path: Path) -> None:
-    """A gigabyte of one line in a few kB: the line is too long, and never whole in memory."""
+    """A line of a gigabyte in a few kB of file: too long, and never completely in memory."""
     packed = zstandard.ZstdCompressor().compressobj()
     zeros = bytes(1 << 20)
     path = tmp_path / "file"

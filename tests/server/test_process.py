@@ -1,11 +1,14 @@
-"""Two daemons never share a directory; a dead one is in nobody's way."""
+"""Locks that keep two daemons apart, which a dead one never holds; and systemd's protocol."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import socket
 import stat
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +16,20 @@ import pytest
 from prefixd.proto.errors import DirectoryInUse
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
-from prefixd.server.lock import LOCK_NAME, lock_directories, lock_directory
+from prefixd.server.process import (
+    LOCK_NAME,
+    keep_alive,
+    lock_directories,
+    lock_directory,
+    notify,
+    watchdog_interval_s,
+)
 from tests.support.warm import WARM
 
 HOLD = """
 import sys
 from pathlib import Path
-from prefixd.server.lock import lock_directory
+from prefixd.server.process import lock_directory
 with lock_directory(Path(sys.argv[1]), "unix:/held"):
     print("locked", flush=True)
     sys.stdin.read()
@@ -60,7 +70,7 @@ def test_a_second_daemon_is_told_who_has_what(tmp_path: Path, shared: str) -> No
         second = config(tmp_path, **(others | {shared: places[shared]}))
         with pytest.raises(DirectoryInUse) as refused, lock_directories(second):
             pass
-        # What it had locked before it was refused is free again.
+        # The locks that it took before it was refused are free again.
         with lock_directories(config(tmp_path, **others)):
             pass
     message = str(refused.value)
@@ -142,3 +152,45 @@ def test_a_directory_of_another_user_is_not_used(
         monkeypatch.setattr(os, "geteuid", lambda: 4242)
     with pytest.raises(PermissionError, match="belongs to the user"):
         lock_directory(tmp_path, "unix:/a").__enter__()
+
+
+@pytest.fixture
+def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listening:
+        listening.bind(str(tmp_path / "notify"))
+        listening.settimeout(30)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        yield listening
+
+
+def test_states_are_sent_to_the_manager(manager: socket.socket) -> None:
+    assert notify("READY=1")
+    assert manager.recv(100) == b"READY=1"
+
+
+def test_without_a_manager_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
+    assert not notify("READY=1")
+    for address in (str(tmp_path / "nobody"), "relative", "@nobody-listens-here"):
+        monkeypatch.setenv("NOTIFY_SOCKET", address)
+        assert not notify("READY=1")
+
+
+def test_the_watchdog_is_fed_from_the_loop(
+    manager: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WATCHDOG_USEC", "3000")
+    monkeypatch.setenv("WATCHDOG_PID", str(os.getpid()))
+    assert watchdog_interval_s() == pytest.approx(0.001)
+
+    async def feed() -> None:
+        feeding = asyncio.ensure_future(keep_alive())
+        for _ in range(3):
+            assert await asyncio.to_thread(manager.recv, 100) == b"WATCHDOG=1"
+        feeding.cancel()
+
+    asyncio.run(feed())
+    monkeypatch.setenv("WATCHDOG_PID", "1")
+    assert watchdog_interval_s() == 0, "it is meant for another process"
+    monkeypatch.delenv("WATCHDOG_USEC")
+    assert watchdog_interval_s() == 0
