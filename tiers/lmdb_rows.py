@@ -25,7 +25,7 @@ import structlog
 
 from . import lmdb_wire as wire
 from .files import open_own_file, secure_range, sync_directory, write_errors
-from .row_table import Erasure, RowTable
+from .rows import Erasure, RowTable
 from .store import StoreError, StoreFull
 
 log = structlog.get_logger("prefixd.records")

@@ -19,11 +19,9 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.disk_arena import PIECE_BYTES
 from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.ram import RamStore
-from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import EntryWriter, RecoveryBatch, Store, StoredEntry
 
 SLAB = 4096

@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import ROWS_SLABS, Placed  # after the path was set
 
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, ShmStore
 from prefixd.tiers.lmdb_rows import LmdbRows
-from prefixd.tiers.shm import ShmStore
 
 
 @pytest.fixture

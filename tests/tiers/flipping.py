@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import SLAB, Placed, payload_of  # after the path was set
 
 from prefixd.proto.entry import EntryRecord
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.lmdb_wire import CELL, CELL_BYTES, CELL_MAGIC
 from prefixd.tiers.store import Damaged, StoreError

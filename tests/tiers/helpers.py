@@ -10,14 +10,12 @@ from pathlib import Path
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
-from prefixd.tiers.arena_store import RecordedStore
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RecordedStore, ShmStore
 from prefixd.tiers.eviction.base import NotYet
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.row_table import RECORDS_FILE
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import RECORDS_FILE
 from prefixd.tiers.store import (
     SEGMENT_BYTES,
     EntryWriter,

@@ -16,9 +16,9 @@ import pytest
 from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
 from prefixd.proto.layout import crc32c
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
-from prefixd.tiers.row_table import Erasure
+from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
 
 # ---- what survives

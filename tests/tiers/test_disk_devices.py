@@ -14,7 +14,7 @@ from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 
 from prefixd.tiers import disk_arena
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
-from prefixd.tiers.row_table import Erasure
+from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
 # ---- devices without room

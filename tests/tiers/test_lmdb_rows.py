@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from test_row_table import row_of, rows_in
+from test_rows import row_of, rows_in
 
 from prefixd.tiers import lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ROWS_SLABS, place_of, records_file
 from structlog.testing import capture_logs
-from test_row_table import row_of, rows_in
+from test_rows import row_of, rows_in
 
 from prefixd.tiers import lmdb_child, lmdb_wire
 from prefixd.tiers.lmdb_rows import LmdbRows

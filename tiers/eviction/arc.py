@@ -8,7 +8,7 @@ from itertools import chain
 from typing import ClassVar
 
 from .base import EvictionPolicy, K
-from .queue import Queue
+from .fifo import Queue
 
 
 class ARC(EvictionPolicy[K]):

@@ -1,12 +1,153 @@
-"""First in, first out: what was admitted first leaves first, however often it was hit."""
+"""Queues of weighted keys: a plain one, and one in which pinned keys are never in the way.
+
+First in, first out: what was admitted first leaves first, however often it was hit.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import ClassVar
+from heapq import heappop, heappush
+from itertools import chain
+from typing import ClassVar, Generic
 
-from .base import EvictionPolicy, K
-from .queue import PinnableQueue
+from .base import EvictionPolicy, K, Looks
+
+
+class Queue(Generic[K]):
+    """Keys with weights, oldest first, and what they weigh together. All O(1)."""
+
+    __slots__ = ("line", "weight")
+
+    def __init__(self) -> None:
+        #: key -> weight, oldest first
+        self.line: OrderedDict[K, int] = OrderedDict()
+        #: weight of all keys
+        self.weight = 0
+
+    def __len__(self) -> int:
+        return len(self.line)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.line
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self.line)
+
+    def append(self, key: K, weight: int) -> None:
+        """Put a new key at the tail."""
+        self.line[key] = weight
+        self.weight += weight
+
+    def pop(self) -> tuple[K, int] | None:
+        """Take the oldest key out, with its weight; None when there is none."""
+        if not self.line:
+            return None
+        head = self.line.popitem(last=False)
+        self.weight -= head[1]
+        return head
+
+    def remove(self, key: K) -> int:
+        """Take any key out and return its weight."""
+        weight = self.line.pop(key)
+        self.weight -= weight
+        return weight
+
+
+class PinnableQueue(Queue[K]):
+    """A queue whose head is the oldest key that is not pinned; pinned keys keep their place.
+
+    `pinned` belongs to the caller, who changes it and then tells the queue of an unpin.
+    The queue leaves a pinned key where it is until a search for the head meets it. The key is
+    then parked with its place: places are given out in queue order, and everything still in
+    the line is younger than everything parked. After its unpin a parked key waits in a heap
+    ordered by place, which is looked at before the line, so it gets back exactly the place it
+    would have had. A search therefore meets a pinned key once per pin, whatever is pinned. Each
+    that it meets is one of `looks`, so that a search may raise NotYet.
+
+    O(1) amortised; O(log n) for each key that was parked.
+    """
+
+    __slots__ = ("_back", "_heap", "_looks", "_parked", "_pinned", "_places")
+
+    def __init__(self, pinned: set[K], looks: Looks) -> None:
+        super().__init__()  # `line` has all keys but those that were parked
+        self._looks = looks
+        self._pinned = pinned
+        #: key -> (place, weight): pinned, met by a search
+        self._parked: dict[K, tuple[int, int]] = {}
+        #: key -> (place, weight): parked once, unpinned since; may be pinned anew
+        self._back: dict[K, tuple[int, int]] = {}
+        #: (place, key) of all in `_back`, and of some that were removed from it; nothing is
+        #: parked before it is empty, so no key is in it twice
+        self._heap: list[tuple[int, K]] = []
+        self._places = 0
+
+    def __len__(self) -> int:
+        return len(self.line) + len(self._parked) + len(self._back)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.line or key in self._parked or key in self._back
+
+    def __iter__(self) -> Iterator[K]:
+        """All keys, pinned ones included, oldest first. Sorts what was parked."""
+        aside = self._parked | self._back
+        return chain(sorted(aside, key=lambda key: aside[key][0]), self.line)
+
+    @property
+    def plain(self) -> bool:
+        """Is `line` the whole truth: nothing is pinned, nothing parked?"""
+        return not (self._pinned or self._heap)
+
+    def head(self) -> tuple[K, int] | None:
+        """The oldest key that is not pinned, with its weight; None when there is none."""
+        pinned, heap, back, line = self._pinned, self._heap, self._back, self.line
+        while heap:
+            key = heap[0][1]
+            if key in back:
+                if key not in pinned:
+                    return key, back[key][1]
+                self._parked[key] = back.pop(key)
+            heappop(heap)
+            self._looks.take()
+        while line:
+            key = next(iter(line))
+            if key not in pinned:
+                return key, line[key]
+            self._parked[key] = (self._places, line.pop(key))
+            self._places += 1
+            self._looks.take()
+        return None
+
+    def pop(self) -> tuple[K, int] | None:
+        """Take the head out."""
+        head = self.head()
+        if head is not None:
+            self.remove(head[0])
+        return head
+
+    def remove(self, key: K) -> int:
+        if key in self.line:
+            return super().remove(key)
+        aside = self._parked if key in self._parked else self._back
+        weight = aside.pop(key)[1]
+        self.weight -= weight
+        return weight
+
+    def unpin(self, key: K) -> None:
+        """A key of this queue is not pinned any more."""
+        entry = self._parked.pop(key, None)
+        if entry is not None:
+            self._back[key] = entry
+            heappush(self._heap, (entry[0], key))
+
+    def copy(self, pinned: set[K], looks: Looks) -> PinnableQueue[K]:
+        """An independent queue in the same state. O(n)."""
+        twin = PinnableQueue(pinned, looks)
+        twin.line, twin.weight = self.line.copy(), self.weight
+        twin._parked, twin._back = self._parked.copy(), self._back.copy()
+        twin._heap, twin._places = self._heap.copy(), self._places
+        return twin
 
 
 class FIFO(EvictionPolicy[K]):

@@ -8,7 +8,7 @@ from itertools import chain
 from typing import ClassVar
 
 from .base import EvictionPolicy, K, NotYet
-from .queue import PinnableQueue, Queue
+from .fifo import PinnableQueue, Queue
 
 SMALL_SHARE = 0.1
 MAX_FREQUENCY = 3

@@ -41,7 +41,7 @@ from prefixd.server.runtime.incoming import Incoming
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.verification import Reading, read_back
 from prefixd.server.runtime.writes import Piece
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.arena_stores import ShmStore
 from tests.support.running import (
     OpenSession,
     Refused,

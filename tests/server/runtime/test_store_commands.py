@@ -12,9 +12,7 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime.committer import CommitResult
 from prefixd.server.runtime.store_commands import StoreOrders
-from prefixd.tiers.disk import DiskStore
-from prefixd.tiers.ram import RamStore
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.store import Store, Usage
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.daemon import eventually

@@ -1,4 +1,14 @@
-"""What stores over an arena do alike, without records and with them."""
+"""What stores over an arena do alike, without records and with them.
+
+The RAM tier: entries in a sealed memfd, gone with the daemon.
+
+The shm tier: a mapped arena in /dev/shm, which survives a restart of the daemon.
+
+The disk tier: an arena file and its records, which survive power loss.
+
+A save costs two syncs, whatever the size of its batch: the payloads', then the records'. Where
+it takes the room of evicted entries there is a third one before, of their erasure.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +24,13 @@ from ..proto.errors import RecordError
 from ..proto.keys import Key
 from ..proto.layout import crc32c
 from ..proto.units import format_bytes
-from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
+from ..proto.vocabulary import Tier
+from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, BaseArena, check_slab, whole_slabs
+from .disk_arena import DiskArena
 from .files import sync_parents, write_errors
+from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows
 from .records import USAGE_BYTES, USAGE_FILE, Records
-from .row_table import RowTable
+from .rows import ROW_BYTES, RowFile, RowTable
 from .store import (
     SEGMENT_BYTES,
     SMALLEST_SEGMENT_BYTES,
@@ -335,3 +348,156 @@ class _RecordedWriter(ArenaWriter):
         if not self.written_bytes:
             self._records.flush()
         return super().room(most_bytes)
+
+
+class RamStore(ArenaStore):
+    """An anonymous arena of `budget_bytes`, rounded down to whole slabs; it can be given up to
+    `max_budget_bytes` later.
+
+    It has no header and no records: readers of an earlier start have another memfd, so an entry
+    whose payload is whole slabs costs exactly that. Raises StoreError if there can't be such an
+    arena.
+    """
+
+    tier: ClassVar[Tier] = Tier.RAM
+    blocking: ClassVar[bool] = False
+    recorded: ClassVar[bool] = False
+    arena: Arena
+    header_bytes = 0
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        max_budget_bytes: int = 0,
+    ) -> None:
+        check_slab(slab_bytes)
+        self.slab_bytes = slab_bytes
+        self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
+        sizes = (budget_bytes, self.max_budget_bytes)
+        size_bytes, max_bytes = (each - each % slab_bytes for each in sizes)
+        self.arena = Arena.anonymous(size_bytes, max_bytes=max_bytes)
+
+    def set_incarnation(self, incarnation: bytes) -> None:
+        """Nothing to do: every start has an arena of its own."""
+
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        """Nothing to forget."""
+
+    @property
+    def unerased(self) -> int:
+        return 0
+
+    def apply(self, sealed: Sequence[EntryWriter]) -> None:
+        """Nothing to do: the bytes are where they belong, and nothing survives."""
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return iter(())
+
+    def scan(self) -> Iterator[list[EntryRecord]]:
+        return iter(())
+
+    def record_usage(self, usages: Sequence[Usage]) -> None:
+        """Nothing to remember."""
+
+    def probe(self) -> None:
+        """Nothing that could fail."""
+
+
+class ShmStore(RecordedStore):
+    """The store in `directory`, below /dev/shm. `mode` is that of the arena; the rest is as in
+    every `RecordedStore`."""
+
+    tier: ClassVar[Tier] = Tier.SHM
+    blocking: ClassVar[bool] = False
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("usage/data.mdb",)
+    _TABLE_FIXED_BYTES: ClassVar[int] = 0
+    _TABLE_SLAB_BYTES: ClassVar[int] = ROW_BYTES
+    arena: Arena
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        verify_payloads: bool = True,
+        mode: int = 0o640,
+        max_budget_bytes: int = 0,
+    ) -> None:
+        self._mode = mode
+        # Nothing here outlives the memory that it is in.
+        super().__init__(
+            directory,
+            budget_bytes,
+            slab_bytes,
+            sync=False,
+            verify_payloads=verify_payloads,
+            max_budget_bytes=max_budget_bytes,
+        )
+
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> Arena:
+        return Arena.file(path, size_bytes, self._mode, max_bytes=max_bytes)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowFile:
+        return RowFile(self.directory, slabs, sync=sync)
+
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        """Erases the records at once: that is memory too."""
+        super().forget(entries)
+        with suppress(StoreError):
+            self._records.flush()
+
+
+class DiskStore(RecordedStore):
+    """The store in `directory`. `sync=False`: `apply` does not wait for the device, and power
+    loss may take what it acknowledged. The rest is as in every `RecordedStore`.
+
+    Payloads are not verified at start by default: every reader does it.
+    """
+
+    tier: ClassVar[Tier] = Tier.DISK
+    blocking: ClassVar[bool] = True
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("data.mdb", "records")
+    _TABLE_FIXED_BYTES: ClassVar[int] = TABLE_FIXED_BYTES
+    _TABLE_SLAB_BYTES: ClassVar[int] = TABLE_SLAB_BYTES
+    arena: DiskArena
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        sync: bool = True,
+        verify_payloads: bool = False,
+        max_budget_bytes: int = 0,
+    ) -> None:
+        self._sync = sync
+        super().__init__(
+            directory,
+            budget_bytes,
+            slab_bytes,
+            sync=sync,
+            verify_payloads=verify_payloads,
+            max_budget_bytes=max_budget_bytes,
+        )
+
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> DiskArena:
+        return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> LmdbRows:
+        return LmdbRows(self.directory, slabs, sync=sync)
+
+    def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
+        self.arena.sync()
+        if any(writer.failed_syncs != self.arena.failed_syncs for writer in writers):
+            raise StoreError(
+                f"a sync of {self.arena.path} failed since the payload was begun: it is not "
+                "known to be stored"
+            )
+
+    def probe(self) -> None:
+        self.arena.probe()
+        super().probe()

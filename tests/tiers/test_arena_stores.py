@@ -1,4 +1,7 @@
-"""What the shm and the disk store do alike: records that hold, records that are dropped."""
+"""What the contract suite does not test of the stores: records, and what only RAM and shm do.
+
+`test_disk.py` has what only the disk store does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import errno
 import mmap
 import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +31,13 @@ from helpers import (
 
 from prefixd.proto.arena_header import read_arena_incarnation
 from prefixd.proto.entry import EntryRecord, Location
+from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.tiers.disk import DiskStore
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
+from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.records import USAGE_FILE
-from prefixd.tiers.row_table import RECORDS_FILE
-from prefixd.tiers.rows import ROW_BYTES, encode_rows
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import RECORDS_FILE, ROW_BYTES, encode_rows
 from prefixd.tiers.store import SEGMENT_BYTES, Damaged, StoreError, StoreFull, Usage
 
 Opened = Callable[..., Placed]
@@ -459,3 +465,109 @@ def test_what_an_earlier_start_left_needs_no_room_again(
     free = SimpleNamespace(f_bavail=store.record_bytes(1024), f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
     assert store._fits(SEGMENT_BYTES)
+
+
+def test_a_budget_holds_exactly_its_blocks() -> None:
+    """4,096 blocks of 4 KiB in 16 MiB: no header takes a byte of it."""
+    store = RamStore(4096 * 4096, slab_bytes=4096)
+    store.arena.secure()
+    extents = ExtentAllocator(store.arena.secured_bytes, 4096, store.header_bytes)
+    entries = []
+    for number in range(4096):
+        key = Key(number.to_bytes(32, "big"))
+        location = extents.allocate(store.stored_bytes(4096, 0))
+        entries.append(
+            EntryRecord(key, Tier.RAM, SaveReason.COLD, number, 0, 4096, 512, 0, 0, location)
+        )
+        writer = store.writer(entries[-1])
+        writer.write(key * 128)
+        writer.seal()
+    assert extents.free_bytes == 0
+    for entry in entries:
+        (view,) = store.read(entry, 0, 4096)
+        assert view == entry.key * 128
+    store.close()
+
+
+def test_a_budget_is_rounded_down_to_whole_slabs() -> None:
+    store = RamStore(3 * 65536 + 100)
+    assert store.arena.size_bytes == 3 * 65536
+    assert store.stored_bytes(65536, 0) == 65536
+    assert store.stored_bytes(65536, 4) == 2 * 65536
+    store.close()
+
+
+def test_what_can_be_no_arena_is_refused() -> None:
+    with pytest.raises(StoreError, match="whole pages"):
+        RamStore(4095, slab_bytes=4096)
+    with pytest.raises(ValueError, match="power of two"):
+        RamStore(2**20, slab_bytes=1024)
+
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def placed(shm: Path) -> Iterator[Placed]:
+    made = Placed(ShmStore, shm)
+    yield made
+    made.store.close()
+
+
+def test_a_payload_begins_at_the_first_byte_of_its_room(placed: Placed) -> None:
+    (entry,) = placed.save(3)
+    raw = (placed.store.directory / "arena").read_bytes()
+    assert raw[entry.location[0] :][:PAYLOAD] == payload_of(3)
+    (view,) = placed.store.read(entry, 0, PAYLOAD)
+    placed.store.arena.writable(entry.location[0], 1)[0] ^= 1  # type: ignore[attr-defined]  # of shm
+    assert view != payload_of(3), "a view is the arena itself"
+
+
+def test_what_is_forgotten_is_erased_at_once(placed: Placed) -> None:
+    entries = placed.save(1, 2)
+    placed.store.forget(entries[:1])
+    assert placed.store.unerased == 0
+    assert placed.numbers() == {2}
+
+
+WRITES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from helpers import Placed, ShmStore
+placed = Placed(ShmStore, Path(sys.argv[1]), 4096)
+for number in range(600):
+    placed.save(number)
+    print(number, flush=True)
+"""
+
+
+def test_what_was_saved_survives_a_kill(shm: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(shm), HERE],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    lines = [child.stdout.readline() for _ in range(20)]
+    child.kill()
+    lines += child.stdout.read().splitlines(keepends=True)
+    child.stdout.close()
+    child.wait()
+    saved = {int(line) for line in lines if line.endswith("\n")}
+    assert len(saved) >= 20
+    placed = Placed(ShmStore, shm, 4096)
+    try:
+        recovery = placed.recover()
+        assert not recovery.dropped
+        assert saved <= set(numbers_of(recovery.entries))
+        assert len(recovery.entries) <= len(saved) + 1
+        assert all(placed.is_whole(entry.record) for entry in recovery.entries)
+    finally:
+        placed.store.close()
+
+
+def test_what_can_be_no_store_is_refused(shm: Path) -> None:
+    (shm / "file").write_text("")
+    with pytest.raises(StoreError, match="can't make the shm tier"):
+        ShmStore(shm / "file" / "below", budget(64, ShmStore), SLAB)

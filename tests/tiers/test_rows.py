@@ -11,8 +11,7 @@ import pytest
 
 from prefixd.proto.layout import crc32c
 from prefixd.tiers.lmdb_rows import LmdbRows
-from prefixd.tiers.row_table import CHUNK_SLABS, RowFile, RowTable
-from prefixd.tiers.rows import ROW_BYTES, ZERO_ROW
+from prefixd.tiers.rows import CHUNK_SLABS, ROW_BYTES, ZERO_ROW, RowFile, RowTable
 from prefixd.tiers.store import StoreError
 
 SLABS = 3 * CHUNK_SLABS + 5
@@ -154,7 +153,7 @@ def test_a_row_is_read_again_before_it_counts_as_damaged(
             data[ROW_BYTES * (1 if size > ROW_BYTES else 0) + lies[1]] ^= 1
         return bytes(data)
 
-    monkeypatch.setattr("prefixd.tiers.row_table.os.pread", pread)
+    monkeypatch.setattr("prefixd.tiers.rows.os.pread", pread)
     for lies[0] in (0, 1, 2):
         assert rows_in(table) == {1: row_of(1), 2: damaged}
     lies[0] = 1_000
