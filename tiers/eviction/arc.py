@@ -82,13 +82,6 @@ class ARC(EvictionPolicy[K]):
             weight = self._pinned_frequent[key] = self._pinned_recent.pop(key)
             self._recent_weight -= weight
 
-    def refresh(self, key: K) -> None:
-        self.moves += 1
-        if key in self._frequent:
-            self._frequent.move_to_end(key)
-        elif key in self._recent:
-            self._recent.move_to_end(key)
-
     def prepare(self, key: K, weight: int) -> None:
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         if key in recent:

@@ -11,7 +11,7 @@ from heapq import heappop, heappush
 from itertools import chain
 from typing import ClassVar, Generic
 
-from .base import EvictionPolicy, K, Looks
+from .base import K, Looks, PinsInPlace
 
 
 class Queue(Generic[K]):
@@ -150,7 +150,7 @@ class PinnableQueue(Queue[K]):
         return twin
 
 
-class FIFO(EvictionPolicy[K]):
+class FIFO(PinsInPlace[K]):
     """Evicts the key that was admitted longest ago; a hit changes nothing.
 
     A pinned key keeps its place: after its unpin it leaves when it would have left anyway.
@@ -160,7 +160,6 @@ class FIFO(EvictionPolicy[K]):
 
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
-        self._pinned: set[K] = set()
         self._queue = PinnableQueue(self._pinned, self.looks)
 
     def __contains__(self, key: object) -> bool:
@@ -190,18 +189,9 @@ class FIFO(EvictionPolicy[K]):
         self._pinned.discard(key)
         self.used -= self._queue.remove(key)
 
-    def pin(self, key: K) -> None:
-        self._pinned.add(key)
-
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         self._queue.unpin(key)
-
-    def is_pinned(self, key: K) -> bool:
-        return key in self._pinned
-
-    def victims(self) -> Iterator[K]:
-        return (key for key in self._queue if key not in self._pinned)
 
     def access_run(self, keys: Sequence[K]) -> int:
         if not self._queue.plain or not self.capacity:

@@ -8,13 +8,13 @@ from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from typing import ClassVar
 
-from .base import EvictionPolicy, K
+from .base import K, PinsInPlace
 
 #: Items of an old heap for each removal: it is gone before there is reason for another.
 _TAKEN_OVER = 4
 
 
-class LFU(EvictionPolicy[K]):
+class LFU(PinsInPlace[K]):
     """Evicts the key with the fewest accesses since its admission, of these the oldest.
 
     The order is by (frequency, admission number). A key forgets its frequency when it leaves.
@@ -49,7 +49,6 @@ class LFU(EvictionPolicy[K]):
         self._old: list[tuple[int, int, K]] = []
         #: items in both whose key was removed
         self._dead = 0
-        self._pinned: set[K] = set()
         #: pinned keys that surfaced: neither in `_once` nor in a heap
         self._parked: set[K] = set()
         self._admissions = 0
@@ -146,20 +145,11 @@ class LFU(EvictionPolicy[K]):
             else:
                 heappush(self._heap, item)
 
-    def pin(self, key: K) -> None:
-        self._pinned.add(key)
-
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         if key in self._parked:
             self._parked.remove(key)
             heappush(self._heap, (*self._ranks[key], key))
-
-    def is_pinned(self, key: K) -> bool:
-        return key in self._pinned
-
-    def victims(self) -> Iterator[K]:
-        return (key for key in self.keys() if key not in self._pinned)
 
     def _sorted(self) -> list[tuple[int, int, K]]:
         once = ((1, number, key) for key, number in self._once.items())

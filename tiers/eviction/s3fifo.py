@@ -7,14 +7,14 @@ from contextlib import suppress
 from itertools import chain
 from typing import ClassVar
 
-from .base import EvictionPolicy, K, NotYet
+from .base import K, NotYet, PinsInPlace
 from .fifo import PinnableQueue, Queue
 
 SMALL_SHARE = 0.1
 MAX_FREQUENCY = 3
 
 
-class S3FIFO(EvictionPolicy[K]):
+class S3FIFO(PinsInPlace[K]):
     """Three static queues (Yang et al., SOSP'23): most keys are seen once, and leave early.
 
     New keys enter the small queue S, which has a tenth of the capacity (rounded, at least 1);
@@ -42,7 +42,6 @@ class S3FIFO(EvictionPolicy[K]):
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
         self.resize(capacity)
-        self._pinned: set[K] = set()
         self._small = PinnableQueue(self._pinned, self.looks)
         self._main = PinnableQueue(self._pinned, self.looks)
         self._ghosts: Queue[K] = Queue()
@@ -203,15 +202,9 @@ class S3FIFO(EvictionPolicy[K]):
         self._frequency.pop(key, None)
         self.used -= (self._small if key in self._small else self._main).remove(key)
 
-    def pin(self, key: K) -> None:
-        self._pinned.add(key)
-
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         (self._small if key in self._small else self._main).unpin(key)
-
-    def is_pinned(self, key: K) -> bool:
-        return key in self._pinned
 
     def victims(self) -> Iterator[K]:
         twin = self.rehearsal()
