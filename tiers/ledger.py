@@ -252,8 +252,6 @@ class Ledger:
         assert self.fits(stored_bytes, placed=resident.place != ())
         self.reserved_bytes += stored_bytes
         self.reservations += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 1, 1)
         self.policy.enter(resident)
         if self.extents is not None and resident.place == ():
             resident.location = self.extents.allocate(stored_bytes)
@@ -279,8 +277,6 @@ class Ledger:
             self.reservations -= 1
             self.published_bytes += stored_bytes
             self.entries += 1
-            if self.shares is not None:
-                self.shares.charge(resident, 0, -1)
             self.policy.unpin(resident)
 
     def adopt(self, resident: Resident) -> None:
@@ -289,8 +285,6 @@ class Ledger:
             self.extents.claim(resident.location)
         self.published_bytes += resident.stored_bytes
         self.entries += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 1, 0)
         self.policy.prepare(resident)
         self.policy.enter(resident)
         self.policy.unpin(resident)
@@ -301,16 +295,12 @@ class Ledger:
         """The first claim on an entry."""
         self.pinned_bytes += resident.stored_bytes
         self.pinned_entries += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 0, 1)
         self.policy.pin(resident)
 
     def unpin(self, resident: Resident) -> None:
         """The last claim on an entry is gone."""
         self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
-        if self.shares is not None:
-            self.shares.charge(resident, 0, -1)
         self.policy.unpin(resident)
 
     def next_victim(

@@ -103,10 +103,11 @@ class Shares(Order):
 
     # ---- room
 
-    def charge(self, resident: Resident, used: int, fixed: int) -> None:
-        """See `Standing.charge`."""
+    def charge(self, resident: Resident, used: int, fixed: int) -> Order:
+        """Charge the part of a resident (see `Standing.charge`), and return the part's order."""
         number = self.number_of(resident.key)
         self.standings[number].charge(resident.stored_bytes, used, fixed)
+        return self._orders[number]
 
     def left_bytes(self, number: int, whole_bytes: int) -> int:
         """What the shares of the others leave to a part at most of a tier of this size."""
@@ -187,8 +188,8 @@ class Shares(Order):
 
     # ---- `Order`: what happens to one entry happens in its part
 
-    def resize(self, capacity_bytes: int) -> None:
-        self._orders[0].resize(max(0, capacity_bytes - self.share_bytes))
+    def resize(self, capacity: int) -> None:
+        self._orders[0].resize(max(0, capacity - self.share_bytes))
 
     def keys(self) -> Iterator[Key]:
         return chain.from_iterable(order.keys() for order in self._orders)
@@ -200,8 +201,8 @@ class Shares(Order):
     def holds(self, resident: Resident) -> bool:
         return self.of(resident.key).holds(resident)
 
-    def may_evict(self, resident: Resident) -> bool:
-        return self.of(resident.key).may_evict(resident)
+    def is_pinned(self, item: Resident) -> bool:
+        return self.of(item.key).is_pinned(item)
 
     def prepare(self, coming: Resident) -> None:
         self.of(coming.key).prepare(coming)
@@ -209,26 +210,26 @@ class Shares(Order):
     def rehearsal(self) -> Rehearsal[Key]:
         raise NotImplementedError("it depends on who comes: see `rehearse`")
 
-    def evict(self, coming: Resident | None) -> Key | None:
+    def evict(self, incoming: Resident | None = None) -> Key | None:
         raise NotImplementedError("it depends on the room that there is: see `giver`")
 
     def enter(self, resident: Resident) -> None:
-        self.of(resident.key).enter(resident)
+        self.charge(resident, 1, 1).enter(resident)
 
-    def remove(self, resident: Resident) -> None:
-        self.of(resident.key).remove(resident)
+    def remove(self, item: Resident) -> None:
+        self.of(item.key).remove(item)
 
-    def pin(self, resident: Resident) -> None:
-        self.of(resident.key).pin(resident)
+    def pin(self, item: Resident) -> None:
+        self.charge(item, 0, 1).pin(item)
 
-    def unpin(self, resident: Resident) -> None:
-        self.of(resident.key).unpin(resident)
+    def unpin(self, item: Resident) -> None:
+        self.charge(item, 0, -1).unpin(item)
 
-    def hit(self, resident: Resident) -> None:
-        self.of(resident.key).hit(resident)
+    def hit(self, item: Resident) -> None:
+        self.of(item.key).hit(item)
 
-    def refresh(self, resident: Resident) -> None:
-        self.of(resident.key).refresh(resident)
+    def refresh(self, item: Resident) -> None:
+        self.of(item.key).refresh(item)
 
 
 class SharesRehearsal:

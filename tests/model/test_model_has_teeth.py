@@ -37,7 +37,7 @@ NO_DIFFERENCE = {
     "self.share_bytes >= limit_bytes",
     "fixed_bytes >= share_bytes",
     "fixed_entries >= share_entries",
-    "capacity_bytes + self.share_bytes",
+    "capacity + self.share_bytes",
 }
 #: Of an assertion, and of a tier that grows: the ram tier, which has no header.
 NOT_MET = {
