@@ -1,18 +1,19 @@
-"""What stores over an arena do alike, without records and with them.
+"""The stores of the three tiers: entries in the extents of an arena.
 
-The RAM tier: entries in a sealed memfd, gone with the daemon.
-
-The shm tier: a mapped arena in /dev/shm, which survives a restart of the daemon.
-
-The disk tier: an arena file and its records, which survive power loss.
-
-A save costs two syncs, whatever the size of its batch: the payloads', then the records'. Where
-it takes the room of evicted entries there is a third one before, of their erasure.
+RAM
+    A sealed memfd. It is gone with the daemon.
+shm
+    A mapped file in /dev/shm, with records beside it. It survives a restart of the daemon.
+disk
+    A file with records beside it. It survives power loss. A save costs two syncs, whatever the
+    size of its batch: one for the payloads, one for the records. Where a save takes the room of
+    evicted entries, a third one before makes their erasure durable.
 """
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -53,7 +54,7 @@ class ArenaStore(Store):
     """A store whose entries lie in the extents of an arena, and nowhere else."""
 
     arena: BaseArena
-    #: the largest budget that it can have before a restart
+    #: The largest budget that the store can have before a restart.
     max_budget_bytes: int
 
     @property
@@ -68,8 +69,7 @@ class ArenaStore(Store):
         return whole_slabs(content_bytes(payload_bytes, token_ids_bytes), self.slab_bytes)
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """On a device that is smaller than a segment, in halves of it: of a larger one less than
-        a segment is left to others."""
+        """Where the device lacks room for the first whole segment, halves of it are tried."""
         whole_bytes = segment_bytes
         while True:
             if (
@@ -85,12 +85,13 @@ class ArenaStore(Store):
                 return
             yield step
 
-    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002  # memory says so when it is asked for
-        """Does the device say that it has so much more for the arena?"""
+    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002 (memory can't be asked before)
+        """Whether the device reports room for this much more of the arena."""
         return True
 
     def _secure_rows(self, upto_bytes: int) -> None:
-        """Before so much of the arena: a slab without a place for its record is of no use."""
+        """Secure the records for this much of the arena, before the arena itself: a slab without
+        a place for its record is of no use."""
 
     def arena_bytes_of(self, budget_bytes: int) -> int:
         arena_bytes = self._arena_bytes_of(budget_bytes)
@@ -106,7 +107,7 @@ class ArenaStore(Store):
         return arena_bytes
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """What of a budget is whole slabs, unchecked."""
+        """The whole slabs of a budget, unchecked."""
         return budget_bytes - budget_bytes % self.slab_bytes
 
     def wants(self, arena_bytes: int) -> None:
@@ -144,19 +145,19 @@ class ArenaStore(Store):
 
 
 class RecordedStore(ArenaStore):
-    """An arena file with records beside it, in `directory`: what the shm and disk tiers are.
+    """An arena file with records beside it, in `directory`: the shm and disk tiers.
 
-    Everything together takes `budget_bytes`: the arena, whose first slab is its header, and
-    what `record_bytes` says. It can be given up to `max_budget_bytes` later. `verify_payloads`:
-    `recover` compares the checksum of every payload. One process at a time: the daemon's lock
-    file sees to it. Raises StoreError if there can't be such a store, or if the directory holds
-    one of another layout.
+    All files together take `budget_bytes`: the arena, whose first slab is its header, and
+    `record_bytes`. The budget can grow to `max_budget_bytes` later. With `sync`, writes wait for
+    the device. With `verify_payloads`, `recover` compares the checksum of every payload. Only one
+    process may use a directory at a time; the daemon's lock file sees to that. Raises StoreError
+    if there can't be such a store, or if the directory holds one of another layout.
     """
 
     recorded: ClassVar[bool] = True
-    #: Files that only earlier versions made.
+    #: Files that only earlier versions of prefixd made.
     _OLD_LAYOUTS: ClassVar[tuple[str, ...]]
-    #: What the table of rows takes, whatever the budget is, and for each slab.
+    #: What the table of rows takes: a fixed part, and a part for each slab.
     _TABLE_FIXED_BYTES: ClassVar[int]
     _TABLE_SLAB_BYTES: ClassVar[int]
 
@@ -164,15 +165,16 @@ class RecordedStore(ArenaStore):
         self,
         directory: Path,
         budget_bytes: int,
-        slab_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
         *,
-        sync: bool,
-        verify_payloads: bool,
+        sync: bool = True,
+        verify_payloads: bool = False,
         max_budget_bytes: int = 0,
     ) -> None:
         check_slab(slab_bytes)
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
+        self._sync: Final = sync
         self.verify_payloads: Final = verify_payloads
         self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
         slabs, max_slabs = self._slabs_of(budget_bytes), self._slabs_of(self.max_budget_bytes)
@@ -191,7 +193,7 @@ class RecordedStore(ArenaStore):
                     )
             self._check_slab_of(directory / ARENA_FILE)
             if sync:
-                # Who made it may have been this start, or one that did not get further.
+                # Also where it is there: the start that made it may have got no further.
                 sync_parents(directory)
         self.arena = self._open_arena(
             directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
@@ -204,25 +206,25 @@ class RecordedStore(ArenaStore):
             raise
         self._has_incarnation = False
 
-    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena: ...
 
-    def _open_table(self, slabs: int, *, sync: bool) -> RowTable:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_table(self, slabs: int, *, sync: bool) -> RowTable: ...
 
     @classmethod
     def record_bytes(cls, slabs: int) -> int:
-        """What the records of so many slabs take."""
+        """What the records of this many slabs take."""
         return cls._TABLE_FIXED_BYTES + slabs * (cls._TABLE_SLAB_BYTES + USAGE_BYTES)
 
     def _slabs_of(self, budget_bytes: int) -> int:
-        """Slabs that a budget has room for, records included."""
+        """The slabs that a budget has room for, with their records."""
         return (budget_bytes - self._TABLE_FIXED_BYTES) // (
             self.slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
         )
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """The records of what was ever secured keep their room."""
+        """The records of all slabs that were ever secured keep their room."""
         slabs = self._slabs_of(budget_bytes)
         secured_slabs = self.arena.secured_bytes // self.slab_bytes
         if slabs < secured_slabs:
@@ -230,14 +232,14 @@ class RecordedStore(ArenaStore):
         return slabs * self.slab_bytes
 
     def give_back(self, location: Location) -> bool:
-        # Of an entry whose record stands its bytes have to be there.
+        # As long as an entry's record stands, its bytes have to be there.
         self._records.flush()
         return super().give_back(location)
 
     def _check_slab_of(self, path: Path) -> None:
-        """Raises StoreError if an arena is there and divided otherwise, before anything of it is
-        changed. A header that can't be read is no reason not to start: the records say the
-        same, each for itself."""
+        """Raises StoreError if there is an arena with other slabs, before anything of it is
+        changed. A header that can't be read does not stop the start: each record says the slab
+        size too."""
         if not path.is_file():
             return
         with suppress(RecordError), path.open("rb") as file:
@@ -251,16 +253,16 @@ class RecordedStore(ArenaStore):
     # ---- writing
 
     def _fits(self, more_bytes: int) -> bool:
-        """With the records that belong to it. What an earlier start left is there already."""
-        wanted_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
+        """Counts the records too. What an earlier start left is there already."""
+        arena_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
         held_bytes = 0
         with write_errors(f"look at {self.directory}"):
             device = os.statvfs(self.directory)
             for pattern in (ARENA_FILE, "records*", USAGE_FILE):
                 for file in self.directory.glob(pattern):
-                    with suppress(FileNotFoundError):  # LMDB has another one by now
+                    with suppress(FileNotFoundError):  # LMDB replaces its files
                         held_bytes += file.stat().st_blocks * 512
-        needed_bytes = wanted_bytes + self.record_bytes(wanted_bytes // self.slab_bytes)
+        needed_bytes = arena_bytes + self.record_bytes(arena_bytes // self.slab_bytes)
         return needed_bytes - held_bytes <= device.f_bavail * device.f_frsize
 
     def _secure_rows(self, upto_bytes: int) -> None:
@@ -295,7 +297,7 @@ class RecordedStore(ArenaStore):
             self._records.put([writer.entry for writer in writers])
 
     def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
-        """Make durable what these writers wrote. Raises StoreError."""
+        """Make durable what these writers wrote, where that takes a call. Raises StoreError."""
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
         self._records.record_usage(usages)
@@ -331,7 +333,7 @@ class RecordedStore(ArenaStore):
 
 
 class _RecordedWriter(ArenaWriter):
-    """Writes nothing before the records of the entries whose room it may have are erased."""
+    """Before its first byte it erases the records of the entries that had its room before."""
 
     def __init__(
         self, records: Records, arena: BaseArena, entry: Recorded, token_ids: bytes
@@ -351,12 +353,12 @@ class _RecordedWriter(ArenaWriter):
 
 
 class RamStore(ArenaStore):
-    """An anonymous arena of `budget_bytes`, rounded down to whole slabs; it can be given up to
+    """An anonymous arena of `budget_bytes`, rounded down to whole slabs; the budget can grow to
     `max_budget_bytes` later.
 
-    It has no header and no records: readers of an earlier start have another memfd, so an entry
-    whose payload is whole slabs costs exactly that. Raises StoreError if there can't be such an
-    arena.
+    It needs no header, because readers of an earlier start have another memfd, and no records. So
+    an entry whose payload is whole slabs costs exactly that. Raises StoreError if there can't be
+    such an arena.
     """
 
     tier: ClassVar[Tier] = Tier.RAM
@@ -406,8 +408,8 @@ class RamStore(ArenaStore):
 
 
 class ShmStore(RecordedStore):
-    """The store in `directory`, below /dev/shm. `mode` is that of the arena; the rest is as in
-    every `RecordedStore`."""
+    """The store in `directory`, below /dev/shm. `mode` is the arena's; the rest is as in every
+    `RecordedStore`."""
 
     tier: ClassVar[Tier] = Tier.SHM
     blocking: ClassVar[bool] = False
@@ -427,7 +429,7 @@ class ShmStore(RecordedStore):
         max_budget_bytes: int = 0,
     ) -> None:
         self._mode = mode
-        # Nothing here outlives the memory that it is in.
+        # No sync: nothing here outlives the memory that it is in.
         super().__init__(
             directory,
             budget_bytes,
@@ -444,18 +446,15 @@ class ShmStore(RecordedStore):
         return RowFile(self.directory, slabs, sync=sync)
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
-        """Erases the records at once: that is memory too."""
+        """Also erases the records: that is a write to memory."""
         super().forget(entries)
         with suppress(StoreError):
             self._records.flush()
 
 
 class DiskStore(RecordedStore):
-    """The store in `directory`. `sync=False`: `apply` does not wait for the device, and power
-    loss may take what it acknowledged. The rest is as in every `RecordedStore`.
-
-    Payloads are not verified at start by default: every reader does it.
-    """
+    """The store in `directory`. Without `sync`, power loss may take what `apply` acknowledged.
+    Payloads are not verified at start by default, because every reader verifies them."""
 
     tier: ClassVar[Tier] = Tier.DISK
     blocking: ClassVar[bool] = True
@@ -463,26 +462,6 @@ class DiskStore(RecordedStore):
     _TABLE_FIXED_BYTES: ClassVar[int] = TABLE_FIXED_BYTES
     _TABLE_SLAB_BYTES: ClassVar[int] = TABLE_SLAB_BYTES
     arena: DiskArena
-
-    def __init__(
-        self,
-        directory: Path,
-        budget_bytes: int,
-        slab_bytes: int = DEFAULT_SLAB_BYTES,
-        *,
-        sync: bool = True,
-        verify_payloads: bool = False,
-        max_budget_bytes: int = 0,
-    ) -> None:
-        self._sync = sync
-        super().__init__(
-            directory,
-            budget_bytes,
-            slab_bytes,
-            sync=sync,
-            verify_payloads=verify_payloads,
-            max_budget_bytes=max_budget_bytes,
-        )
 
     def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> DiskArena:
         return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes)
