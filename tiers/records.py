@@ -1,9 +1,9 @@
-"""The records of a tier: which entries its arena holds. Files of the daemon's alone.
+"""The records of a tier: which entries its arena holds. Only the daemon uses these files.
 
     records    row i (`tiers.rows`, 128 bytes) belongs to slab i of the arena: the record of the
-               entry that begins there, or zeros. Row 0 belongs to the arena's header: it is
-               where probes write. Kept in a `RowTable`: LMDB on disk, a flat file in shm.
-    usage      row i (32 bytes): use of the entry that begins at slab i.
+               entry that begins there, or zeros. Row 0 belongs to the arena's header; probes
+               write there. Kept in a `RowTable`: LMDB on disk, a flat file in shm.
+    usage      row i (32 bytes): when and how often the entry that begins at slab i was used.
 
     usage row   offset  bytes  type  meaning
                 ------  -----  ----  ------------------------------
@@ -13,19 +13,17 @@
                     24      4  raw   zeros
                     28      4  u32   CRC32C of bytes 0..27
 
-Every row speaks for itself: a bad one is one entry, whatever it says. It has its room on the
-device before the first entry is admitted to the slab, so that neither a full device nor the
-number of entries matters afterwards (on a copy-on-write file system, where overwriting takes
-room, an erasure may have to wait for some; it is tried again).
+Each row stands for itself: a damaged row costs one entry. Its room on the device is reserved
+before the first entry is admitted to the slab, so that neither a full device nor the number of
+entries matters afterwards. (On a copy-on-write file system overwriting takes room; an erasure may
+have to wait for that, and is tried again.)
 
-Usage is written without a sync and checked row by row: what is damaged there is a lost hint. It
-is a flat file in every tier: in LMDB each hint would copy a page, 128 times its size.
+Usage is written without a sync and checked row by row: a damaged row is a lost hint. It is a flat
+file in every tier: in LMDB each hint would copy a page, 128 times its size.
 
-Which records of a table hold at a start, and in which order they become entries again.
-
-All of it runs on a thread beside the event loop, and there may be a million records. What the
-interpreter does in one piece stops the loop for as long as it takes: measured, 376 ms for claims
-of others meanwhile. So nothing here is one piece:
+A start reads all records (`Survivors`) on a thread beside the event loop, and there may be a
+million. Whatever the interpreter does in one piece stops the loop for as long as it takes:
+measured, 376 ms for claims of other clients meanwhile. So nothing there is one piece:
 
 - Records wait as their rows, which are bytes: nothing for the cycle collector to walk over. As
   objects they made it do that again and again, up to half a second each time.
@@ -49,8 +47,7 @@ from ..proto.entry import EntryRecord, Location, Recorded
 from ..proto.keys import Key
 from ..proto.layout import crc32c
 from ..proto.vocabulary import Tier
-from .files import open_own_file, pwrite_all, secure_range
-from .files import write_errors as errors
+from .files import open_own_file, pwrite_all, secure_range, write_errors
 from .rows import (
     KEY_SLICE,
     Erasure,
@@ -78,9 +75,8 @@ _BATCH_ENTRIES: Final = 4096
 class Records:
     """The records of the tier in `directory`, for `slabs` slabs of `slab_bytes`.
 
-    Takes over `table`, which gets a row for each slab. `forget` and `unerased` never do I/O;
-    everything else does. All may be used from any thread. Raises StoreError if the files can't
-    be used.
+    Owns `table`, which gets a row for each slab. Every method may be called from any thread; only
+    `forget` and `unerased` never do I/O. Raises StoreError if the files can't be used.
     """
 
     def __init__(
@@ -91,14 +87,14 @@ class Records:
         self.slabs: Final = slabs
         self.slab_bytes: Final = slab_bytes
         self.table: Final = table
-        #: held for I/O; never by `forget`
+        #: Held during I/O. `forget` never takes it.
         self._io = threading.Lock()
         self._unerased_lock = threading.Lock()
-        #: records that must not be found again
+        #: Forgotten records that may still stand.
         self._unerased: set[Erasure] = set()
         self._secured_slabs = 0
         self._usage_fd = -1
-        with errors(f"open the records in {directory}"):
+        with write_errors(f"open the records in {directory}"):
             try:
                 self._usage_fd = self._open_usage()
                 if os.fstat(self._usage_fd).st_size > slabs * USAGE_BYTES:
@@ -108,7 +104,7 @@ class Records:
                 raise
 
     def _open_usage(self) -> int:
-        """A usage file that can't be used is set aside: hints are no reason not to start."""
+        """A usage file that can't be used is renamed: lost hints must not stop the start."""
         path = self.directory / USAGE_FILE
         try:
             return open_own_file(path, 0o600)
@@ -118,12 +114,12 @@ class Records:
             return open_own_file(path, 0o600)
 
     def secure(self, slabs: int) -> None:
-        """Take room for the rows of the first `slabs` slabs. Raises StoreFull, StoreError."""
+        """Reserve room for the rows of the first `slabs` slabs. Raises StoreFull, StoreError."""
         first, more = self._secured_slabs, slabs - self._secured_slabs
         if more <= 0:
             return
         self.table.secure(slabs)
-        with errors(f"make room for records in {self.directory}"):
+        with write_errors(f"make room for records in {self.directory}"):
             secure_range(self._usage_fd, first * USAGE_BYTES, more * USAGE_BYTES)
         self._secured_slabs = slabs
 
@@ -131,7 +127,7 @@ class Records:
 
     @property
     def unerased(self) -> int:
-        """Records that were forgotten and may still stand."""
+        """How many forgotten records may still stand."""
         return len(self._unerased)
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
@@ -139,14 +135,15 @@ class Records:
         self._forget((entry.location[0] // self.slab_bytes, entry.generation) for entry in entries)
 
     def flush(self) -> None:
-        """Erase what was forgotten. Returns when it is durable. Raises StoreError, StoreFull."""
+        """Erase what was forgotten, durably. Raises StoreError, StoreFull."""
         if self._unerased:
             self.put(())
 
     def put(self, entries: Sequence[Recorded]) -> None:
-        """Erase what was forgotten, then write these records. Returns when all is durable.
+        """Erase what was forgotten, then write these records, durably.
 
-        Raises StoreError, StoreFull; then the records are forgotten, and the rest is as before.
+        Raises StoreError, StoreFull. These records are forgotten then; everything else is as
+        before.
         """
         with self._io:
             with self._unerased_lock:
@@ -155,15 +152,15 @@ class Records:
                 rows = [row for entry in entries for row in encode_rows(entry, self.slab_bytes)]
                 self.table.apply(erased, rows)
             except BaseException:
-                # Some of them may be on the device; their room goes to other entries now.
+                # Some of them may be on the device, and their room goes to other entries now.
                 self.forget(entries)
                 raise
             with self._unerased_lock:
                 self._unerased.difference_update(erased)
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
-        """Remember use, without a sync. Raises StoreError, StoreFull."""
-        with errors(f"record usage in {self.directory}"):
+        """Write usage, without a sync. Raises StoreError, StoreFull."""
+        with write_errors(f"record usage in {self.directory}"):
             for usage in usages:
                 row = encode_usage(usage.entry.generation, usage.last_used_ns, usage.hits)
                 slab = usage.entry.location[0] // self.slab_bytes
@@ -175,7 +172,7 @@ class Records:
             self.table.probe()
 
     def close(self) -> None:
-        """May be called twice. Does not wait for what was forgotten."""
+        """May be called twice. Does not erase what was forgotten."""
         self.table.close()
         if self._usage_fd >= 0:
             os.close(self._usage_fd)
@@ -185,7 +182,7 @@ class Records:
         with self._unerased_lock:
             self._unerased.update(rows)
 
-    # ---- what is there
+    # ---- reading
 
     def scan(self) -> Iterator[list[EntryRecord]]:
         """Every record that can be read and was not forgotten, in batches. Raises StoreError."""
@@ -195,15 +192,15 @@ class Records:
                 generation = generation_of(row)
                 if generation is not None and (slab, generation) not in self._unerased:
                     with suppress(RowRefused):
-                        batch.append(self._decode(slab, row))
+                        batch.append(decode_entry(row, slab, self.slab_bytes, self.table.read))
             if batch:
                 yield batch
 
     def recover(self, arena_bytes: int) -> Iterator[RecoveryBatch]:
-        """Every record that holds, least recently used first, and what was dropped.
+        """Every valid record, least recently used first, and what was dropped.
 
-        A record has to lie within the `arena_bytes` that were found; see `Survivors` for what
-        else holds, and for the memory that this takes. What is dropped is erased. Nothing here
+        A record has to lie within the `arena_bytes` that were found; see `Survivors` for the
+        other rules, and for the memory that this takes. What is dropped is erased. Nothing here
         stops other threads for long. Raises StoreError.
         """
         survivors = Survivors(
@@ -219,7 +216,7 @@ class Records:
         erasures = survivors.erasures
         for start in range(0, len(erasures), _BATCH_ENTRIES):
             self._forget(erasures[start : start + _BATCH_ENTRIES])
-            # A failure here shows again at the first write, which waits for it.
+            # A failure shows again at the first write, which waits for these erasures.
             with suppress(StoreError):
                 self.flush()
         if survivors.dropped:
@@ -227,11 +224,8 @@ class Records:
         for batch in survivors.batches(_BATCH_ENTRIES):
             yield RecoveryBatch(batch, [], survivors.left)
 
-    def _decode(self, slab: int, row: bytes) -> EntryRecord:
-        return decode_entry(row, slab, self.slab_bytes, self.table.read)
-
     def _usages(self, first_slab: int, rows: list[tuple[int, bytes]]) -> UsageReader:
-        """What the usage file says of these rows; nothing if it can't be read."""
+        """Looks up usage for these rows. It finds none if the file can't be read."""
         count = rows[-1][0] + 1 - first_slab if rows else 0
         usages = b""
         with suppress(OSError):
@@ -252,7 +246,7 @@ def encode_usage(generation: int, last_used_ns: int, hits: int) -> bytes:
 
 
 def decode_usage(row: bytes, generation: int) -> tuple[int, int] | None:
-    """`last_used_ns` and `hits`; None: the row is damaged, or tells of another entry."""
+    """`last_used_ns` and `hits`. None: the row is damaged, or belongs to another entry."""
     if len(row) != USAGE_BYTES:
         return None
     of_generation, last_used_ns, hits, expected_crc32c = _USAGE.unpack(row)
@@ -261,28 +255,28 @@ def decode_usage(row: bytes, generation: int) -> tuple[int, int] | None:
     return last_used_ns, hits
 
 
-#: What a usage file says of the entry of this generation at a slab: `last_used_ns` and `hits`.
+#: (slab, generation) -> `last_used_ns` and `hits` of that entry, if the usage file has them.
 UsageReader = Callable[[int, int], tuple[int, int] | None]
 
-#: Dicts that the keys lie in, by the upper bits of their hash: one grows at a time.
+#: The keys are spread over this many dicts, so that only a small one is resized at a time.
 _SHARDS: Final = 2048
 _SHARD_SHIFT: Final = 48
-#: Sorted at once: a millisecond.
+#: Numbers that are sorted at once. That takes a millisecond.
 _SORTED_AT_ONCE: Final = 4096
-#: Numbers of a sample for each part of that size, and of the sample at most.
+#: Sampled numbers for each part of that size, and the largest sample.
 _SAMPLES_A_PART: Final = 16
 _MAX_SAMPLES: Final = 16384
-#: A number to sort by, with the position of its record below.
+#: The lower bits of a number to sort by are the position of its record.
 _POSITION_BITS: Final = 32
 _POSITION_MASK: Final = 2**_POSITION_BITS - 1
 
 
 class Survivors:
-    """The records that hold of an arena of `arena_slabs` slabs, of at most `slabs`.
+    """The valid records of an arena of `arena_slabs` slabs, which may grow to `slabs`.
 
-    `read` all chunks of rows, then `settle`, then take the `batches`. Of records that overlap or
-    have the same key the newest holds: the others were to be erased when the daemon ended.
-    About 450 bytes of memory for each entry while they are read, half of it afterwards.
+    `read` all chunks of rows, then `settle`, then take the `batches`. Where records overlap or
+    have the same key, the newest is valid: the daemon ended before it erased the others. Takes
+    about 450 bytes of memory for each entry while they are read, half of that afterwards.
     """
 
     def __init__(
@@ -293,30 +287,30 @@ class Survivors:
         self._slab_bytes: Final = slab_bytes
         self._arena_bytes: Final = arena_slabs * slab_bytes
         self._read_row: Final = read_row
-        #: by position: the row of a record; the record itself where it takes several rows, None
-        #: where it was dropped or handed out
+        #: By position: the row of a record, or the record itself where it has several rows. None
+        #: where it was dropped or handed out.
         self._rows: list[bytes | EntryRecord | None] = []
         self._row_slabs = array("I")
         self._hits = array("Q")
-        #: last use and position of each, in parts
+        #: Last use and position of each record, in parts.
         self._uses: list[list[int]] = []
-        #: the positions by key
+        #: Positions by key.
         self._shards: list[dict[bytes, int]] = [{} for _ in range(_SHARDS)]
         self._taken = bytearray(slabs)
         self._overlap = False
-        #: how many hold that were not handed out; right once it is settled
+        #: Valid records that were not handed out yet. Exact after `settle`.
         self.left = 0
-        #: what does not hold, with the reason, and what is to be erased for it
+        #: Invalid records with the reason, and the rows to erase for them.
         self.dropped: list[tuple[Key, str]] = []
         self.erasures: list[Erasure] = []
 
     def read(self, rows: Sequence[tuple[int, bytes]], usage_of: UsageReader) -> None:
-        """Take the rows of one chunk. Raises StoreError if a row that one names can't be read."""
+        """Take the rows of one chunk. Raises StoreError if a continuation can't be read."""
         uses: list[int] = []
         kept, shards, slab_bytes = self._rows, self._shards, self._slab_bytes
         for slab, row in rows:
             if is_continuation(row):
-                continue  # read with the entry that it belongs to, if there is one
+                continue  # `decode_entry` reads it with its entry, if there is one
             try:
                 record = decode_entry(row, slab, slab_bytes, self._read_row)
                 self._check_place(record)
@@ -341,7 +335,7 @@ class Survivors:
         self._uses.append(uses)
 
     def settle(self) -> None:
-        """All rows were read: `dropped` and `erasures` are complete afterwards."""
+        """All rows were read. Completes `dropped` and `erasures`."""
         while self._shards:
             self._shards.pop()
         if self._overlap:
@@ -349,7 +343,7 @@ class Survivors:
         self._taken = bytearray()
 
     def batches(self, entries: int) -> Iterator[list[StoredEntry]]:
-        """What holds, least recently used first, `entries` in a list. Can be taken once."""
+        """The valid records, least recently used first, in lists of `entries`. Only once."""
         rows, hits, slab_bytes = self._rows, self._hits, self._slab_bytes
         for uses in sorted_parts(self._uses):
             for first in range(0, len(uses), entries):
@@ -377,13 +371,13 @@ class Survivors:
         location, arena_bytes = record.location, self._arena_bytes
         if len(location) == 2 and location[0] and location[0] + location[1] <= arena_bytes:
             return  # nearly every one
-        for index in range(0, len(location), 2):
-            end = location[index] + location[index + 1]
-            if not location[index] or end > arena_bytes:
+        for offset, length in zip(location[::2], location[1::2], strict=True):
+            end = offset + length
+            if not offset or end > arena_bytes:
                 raise RowRefused(f"{end} bytes are beyond the {arena_bytes} that the arena has")
 
     def _take(self, location: Location) -> bool:
-        """Mark the slabs of a location, unless one of them is marked."""
+        """Mark the slabs of a location. False, and nothing marked, if one of them is already."""
         taken, slab_bytes = self._taken, self._slab_bytes
         if len(location) == 2 and location[1] == slab_bytes:
             slab = location[0] // slab_bytes
@@ -391,9 +385,8 @@ class Survivors:
             taken[slab] = 1
             return free
         marked: list[tuple[int, int]] = []
-        for index in range(0, len(location), 2):
-            start = location[index] // slab_bytes
-            slabs = location[index + 1] // slab_bytes
+        for offset, length in zip(location[::2], location[1::2], strict=True):
+            start, slabs = offset // slab_bytes, length // slab_bytes
             end = start + slabs
             if taken.find(1, start, end) != -1:
                 for begin, stop in marked:
@@ -440,8 +433,10 @@ class Survivors:
 
 
 def sorted_parts(parts: list[list[int]]) -> Iterator[list[int]]:
-    """All numbers of `parts`, the smallest first, in lists of some thousand; `parts` is empty
-    then. Numbers that are equal should be few: they are sorted at once."""
+    """All numbers of `parts` in ascending order, in lists of some thousand. Empties `parts`.
+
+    Equal numbers end up in one list, so there should be few of them.
+    """
     count = sum(map(len, parts))
     samples = min(_MAX_SAMPLES, count * _SAMPLES_A_PART // _SORTED_AT_ONCE)
     step = max(1, count // max(1, samples))

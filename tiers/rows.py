@@ -1,4 +1,4 @@
-"""One row of a records file: the layout, packing, and what makes a row a record.
+"""The rows of a tier's records: their layout, and the table that has one for each slab.
 
 Offsets are from the start of the row, integers are little-endian. A row of zeros is free.
 
@@ -25,16 +25,16 @@ Offsets are from the start of the row, integers are little-endian. A row of zero
 
 A row is at the position of a slab that the entry owns, so there is always a place for it: an
 entry's row at its first slab, and each continuation at the first slab of the last extent that
-the row before it names. A continuation names its entry, so that an old one is never taken for
-part of another.
+the row before it names. A continuation names its entry, so that a stale one is never taken for
+part of another entry.
 
-A table of rows, one for each slab of an arena: what `Records` keeps its rows in.
+Two tables hold such rows:
 
 `RowFile`
-    A file in which row i lies at its own place. It has no structure that could be damaged: what
-    a flipped bit hits is one row. For shm: an `apply` is a few writes to memory.
+    A file in which row i lies at its own place. It has no structure that could be damaged: a
+    flipped bit hits one row. The shm tier uses it: an `apply` is a few writes to memory.
 `LmdbRows` (`tiers.lmdb_rows`)
-    The same table in LMDB, in a process of its own. For the disk.
+    The same table in LMDB, in a process of its own. The disk tier uses it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..proto.entry import EntryRecord, Location, Recorded, content_bytes
 from ..proto.errors import InvalidSize
@@ -64,7 +64,7 @@ from .store import StoreError
 ROW_BYTES: Final = 128
 ZERO_ROW: Final = bytes(ROW_BYTES)
 KEY_SLICE: Final = slice(16, 48)
-#: Extents in an entry's row, and in a continuation.
+#: Extents in an entry's row and in a continuation.
 ENTRY_EXTENTS: Final = 5
 CONTINUATION_EXTENTS: Final = 12
 
@@ -72,13 +72,13 @@ _ENTRY_MAGIC: Final = b"PFXE"
 _CONTINUATION_MAGIC: Final = b"PFXC"
 _VERSION: Final = 1
 _ENTRY: Final = struct.Struct("<4sBBBBQ32sQqIIIHHI10I")
-#: The same with one extent, which is all that most have: recovery unpacks every row.
+#: The same with one extent, which is all that most entries have: recovery unpacks every row.
 _HEAD: Final = struct.Struct("<4sBBBBQ32sQqIIIHHIII")
 _EXTENTS: Final = struct.Struct("<10I")
 _EXTENTS_OFFSET: Final = 84
 _CONTINUATION: Final = struct.Struct("<4sBxxxQIII24I")
 _CRC: Final = struct.Struct("<I")
-#: The CRC32C of any bytes with their CRC32C behind them.
+#: The CRC32C of any bytes that are followed by their own CRC32C.
 _GOOD_CRC32C: Final = 0x48674BC7
 _GENERATION: Final = struct.Struct("<Q")
 #: Enum lookup by value is slow, and recovery does two for each entry.
@@ -90,11 +90,11 @@ RowReader = Callable[[int], bytes]
 
 
 class RowRefused(Exception):
-    """A row is no record that this version can use."""
+    """A row is not a record that this version can use."""
 
 
 def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
-    """The rows of an entry with their slabs: its continuations, then its own."""
+    """The rows of an entry with their slabs: the continuations, then the entry's own row."""
     slabs = tuple(number // slab_bytes for number in entry.location)
     count = len(slabs) // 2
     own = _ENTRY.pack(
@@ -136,25 +136,10 @@ def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
 
 def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) -> EntryRecord:
     """The entry whose row lies at `slab`. Raises RowRefused with the reason."""
-    (
-        magic,
-        version,
-        tier,
-        reason,
-        slab_shift,
-        generation,
-        key,
-        payload_bytes,
-        created_ns,
-        token_count,
-        payload_crc32c,
-        token_ids_bytes,
-        layer_count,
-        flags,
-        count,
-        first_slab,
-        first_slabs,
-    ) = _HEAD.unpack_from(row)
+    head = _HEAD.unpack_from(row)
+    magic, version, tier, reason, slab_shift, generation = head[:6]
+    token_ids_bytes, layer_count, flags, count, first_slab, first_slabs = head[-6:]
+    payload_bytes = head[7]
     if magic != _ENTRY_MAGIC:
         raise RowRefused(f"a record begins with {_ENTRY_MAGIC!r}, not with {magic!r}")
     if version != _VERSION:
@@ -191,13 +176,26 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     needed_bytes = content_bytes(payload_bytes, token_ids_bytes)
     if not needed_bytes <= room_bytes < needed_bytes + slab_bytes:
         raise RowRefused(f"the record has {room_bytes} bytes of room for {needed_bytes}")
+    return _entry_record(head, location)
+
+
+def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
+    """An entry of one extent from a row that `decode_entry` has accepted before. No checks."""
+    head = _HEAD.unpack_from(row)
+    return _entry_record(head, (head[-2] * slab_bytes, head[-1] * slab_bytes))
+
+
+def _entry_record(head: tuple[Any, ...], location: Location) -> EntryRecord:
+    """The entry of an unpacked row."""
+    tier, reason, _, generation, key, payload_bytes, created_ns = head[2:9]
+    token_count, payload_crc32c, token_ids_bytes, layer_count = head[9:13]
     # By position: by name it takes half a microsecond more, for every row.
     return EntryRecord(
         Key(key),
         _TIERS[tier],
         _REASONS[reason],
         generation,
-        # Mostly equal, and then one object.
+        # The two are mostly equal, and then one object.
         generation if created_ns == generation else created_ns,
         payload_bytes,
         token_count,
@@ -208,44 +206,8 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     )
 
 
-def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
-    """An entry of one extent that `decode_entry` found good in the same row, without looking at
-    anything again."""
-    (
-        *_,
-        tier,
-        reason,
-        _,
-        generation,
-        key,
-        payload_bytes,
-        created_ns,
-        token_count,
-        payload_crc32c,
-        token_ids_bytes,
-        layer_count,
-        _,
-        _,
-        slab,
-        slabs,
-    ) = _HEAD.unpack_from(row)
-    return EntryRecord(
-        Key(key),
-        _TIERS[tier],
-        _REASONS[reason],
-        generation,
-        generation if created_ns == generation else created_ns,
-        payload_bytes,
-        token_count,
-        layer_count,
-        token_ids_bytes,
-        (slab * slab_bytes, slabs * slab_bytes),
-        payload_crc32c,
-    )
-
-
 def generation_of(row: bytes) -> int | None:
-    """The generation of the entry whose row this is; None: it is no entry's."""
+    """The generation of the entry whose row this is. None: the row is not an entry's."""
     if not row.startswith(_ENTRY_MAGIC) or len(row) < ROW_BYTES:
         return None
     generation: int = _GENERATION.unpack_from(row, 8)[0]
@@ -253,19 +215,19 @@ def generation_of(row: bytes) -> int | None:
 
 
 def is_continuation(row: bytes) -> bool:
-    """Is this row a continuation, whole or not?"""
+    """Whether this row is a continuation, damaged or not."""
     return row.startswith(_CONTINUATION_MAGIC)
 
 
 def has_crc(row: bytes) -> bool:
-    """Does a row match its checksum?"""
+    """Whether a row matches its checksum."""
     return len(row) == ROW_BYTES and crc32c(row) == _GOOD_CRC32C
 
 
 def _continued(
     slabs: list[int], count: int, generation: int, owner: int, read_row: RowReader
 ) -> list[int]:
-    """All extents of an entry of which `slabs` are the first. Raises RowRefused."""
+    """All extents of an entry whose first ones are `slabs`. Raises RowRefused."""
     named = ENTRY_EXTENTS
     while named < count:
         row = read_row(slabs[-2])
@@ -291,24 +253,23 @@ def _with_crc(row: bytes) -> bytes:
 #: Slabs that are read at once.
 CHUNK_SLABS: Final = 8192
 RECORDS_FILE: Final = "records"
-#: A row that is another one each time can't be read.
+#: How often a row without a good checksum is read before a row that differs each time is an error.
 _READINGS: Final = 5
 
-#: A slab whose row is to be erased if it is of this generation; None: whatever it is.
+#: A slab whose row is to be erased if it has this generation. None: in any case.
 Erasure = tuple[int, int | None]
 
 
 class RowTable(ABC):
     """Rows of `ROW_BYTES` for the slabs 0, 1, ... of an arena.
 
-    What one call gets is not atomic: a failure, or the end of a process, may leave a part of it
-    done. Every method may be called from any thread, one at a time. Raises StoreError, StoreFull.
+    A call is not atomic: a failure, or the end of the process, may leave a part of it done. Every
+    method may be called from any thread, one at a time. Raises StoreError, StoreFull.
     """
 
     @abstractmethod
     def secure(self, slabs: int) -> None:
-        """Take room on the device for the rows of the first `slabs` slabs. Never less than
-        before."""
+        """Reserve room on the device for the rows of the first `slabs` slabs. Gives none back."""
 
     @abstractmethod
     def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
@@ -316,19 +277,19 @@ class RowTable(ABC):
 
     @abstractmethod
     def read(self, slab: int) -> bytes:
-        """The row of a slab; zeros or nothing if it has none."""
+        """The row of a slab. Zeros or nothing if it has none."""
 
     @abstractmethod
     def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
-        """The rows that are not zeros, with their slabs, in order: the first slab of a range of
-        `CHUNK_SLABS`, and those in it. Never the row of slab 0."""
+        """The rows that are not zeros, in order and in chunks: the first slab of a range of
+        `CHUNK_SLABS`, and the range's rows with their slabs. Never the row of slab 0."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back. May be called twice, and at any moment."""
+        """Release all resources. May be called twice, and at any moment."""
 
     def probe(self) -> None:
-        """Make a real write durable: to the row of slab 0, which belongs to no entry."""
+        """Make a real write durable, to the row of slab 0, which belongs to no entry."""
         self.apply((), [(0, os.urandom(16).ljust(ROW_BYTES, b"\0"))])
 
 
@@ -392,15 +353,15 @@ class RowFile(RowTable):
         self._fd = -1
 
     def _stored(self, slab: int, row: bytes) -> bytes:
-        """What was read of a row, or is when it is read again: what is dropped for its checksum is
-        erased, so that is not believed once. Raises StoreError."""
+        """The row as it is stored. A row without a good checksum is read again, because recovery
+        erases such rows and a single reading may be wrong. Raises StoreError."""
         for _ in range(_READINGS):
             if has_crc(row) or row == ZERO_ROW:
                 return row
             before, row = row, self.read(slab).ljust(ROW_BYTES, b"\0")
             if row == before:
-                return row  # so it is stored
-        raise StoreError(f"the row of slab {slab} is another one each time")
+                return row  # it is stored like this
+        raise StoreError(f"the row of slab {slab} is different at each reading")
 
     def _pread(self, slab: int) -> bytes:
         return os.pread(self._fd, ROW_BYTES, slab * ROW_BYTES)

@@ -157,6 +157,6 @@ def test_a_row_is_read_again_before_it_counts_as_damaged(
     for lies[0] in (0, 1, 2):
         assert rows_in(table) == {1: row_of(1), 2: damaged}
     lies[0] = 1_000
-    with pytest.raises(StoreError, match="the row of slab 1 is another one each time"):
+    with pytest.raises(StoreError, match="the row of slab 1 is different at each reading"):
         rows_in(table)
     table.close()
