@@ -35,7 +35,6 @@ from .rows import ROW_BYTES, RowFile, RowTable
 from .store import (
     SEGMENT_BYTES,
     SMALLEST_SEGMENT_BYTES,
-    Buffer,
     Damaged,
     EntryRef,
     EntryWriter,
@@ -114,13 +113,18 @@ class ArenaStore(Store):
         self.arena.size_bytes = max(self.arena.secured_bytes, arena_bytes)
 
     def give_back(self, location: Location) -> bool:
+        # As long as an entry's record stands, its bytes have to be there.
+        self._erase_forgotten()
         return self.arena.give_back(location)
 
     def take_back(self, location: Location) -> None:
         self.arena.take_back(location)
 
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
-        return ArenaWriter(self.arena, entry, token_ids)
+        return ArenaWriter(self.arena, entry, token_ids, self._erase_forgotten)
+
+    def _erase_forgotten(self) -> None:
+        """Erase the records of forgotten entries, if there are records. Raises StoreError."""
 
     def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         if not 0 <= offset_bytes <= offset_bytes + length_bytes <= entry.payload_bytes:
@@ -231,11 +235,6 @@ class RecordedStore(ArenaStore):
             slabs = (budget_bytes - self.record_bytes(secured_slabs)) // self.slab_bytes
         return slabs * self.slab_bytes
 
-    def give_back(self, location: Location) -> bool:
-        # As long as an entry's record stands, its bytes have to be there.
-        self._records.flush()
-        return super().give_back(location)
-
     def _check_slab_of(self, path: Path) -> None:
         """Raises StoreError if there is an arena with other slabs, before anything of it is
         changed. A header that can't be read does not stop the start: each record says the slab
@@ -275,7 +274,10 @@ class RecordedStore(ArenaStore):
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
         if not self._has_incarnation:
             raise ValueError("set_incarnation comes before the first writer")
-        return _RecordedWriter(self._records, self.arena, entry, token_ids)
+        return super().writer(entry, token_ids)
+
+    def _erase_forgotten(self) -> None:
+        self._records.flush()
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
         self._records.forget(entries)
@@ -330,26 +332,6 @@ class RecordedStore(ArenaStore):
     def close(self) -> None:
         self._records.close()
         self.arena.close()
-
-
-class _RecordedWriter(ArenaWriter):
-    """Before its first byte it erases the records of the entries that had its room before."""
-
-    def __init__(
-        self, records: Records, arena: BaseArena, entry: Recorded, token_ids: bytes
-    ) -> None:
-        super().__init__(arena, entry, token_ids)
-        self._records = records
-
-    def write(self, data: Buffer) -> None:
-        if not self.written_bytes:
-            self._records.flush()
-        super().write(data)
-
-    def room(self, most_bytes: int) -> memoryview | None:
-        if not self.written_bytes:
-            self._records.flush()
-        return super().room(most_bytes)
 
 
 class RamStore(ArenaStore):
@@ -449,7 +431,7 @@ class ShmStore(RecordedStore):
         """Also erases the records: that is a write to memory."""
         super().forget(entries)
         with suppress(StoreError):
-            self._records.flush()
+            self._erase_forgotten()
 
 
 class DiskStore(RecordedStore):

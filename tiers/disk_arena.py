@@ -1,8 +1,7 @@
 """The arena of the disk tier: a file that is written with `pwrite` and read with `preadv`.
 
-It is never mapped: a broken sector, a full device or a file that was cut short is the answer of
-a call, where in a mapping it would be a SIGBUS of the daemon. The file is as long as what was
-secured of it.
+It is never mapped. So a broken sector, a full device or a truncated file is an error of one call;
+with a mapping it would be a SIGBUS for the daemon. The file is as long as its secured part.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from .files import (
 from .store import SEGMENT_BYTES, Damaged, Location, StoreError, StoreFull
 
 #: What is checksummed and written at once: small enough that the write finds its bytes in the L2
-#: cache. Of memory that others write to it is copied first, and this is all that it takes.
+#: cache. Also the size of the buffer into which memory that others may change is copied first.
 PIECE_BYTES: Final = 512 * 2**10
-#: What holds memory of the daemon alone. Anything else may be a mapping that a client shares.
+#: Types whose memory only the daemon can change. Anything else may be shared with a client.
 _OWN: Final = frozenset((bytes, bytearray))
 
 
 class DiskArena(BaseArena):
-    """The file `path`, made if it is missing, cut to `size_bytes` if it is longer.
+    """The file `path`, created if it is missing, truncated to `size_bytes` if it is longer.
 
-    `sync`: `sync()` waits for the device; without it, what is written survives a crash of the
-    daemon but not of the machine. While the arena is open the file has no mode for writing, so
-    that a reader can't open it again for that. Raises StoreError.
+    With `sync`, `sync()` waits for the device; without it, what is written survives a crash of
+    the daemon but not of the machine. While the arena is open the file has no write bits, so that
+    a reader can't open it for writing. Raises StoreError.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class DiskArena(BaseArena):
         self.max_bytes = max_bytes or size_bytes
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
-        #: Buffers that no thread uses now; there are never more than threads that write.
+        #: Buffers that no thread uses now. There are at most as many as threads that write.
         self._buffers: list[bytearray] = []
         with write_errors(f"open {path}"):
             self.fd = open_own_file(path, mode | stat.S_IWUSR)
@@ -75,7 +74,7 @@ class DiskArena(BaseArena):
                 self.close()
                 raise
         self.found_bytes = self.secured_bytes = min(found.st_size, size_bytes)
-        # A file with holes, as some ways to copy it leave, gets its blocks again.
+        # Some ways to copy a file leave holes. Such a file gets its blocks again.
         has_holes = found.st_blocks * 512 < found.st_size
         self._allocated_bytes = 0 if has_holes else self.secured_bytes
 
@@ -87,7 +86,7 @@ class DiskArena(BaseArena):
                 with write_errors(secure_sentence(self)):
                     secure_range(self.fd, start, length_bytes)
             except StoreFull:
-                # What the file system took for a part of the segment.
+                # Give back what the file system reserved of the segment.
                 if os.fstat(self.fd).st_size > self.secured_bytes:
                     os.ftruncate(self.fd, self.secured_bytes)
                 raise
@@ -106,8 +105,8 @@ class DiskArena(BaseArena):
             return self._put_foreign(start, data, crc)
 
     def _put_foreign(self, start: int, data: memoryview, crc: int) -> int:
-        """Of memory that a client still writes to: the checksum has to be that of the bytes that
-        go to the file."""
+        """`put` for memory that a client may still write to. It is copied first, so that the
+        checksum is that of the bytes in the file."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -124,7 +123,7 @@ class DiskArena(BaseArena):
         return crc
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """One view, of memory of its own."""
+        """One view, which owns its memory."""
         if not length_bytes:
             return []
         parts = list(ranges(location, offset_bytes, length_bytes))
@@ -151,7 +150,7 @@ class DiskArena(BaseArena):
         self.sync()
 
     def sync(self) -> None:
-        """Make durable what was written. Raises StoreError; see `failed_syncs`."""
+        """Make everything written so far durable. Raises StoreError; see `failed_syncs`."""
         with self._sync_lock:
             try:
                 check_linked(self.fd, self.path)
@@ -162,7 +161,7 @@ class DiskArena(BaseArena):
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
 
     def give_back(self, location: Location) -> bool:
-        """The file gets holes: a read of one gives zeros, and no process faults."""
+        """Punches holes into the file. Reading one returns zeros, and no process faults."""
         with write_errors(f"give room of {self.path} back"):
             return all(
                 punch_hole(self.fd, start, length_bytes)

@@ -344,17 +344,16 @@ class Survivors:
 
     def batches(self, entries: int) -> Iterator[list[StoredEntry]]:
         """The valid records, least recently used first, in lists of `entries`. Only once."""
-        rows, hits, slab_bytes = self._rows, self._hits, self._slab_bytes
+        rows, hits = self._rows, self._hits
         for uses in sorted_parts(self._uses):
             for first in range(0, len(uses), entries):
                 batch = []
                 for use in uses[first : first + entries]:
                     position = use & _POSITION_MASK
-                    row = rows[position]
-                    if row is None:
+                    if rows[position] is None:
                         continue
+                    record = self._record(position)
                     rows[position] = None
-                    record = decode_checked(row, slab_bytes) if isinstance(row, bytes) else row
                     batch.append(StoredEntry(record, use >> _POSITION_BITS, hits[position]))
                 if batch:
                     self.left -= len(batch)

@@ -41,8 +41,8 @@ NO_DIFFERENCE = {
 }
 #: Of an assertion, and of a tier that grows: the ram tier, which has no header.
 NOT_MET = {
-    ("resize", "self.limit_bytes - self._header_bytes"),
-    ("grow", "self.arena_bytes + self._header_bytes"),
+    ("resize", "self.limit_bytes - self.header_bytes"),
+    ("grow", "self.arena_bytes + self.header_bytes"),
 }
 OTHER_SIGN: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 
@@ -130,7 +130,7 @@ def test_all_of_the_arithmetic_is_broken_once() -> None:
         assert (method, f"self.entries {'+-'[method == 'forget']}= 0") in broken
     for method in ("pin", "unpin"):
         assert (method, f"self.pinned_bytes {'+-'[method == 'unpin']}= 0") in broken
-    assert ("admission", "stored_bytes >= self.arena_bytes - self._header_bytes") in broken
+    assert ("admission", "stored_bytes >= self.arena_bytes - self.header_bytes") in broken
     assert len(broken) >= 28
 
 

@@ -1,7 +1,4 @@
-"""Queues of weighted keys: a plain one, and one in which pinned keys are never in the way.
-
-First in, first out: what was admitted first leaves first, however often it was hit.
-"""
+"""First in, first out, and the queues of keys that other policies are made of as well."""
 
 from __future__ import annotations
 
@@ -15,14 +12,14 @@ from .base import K, Looks, PinsInPlace
 
 
 class Queue(Generic[K]):
-    """Keys with weights, oldest first, and what they weigh together. All O(1)."""
+    """Keys with weights, oldest first, and their total weight. All O(1)."""
 
     __slots__ = ("line", "weight")
 
     def __init__(self) -> None:
-        #: key -> weight, oldest first
+        #: key -> weight, oldest first.
         self.line: OrderedDict[K, int] = OrderedDict()
-        #: weight of all keys
+        #: Weight of all keys.
         self.weight = 0
 
     def __len__(self) -> int:
@@ -40,7 +37,7 @@ class Queue(Generic[K]):
         self.weight += weight
 
     def pop(self) -> tuple[K, int] | None:
-        """Take the oldest key out, with its weight; None when there is none."""
+        """Take out the oldest key, with its weight. None if the queue is empty."""
         if not self.line:
             return None
         head = self.line.popitem(last=False)
@@ -48,22 +45,22 @@ class Queue(Generic[K]):
         return head
 
     def remove(self, key: K) -> int:
-        """Take any key out and return its weight."""
+        """Take out any key, and return its weight."""
         weight = self.line.pop(key)
         self.weight -= weight
         return weight
 
 
 class PinnableQueue(Queue[K]):
-    """A queue whose head is the oldest key that is not pinned; pinned keys keep their place.
+    """A queue whose head is the oldest key that is not pinned. Pinned keys keep their place.
 
-    `pinned` belongs to the caller, who changes it and then tells the queue of an unpin.
-    The queue leaves a pinned key where it is until a search for the head meets it. The key is
-    then parked with its place: places are given out in queue order, and everything still in
-    the line is younger than everything parked. After its unpin a parked key waits in a heap
-    ordered by place, which is looked at before the line, so it gets back exactly the place it
-    would have had. A search therefore meets a pinned key once per pin, whatever is pinned. Each
-    that it meets is one of `looks`, so that a search may raise NotYet.
+    `pinned` belongs to the caller, who changes it, and then calls `unpin` for a key that was
+    unpinned. The queue leaves a pinned key where it is until a search for the head meets it. The
+    key is then parked with its place: places are numbered in queue order, and everything still in
+    the line is younger than everything parked. After its unpin a parked key waits in a heap by
+    place, which comes before the line, so it gets back exactly the place it would have had. So a
+    search meets a pinned key once per pin. Each one counts as one of `looks`, so a search may raise
+    NotYet.
 
     O(1) amortised; O(log n) for each key that was parked.
     """
@@ -71,15 +68,15 @@ class PinnableQueue(Queue[K]):
     __slots__ = ("_back", "_heap", "_looks", "_parked", "_pinned", "_places")
 
     def __init__(self, pinned: set[K], looks: Looks) -> None:
-        super().__init__()  # `line` has all keys but those that were parked
+        super().__init__()  # `line` has all keys that were not parked
         self._looks = looks
         self._pinned = pinned
-        #: key -> (place, weight): pinned, met by a search
+        #: key -> (place, weight) of pinned keys that a search has met.
         self._parked: dict[K, tuple[int, int]] = {}
-        #: key -> (place, weight): parked once, unpinned since; may be pinned anew
+        #: key -> (place, weight) of parked keys that were unpinned. They may be pinned again.
         self._back: dict[K, tuple[int, int]] = {}
-        #: (place, key) of all in `_back`, and of some that were removed from it; nothing is
-        #: parked before it is empty, so no key is in it twice
+        #: (place, key) of all in `_back`, and of some that were removed from it. Keys of the line
+        #: are parked only while it is empty, so no key is in it twice.
         self._heap: list[tuple[int, K]] = []
         self._places = 0
 
@@ -90,17 +87,17 @@ class PinnableQueue(Queue[K]):
         return key in self.line or key in self._parked or key in self._back
 
     def __iter__(self) -> Iterator[K]:
-        """All keys, pinned ones included, oldest first. Sorts what was parked."""
+        """All keys, pinned ones included, oldest first. Sorts the parked keys."""
         aside = self._parked | self._back
         return chain(sorted(aside, key=lambda key: aside[key][0]), self.line)
 
     @property
     def plain(self) -> bool:
-        """Is `line` the whole truth: nothing is pinned, nothing parked?"""
+        """Whether `line` is the whole queue: nothing is pinned or parked."""
         return not (self._pinned or self._heap)
 
     def head(self) -> tuple[K, int] | None:
-        """The oldest key that is not pinned, with its weight; None when there is none."""
+        """The oldest key that is not pinned, with its weight. None if there is none."""
         pinned, heap, back, line = self._pinned, self._heap, self._back, self.line
         while heap:
             key = heap[0][1]
@@ -120,7 +117,7 @@ class PinnableQueue(Queue[K]):
         return None
 
     def pop(self) -> tuple[K, int] | None:
-        """Take the head out."""
+        """Take out the head."""
         head = self.head()
         if head is not None:
             self.remove(head[0])
@@ -135,7 +132,7 @@ class PinnableQueue(Queue[K]):
         return weight
 
     def unpin(self, key: K) -> None:
-        """A key of this queue is not pinned any more."""
+        """A key of this queue was unpinned."""
         entry = self._parked.pop(key, None)
         if entry is not None:
             self._back[key] = entry
@@ -151,10 +148,7 @@ class PinnableQueue(Queue[K]):
 
 
 class FIFO(PinsInPlace[K]):
-    """Evicts the key that was admitted longest ago; a hit changes nothing.
-
-    A pinned key keeps its place: after its unpin it leaves when it would have left anyway.
-    """
+    """Evicts the key that was admitted longest ago. Hits change nothing."""
 
     name: ClassVar[str] = "fifo"
 

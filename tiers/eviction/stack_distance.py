@@ -1,14 +1,13 @@
 """LRU stack distances: how large an LRU cache must be for an access to hit (Mattson, 1970).
 
-An LRU cache of capacity C holds exactly the most recent keys that weigh C together. So one
-pass that knows, for each access, the weight of everything accessed since the key's last
-access knows the hits of every capacity at once.
+An LRU cache of capacity C holds exactly the most recent keys that weigh C together. So one pass
+that knows, for each access, the weight of everything accessed since the key's last access knows the
+hits of every capacity at once (`StackDistances`).
 
-The LRU hit curve from a spatial sample: bounded memory, for live use and huge traces.
-
-SHARDS (Waldspurger et al., FAST'15): a key is in the sample or not, for good, by a hash of
-it. At a sampling rate R, a stack distance among sampled keys is R times the real one, and
-every sampled access stands for 1/R accesses.
+`SampledCurve` gets the same from a spatial sample, in bounded memory: for live use and for huge
+traces. With SHARDS (Waldspurger et al., FAST'15) a hash of a key decides, once and for all, whether
+it is in the sample. At a sampling rate R, a stack distance among sampled keys is R times the real
+one, and every sampled access stands for 1/R accesses.
 """
 
 from __future__ import annotations
@@ -23,26 +22,26 @@ from typing import Generic
 
 from .base import K
 
-#: 128 slots share one sum, 128 sums share one of the next level
+#: 128 slots share one sum, and 128 sums share one of the next level.
 _BITS = 7
 _LAST = (1 << _BITS) - 1
-#: slots that may be empty before it is worth giving new ones
+#: Empty slots that are tolerated before all keys get new slots.
 _SPARE_SLOTS = 4096
 
 
 class StackDistances(Generic[K]):
     """The recency stack of a stream of runs (the block chains of requests, in order).
 
-    Every key has a slot; slots are given out in order of access, so the distance of a key is
-    the weight in all slots from its own on. `_levels[0]` has the weight of each slot, 0 where
-    the key moved on, and `_levels[n + 1]` the sums of 128 neighbours in `_levels[n]`: changing
-    a slot costs one addition per level, a distance one short sum per level. Neighbours in a
-    chain mostly have neighbouring slots, and then the next distance follows from the last.
+    Every key has a slot. Slots are given out in order of access, so the distance of a key is the
+    weight in all slots from its own on. `_levels[0]` has the weight of each slot, 0 where the key
+    has moved to another slot, and `_levels[n + 1]` the sums of 128 neighbours in `_levels[n]`:
+    changing a slot costs one addition per level, a distance one short sum per level. Neighbours in
+    a chain mostly have neighbouring slots, and then each distance follows from the one before.
 
-    `root_mru` is the order in which a run's keys are touched once their distances are known:
-    False as given, True reversed, so that the first key ends up as the most recent.
+    `root_mru` is the order in which a run's keys are touched once their distances are known: False
+    as given, True reversed, so that the first key ends up as the most recent.
 
-    Memory: a dictionary entry per key and at most 2 slots per key (and 4,096).
+    Memory: a dictionary entry for each key, and at most 2 slots for each key plus 4,096.
     """
 
     def __init__(self, *, root_mru: bool = False) -> None:
@@ -59,12 +58,12 @@ class StackDistances(Generic[K]):
     def access(
         self, keys: Sequence[K], weights: Sequence[int] | None = None
     ) -> list[tuple[int, int]]:
-        """Access a run of keys; say what capacity would have held how much of its beginning.
+        """Access a run of keys. Returns how much of its beginning each capacity would have held.
 
-        Returns the staircase [(capacity, count), ...], both ascending: an LRU cache of at
-        least that capacity holds the first `count` keys when the run arrives, all of them.
-        Keys after the first that was never seen are in no step. `weights` has one weight for
-        each key (None: 1 each); those of the keys' last access count.
+        That is a staircase [(capacity, count), ...], both ascending: an LRU cache of at least that
+        capacity holds all of the first `count` keys when the run arrives. Keys after the first that
+        was never seen are in no step. `weights` has one weight for each key (None: 1 each); the
+        weights of the last access count.
         """
         found = list(map(self._slots.get, keys))
         steps = self._steps(found)
@@ -77,7 +76,7 @@ class StackDistances(Generic[K]):
         return steps
 
     def _steps(self, found: list[int | None]) -> list[tuple[int, int]]:
-        """The staircase of a run whose keys are in these slots."""
+        """The staircase of a run, from the slots of its keys."""
         weights = self._levels[0]
         steps: list[tuple[int, int]] = []
         highest = distance = count = 0
@@ -111,7 +110,7 @@ class StackDistances(Generic[K]):
         return weight
 
     def _vacate(self, found: list[int | None]) -> None:
-        """Take the weights out of these slots, and out of the sums."""
+        """Remove the weights of these slots from the slots and the sums."""
         weights = self._levels[0]
         parent = -1
         lost = 0
@@ -126,9 +125,9 @@ class StackDistances(Generic[K]):
         self._add(parent, -lost)
 
     def _append(self, keys: Sequence[K], weights: Sequence[int]) -> None:
-        """Give these keys, least recent first, the next slots."""
+        """Give the next slots to these keys, least recent first."""
         if len(set(keys)) < len(keys):
-            # A repeated key is where its last touch leaves it.
+            # Only the last touch of a repeated key counts.
             last = dict(zip(reversed(keys), reversed(weights), strict=True))
             keys, weights = list(last)[::-1], list(last.values())[::-1]
         slots, levels = self._slots, self._levels
@@ -142,14 +141,14 @@ class StackDistances(Generic[K]):
             self._compact()
 
     def _add(self, index: int, weight: int) -> None:
-        """Change the sum at `index` of level 1, and those above it."""
+        """Change the sum at `index` of level 1, and the sums above it."""
         if weight:
             for sums in islice(self._levels, 1, None):
                 sums[index] += weight
                 index >>= _BITS
 
     def _sum_from(self, start: int) -> None:
-        """Bring the sums up to date with slots that were appended from `start` on."""
+        """Add the slots that were appended from `start` on to the sums."""
         levels = self._levels
         below = levels[0]
         added = sum(below[start:])
@@ -165,11 +164,11 @@ class StackDistances(Generic[K]):
             levels.append(below)
 
     def remove(self, key: K) -> None:
-        """Forget a key: the distances of older keys shrink by its weight."""
+        """Forget a key. The distances of older keys shrink by its weight."""
         self._vacate([self._slots.pop(key)])
 
     def _compact(self) -> None:
-        """Give the keys new slots without gaps."""
+        """Give all keys new slots, without gaps."""
         weights = self._levels[0]
         slots = sorted(self._slots.items(), key=itemgetter(1))
         self._levels = [[weights[slot] for _key, slot in slots]]
@@ -178,24 +177,24 @@ class StackDistances(Generic[K]):
 
 
 def _sums(below: list[int], start: int) -> list[int]:
-    """The sums of 128 neighbours each, from the `start`th sum on."""
+    """The sums of 128 neighbours each, from sum number `start` on."""
     step = 1 << _BITS
     return [sum(below[i : i + step]) for i in range(start * step, len(below), step)]
 
 
-#: where a key's position lies: 0 <= position < POSITIONS
+#: A key's position is from 0 up to this, exclusive.
 POSITIONS = 1 << 64
-#: distances are kept to this many significant bits: to 0.4 %
+#: Significant bits of a recorded distance: it is exact to 0.4 %.
 _DISTANCE_BITS = 8
 
 
 def position_of_bytes(key: bytes) -> int:
-    """The position of a key that is a hash already: its first 8 bytes."""
+    """The position of a key that is itself a hash: its first 8 bytes."""
     return int.from_bytes(key[:8], "big")
 
 
 def position_of_int(key: int) -> int:
-    """The position of a number: two rounds of multiply and fold, so that neighbours part."""
+    """The position of a number: two rounds of multiply and fold, which scatter neighbours."""
     x = (key * 0x9E3779B97F4A7C15) & (POSITIONS - 1)
     x = ((x ^ (x >> 32)) * 0xD6E8FEB86659FD93) & (POSITIONS - 1)
     return x ^ (x >> 32)
@@ -203,10 +202,10 @@ def position_of_int(key: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class CurveEstimate:
-    """What a sample says: the value that hits at each capacity, and of what total.
+    """An estimated hit curve: the value that hits at each capacity, out of a total.
 
-    `capacities` ascend, `values[i]` is the value hit by an LRU cache of `capacities[i]` (and
-    up to the next); `total` is the value of all accesses, hits or not.
+    `capacities` ascend. `values[i]` is the value that hits in an LRU cache from `capacities[i]` up
+    to the next one; `total` is the value of all accesses, hits or not.
     """
 
     capacities: list[int]
@@ -216,25 +215,25 @@ class CurveEstimate:
     keys: int
 
     def at(self, capacity: int) -> float:
-        """The value hit at a capacity."""
+        """The value that hits at a capacity."""
         index = bisect_right(self.capacities, capacity)
         return self.values[index - 1] if index else 0.0
 
 
 class SampledCurve(Generic[K]):
-    """Stack distances of a sample of the keys, and what they say about every capacity.
+    """The hit curve of LRU at every capacity, from the stack distances of a sample of the keys.
 
     `position` hashes a key to 0 <= p < 2**64; the key is in the sample when p < rate * 2**64.
-    With `max_keys` the rate falls whenever there are more distinct keys in the sample: the
-    keys with the highest positions leave it, and what was counted so far keeps the weight it
-    had (fixed-size SHARDS). Memory is then bounded, whatever is accessed: measured 210 bytes
-    for each of 8,192 keys beside the keys themselves, which includes one number for each of
-    at most 7,500 distances. About 0.5 us for each key of a run.
+    With `max_keys` the rate falls whenever there are more distinct keys in the sample: the keys
+    with the highest positions leave it, and earlier counts keep their weight (fixed-size SHARDS).
+    Memory is then bounded, whatever is accessed: measured 210 bytes for each of 8,192 keys, without
+    the keys themselves, including one number for each of at most 7,500 distances. Takes about
+    0.5 us for each key of a run.
 
-    Runs are accessed like in `StackDistances`: a key counts at a capacity only when it and
-    the sampled keys before it in its run lie within. For chains, where a block is never
-    accessed without those before it, that loses nothing: the keys before one were accessed
-    with it, so they lie at most one run deeper.
+    Runs are accessed as in `StackDistances`: a key hits at a capacity only if the sampled keys
+    before it in its run hit too. For chains, where a block is never accessed without those before
+    it, that loses nothing: the earlier keys were accessed with it, so they lie at most one run
+    deeper.
     """
 
     def __init__(
@@ -253,17 +252,17 @@ class SampledCurve(Generic[K]):
         self._threshold = max(1, round(rate * POSITIONS))
         self._max_keys = max_keys
         self._stack: StackDistances[K] = StackDistances(root_mru=root_mru)
-        #: (-position, key) of the sampled keys, when their number is bounded
+        #: (-position, key) of the sampled keys, if their number is bounded.
         self._highest: list[tuple[int, K]] = []
-        #: distance -> value that hits from there on
+        #: distance -> value that hits from that capacity on.
         self._values: dict[int, float] = {}
-        #: value of all accesses, and of the sampled ones scaled up
+        #: Value of all accesses, and of the sampled ones, scaled up.
         self._total = 0
         self._sampled = 0.0
 
     @property
     def rate(self) -> float:
-        """The part of all keys that is sampled now."""
+        """The part of all keys that is in the sample now."""
         return self._threshold / POSITIONS
 
     def __len__(self) -> int:
@@ -276,8 +275,8 @@ class SampledCurve(Generic[K]):
         values: Sequence[int] | None = None,
         weights: Sequence[int] | None = None,
     ) -> None:
-        """Access a run: `values` is what a hit of each key is worth (tokens; None: 1 each),
-        `weights` what each takes of the capacity (bytes; None: 1 each)."""
+        """Access a run. `values`: what a hit of each key is worth (tokens; None: 1 each).
+        `weights`: what each key takes of the capacity (bytes; None: 1 each)."""
         threshold, position = self._threshold, self._position
         sample, sample_values, sample_weights = keys, values, weights
         if sample_values is None:
@@ -300,7 +299,7 @@ class SampledCurve(Generic[K]):
                     heappush(self._highest, (-position(key), key))
         done = 0
         for distance, count in self._stack.access(sample, sample_weights):
-            # The key's own weight is known; what lies above it is known in the sample only.
+            # The key's own weight is exact; the weight above it is known for the sample only.
             own = sample_weights[done]
             full = _rounded(round((distance - own) * scale) + own)
             value = sum(sample_values[done:count]) * scale
@@ -323,9 +322,9 @@ class SampledCurve(Generic[K]):
     def estimate(self) -> CurveEstimate:
         """The curve so far.
 
-        What the sample has too little or too much of all accesses is taken for hits at the
-        smallest distance (SHARDS-adj): the error comes from the few most popular keys being
-        in the sample or not, and those always hit.
+        The difference between all accesses and the scaled sample is counted as hits at the
+        smallest distance (SHARDS-adj): it depends on whether the few most popular keys are in the
+        sample, and those always hit.
         """
         distances = sorted(self._values)
         missing = self._total - self._sampled
@@ -335,6 +334,6 @@ class SampledCurve(Generic[K]):
 
 
 def _rounded(distance: int) -> int:
-    """To the nearest with at most `_DISTANCE_BITS` significant bits."""
+    """The nearest number with at most `_DISTANCE_BITS` significant bits."""
     shift = max(0, distance.bit_length() - _DISTANCE_BITS)
     return (distance + (1 << shift >> 1)) >> shift << shift
