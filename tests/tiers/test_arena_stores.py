@@ -63,7 +63,7 @@ def own_row(entry: EntryRecord) -> bytes:
 
 
 def put_rows(placed: Placed, *rows: tuple[int, bytes]) -> None:
-    """Write rows past everything that looks at them."""
+    """Write rows without any check."""
     placed.store._records.table.apply([], rows)
 
 
@@ -80,7 +80,7 @@ def test_a_flipped_bit_in_a_record_costs_that_entry_at_most(
     placed = opened()
     recovery = placed.recover()
     if kind is DiskStore:
-        # It is flipped back.
+        # It is repaired.
         assert numbers_of(recovery.entries) == [0, 1, 2]
         return
     assert numbers_of(recovery.entries) == [0, 2]
@@ -107,7 +107,7 @@ def test_a_flipped_bit_in_usage_loses_that_hint(
 
 
 def test_flips_anywhere_cost_what_they_hit_and_never_show(opened: Opened, directory: Path) -> None:
-    """Every file, many rounds: wrong bytes are never read, and the store always opens."""
+    """In every file, for many rounds: wrong bytes are never read, and the store always opens."""
     rng = random.Random(4)
     placed = opened(256, verify_payloads=False)
     saved = {entry.key: entry for entry in placed.save(*range(40))}
@@ -161,7 +161,7 @@ def test_a_file_that_was_cut_short_loses_what_is_gone(
     end = int(path.stat().st_size * left)
     os.truncate(path, end)
     rows_end = {RECORDS_FILE: end // ROW_BYTES, "arena": end // SLAB}.get(name, 128)
-    # An arena in memory counts in pages, and has those that it shows.
+    # An arena in memory counts in pages, and has all the pages that it reports.
     kept = [
         entry
         for entry in entries
@@ -172,7 +172,7 @@ def test_a_file_that_was_cut_short_loses_what_is_gone(
     recovery = placed.recover()
     found = sorted(numbers_of(recovery.entries))
     if kind is DiskStore and name == RECORDS_FILE:
-        # The rows lie wherever LMDB put them: near the beginning.
+        # LMDB put the rows near the beginning.
         assert found == (list(range(10)) if left >= 0.4 else [])
     else:
         assert found == sorted(e.generation - 1 for e in kept)
@@ -234,7 +234,7 @@ def test_what_is_no_records_file_is_refused(opened: Opened, directory: Path) -> 
 def test_a_whole_record_of_another_kind_is_dropped(
     opened: Opened, offset: int, value: bytes, reason: str
 ) -> None:
-    """As a later version may leave them: with a checksum that matches."""
+    """Like records of a later version: the checksum matches."""
     placed = opened()
     entries = placed.save(0, 1, 2)
     row = bytearray(own_row(entries[1]))
@@ -259,7 +259,7 @@ def test_of_records_that_overlap_the_newest_holds(opened: Opened) -> None:
     old, _, new = placed.save(1, 2, 3)
     start = old.location[0]
     first: Location = (start - 2 * SLAB, 6 * SLAB)
-    # Over the end of one entry and the start of the next.
+    # It overlaps the end of one entry and the start of the next.
     forged = replace(new, key=key(9), generation=99, location=first)
     forge(placed, forged)
     recovery = opened(verify_payloads=False).recover()
@@ -283,7 +283,7 @@ def test_of_two_records_of_a_key_the_newest_holds(opened: Opened) -> None:
 
 
 def test_an_entry_whose_extents_are_those_of_another_is_dropped(opened: Opened) -> None:
-    """A continuation is believed only by the entry that wrote it."""
+    """A continuation counts only for the entry that wrote it."""
     placed = opened()
     placed.save(*range(10), payload_bytes=SLAB - 200)
     placed.save(*range(10, 20), payload_bytes=SLAB - 200)
@@ -312,7 +312,7 @@ def test_everything_together_takes_the_budget(
     placed = opened(64)
     for number in range(30):
         placed.erase(*placed.save(number))
-    # Each of the two environments ends with a page.
+    # Both LMDB files end with a whole page.
     spare_bytes = 2 * mmap.PAGESIZE if kind is DiskStore else 0
     taken_bytes = sum(path.stat().st_size for path in directory.iterdir())
     assert budget(64, kind) - spare_bytes <= taken_bytes <= budget(64, kind)
@@ -332,13 +332,13 @@ def test_a_larger_budget_keeps_the_entries(opened: Opened) -> None:
 def test_a_smaller_budget_never_serves_what_is_not_there(
     opened: Opened, kind: type[ShmStore] | type[DiskStore]
 ) -> None:
-    """The allocator begins at the end: half of the entries are beyond the new one."""
+    """The allocator starts at the end, so half of the entries are beyond the new size."""
     placed = opened(64)
     entries = placed.save(*range(10))
     placed = opened(40)
     recovery = placed.recover()
     kept = {e.generation - 1 for e in entries if sum(e.location) <= 40 * SLAB}
-    # An arena in memory that readers may have mapped is not cut, but replaced.
+    # An arena in memory is replaced, not truncated: readers may have mapped it.
     assert set(numbers_of(recovery.entries)) == (kept if kind is DiskStore else set())
     assert all(placed.is_whole(entry.record) for entry in recovery.entries)
     assert placed.numbers() == set(numbers_of(recovery.entries))
@@ -388,7 +388,7 @@ def test_only_the_daemon_can_look(opened: Opened, directory: Path) -> None:
 def test_a_device_smaller_than_a_segment_gives_what_it_has(
     directory: Path, kind: type[ShmStore] | type[DiskStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a larger one less than a segment is left to others."""
+    """On a larger device, less than a segment is left to its other users."""
     real, room_bytes = os.posix_fallocate, 11 * 2**20
 
     def scarce(fd: int, start: int, length_bytes: int) -> None:
@@ -460,7 +460,7 @@ def test_a_closed_store_answers_with_an_error(opened: Opened) -> None:
 def test_what_an_earlier_start_left_needs_no_room_again(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However full its device is by now."""
+    """Whether its device is full or not."""
     store = opened(1024).store
     free = SimpleNamespace(f_bavail=store.record_bytes(1024), f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
@@ -468,7 +468,7 @@ def test_what_an_earlier_start_left_needs_no_room_again(
 
 
 def test_a_budget_holds_exactly_its_blocks() -> None:
-    """4,096 blocks of 4 KiB in 16 MiB: no header takes a byte of it."""
+    """4,096 blocks of 4 KiB in 16 MiB: there is no header."""
     store = RamStore(4096 * 4096, slab_bytes=4096)
     store.arena.secure()
     extents = ExtentAllocator(store.arena.secured_bytes, 4096, store.header_bytes)

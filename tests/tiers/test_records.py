@@ -192,7 +192,7 @@ def no_usage(_slab: int, _generation: int) -> None:
 
 
 def read(entries: list[EntryRecord], used: dict[int, int] | None = None) -> Survivors:
-    """`used`: last use by generation."""
+    """Survivors of these entries. `used`: last use by generation."""
     rows = sorted(row for entry in entries for row in encode_rows(entry, SLAB))
     survivors = Survivors(Tier.DISK, SLABS, SLAB, SLABS, dict(rows).__getitem__)
     survivors.read(rows, lambda _, generation: (used[generation], 7) if used else None)

@@ -1,4 +1,4 @@
-"""What every table of rows does: the flat file, and LMDB."""
+"""What both tables of rows do: the flat file and LMDB."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLABS = 3 * CHUNK_SLABS + 5
 
 
 def row_of(generation: int) -> bytes:
-    """As a row of an entry is: with its generation, and a checksum."""
+    """Like a row of an entry: with a generation and a checksum."""
     row = b"PFXE\1\0\0\0" + generation.to_bytes(8, "little")
     row += random.Random(generation).randbytes(ROW_BYTES - len(row) - 4)
     return row + crc32c(row).to_bytes(4, "little")
@@ -26,7 +26,7 @@ def row_of(generation: int) -> bytes:
 
 @pytest.fixture(params=[RowFile, LmdbRows])
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., RowTable]]:
-    """Opens the one table of a test, closing the one before."""
+    """Opens the only table of a test, after closing the previous one."""
     made: list[RowTable] = []
 
     def open_again(slabs: int = SLABS) -> RowTable:
@@ -140,7 +140,7 @@ def test_only_a_file_of_this_user_is_taken(tmp_path: Path) -> None:
 def test_a_row_is_read_again_before_it_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory, or a device, that gave other bytes once destroys nothing."""
+    """A single wrong reading, of memory or of a device, destroys nothing."""
     table = RowFile(tmp_path, 8, sync=False)
     damaged = bytes([row_of(2)[0] ^ 1]) + row_of(2)[1:]
     table.apply((), [(1, row_of(1)), (2, damaged)])

@@ -61,7 +61,7 @@ def test_a_run_equals_single_accesses(name: str, ids: list[int], capacity: int, 
 
 @names
 def test_keys_restore_the_order(name: str) -> None:
-    """A tier that comes back after a restart admits what it finds in the order of `keys`."""
+    """After a restart a tier admits the entries that it finds in the order of `keys`."""
     policy = make_policy(name, 100)
     for key in [*range(20), 3, 3, 7]:
         policy.access(key)
@@ -70,7 +70,7 @@ def test_keys_restore_the_order(name: str) -> None:
         restored.prepare(key, 1)
         restored.admit(key, 1)
     assert list(restored.keys()) == list(policy.keys())
-    if name != "s3fifo":  # which forgets who was hit
+    if name != "s3fifo":  # which forgets the hits
         assert list(restored.victims()) == list(policy.victims())
 
 
@@ -78,7 +78,7 @@ KEYS = 1_000
 
 
 def filled(name: str, looks: int) -> EvictionPolicy[int]:
-    """A tier's: nothing leaves before it is full."""
+    """A full policy of a tier: nothing left before."""
     policy = make_policy(name, KEYS)
     policy.looks.most = looks
     for key in range(KEYS):
@@ -88,7 +88,7 @@ def filled(name: str, looks: int) -> EvictionPolicy[int]:
 
 
 def evict(policy: EvictionPolicy[int], incoming: int | None = None) -> tuple[int | None, int]:
-    """The victim, and how many calls it took."""
+    """The victim, and the number of calls that found it."""
     calls = 1
     while True:
         try:
@@ -119,7 +119,7 @@ def test_pinned_keys_are_put_aside_a_few_at_a_time(name: str, calls: int) -> Non
 
 @pytest.mark.parametrize(("hits", "calls"), [(1, 225), (3, 450)])
 def test_s3fifo_promotes_and_requeues_a_few_keys_at_a_time(hits: int, calls: int) -> None:
-    """900 are promoted, in the calls of `prepare` and `evict`; those in M go round once a hit."""
+    """`prepare` and `evict` promote 900 keys. In M each goes round once for each hit."""
     policy = filled("s3fifo", 8)
     for key in range(KEYS):
         for _ in range(hits):
@@ -162,7 +162,7 @@ def test_lfu_takes_a_few_items_over_for_each_that_is_removed() -> None:
 @pytest.mark.parametrize("name", list(POLICIES))
 @pytest.mark.parametrize("looks", [1, 2, 8])
 def test_the_victims_are_those_of_one_long_look(name: str, looks: int) -> None:
-    """While victims are looked for nothing else happens here; in a tier it counts when it does."""
+    """Only if nothing else happens meanwhile, as here. In a tier other calls come in between."""
     chance = random.Random(looks)
     both = short, long = filled(name, looks), filled(name, KEYS * 10)
     hit, pinned = chance.choices(range(KEYS), k=1_500), chance.sample(range(KEYS), 300)

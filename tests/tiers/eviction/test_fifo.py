@@ -26,7 +26,7 @@ def test_a_pinned_key_gets_its_place_back() -> None:
     for key in "abcd":
         fifo.pin(key)
     assert fifo.evict() == "e"
-    for key in "dbc":  # another order than theirs
+    for key in "dbc":  # not in the order of the queue
         fifo.unpin(key)
     assert list(fifo.victims()) == ["b", "c", "d", "f"]
     fifo.pin("c")
@@ -84,7 +84,7 @@ def test_pinned_keys_keep_their_place(steps: list[tuple[str, int]]) -> None:
         elif step == "copy":
             original, pinned = queue, set(pinned)
             queue = original.copy(pinned, Looks())
-            while original.pop():  # shares nothing with its copy
+            while original.pop():  # the copy is independent
                 pass
         assert list(queue) == model
         assert (len(queue), queue.weight) == (len(model), sum(10 + k for k in model))

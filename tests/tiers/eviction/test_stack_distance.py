@@ -26,7 +26,7 @@ orders = pytest.mark.parametrize("root_mru", [False, True])
 
 
 class Pile:
-    """Keys, most recent first; a key's distance is the weight down to and including it."""
+    """Keys, most recent first. A key's distance is the weight down to and including it."""
 
     def __init__(self, root_mru: bool) -> None:
         self.root_mru = root_mru
@@ -51,7 +51,7 @@ class Pile:
 
 @pytest.fixture
 def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two neighbours share a sum, and slots are given out anew often: all levels, many times."""
+    """With two neighbours to a sum and few spare slots, so that all levels are used often."""
     monkeypatch.setattr(stack_distance, "_BITS", 1)
     monkeypatch.setattr(stack_distance, "_LAST", 1)
     monkeypatch.setattr(stack_distance, "_SPARE_SLOTS", 3)
@@ -129,7 +129,7 @@ def test_memory_is_bounded_by_the_keys() -> None:
 
 
 def chains(seed: int, requests: int = 3000) -> list[list[int]]:
-    """Conversations that grow by a few blocks a turn, some far more popular than others."""
+    """Conversations that grow by some blocks a turn, some far more popular than others."""
     chance = random.Random(seed)
     length = Counter[int]()
     found = []
@@ -170,7 +170,7 @@ def test_everything_sampled_is_exact(runs: list[list[int]]) -> None:
 
 
 def errors(settings: dict[str, Any], capacities: list[int]) -> list[list[float]]:
-    """Per capacity the errors of twelve samples of one trace, as shares of all accesses."""
+    """capacity -> errors of twelve samples of one trace, as shares of all accesses."""
     runs = chains(1)
     wanted = [exact_hits(runs, capacity) for capacity in capacities]
     found: list[list[float]] = [[] for _ in capacities]
