@@ -71,14 +71,29 @@ class BaseArena(ABC):
     max_bytes: int
     found_bytes: int
     secured_bytes: int
+    #: Up to here `secure_segments` has nothing to do.
+    _ready_bytes: int
     #: Failed syncs. The kernel reports a failed write-back only once: bytes that were written
     #: before it may not be stored, although a later sync succeeds.
     failed_syncs: int = 0
 
-    @abstractmethod
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         """Reserve the arena's room on the device, segment by segment. Yields `secured_bytes` after
         each. A later call continues. Raises StoreFull, StoreError."""
+        while self._ready_bytes < self.size_bytes:
+            start = self._ready_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
+            with write_errors(
+                f"secure more than {self.secured_bytes} of the {self.size_bytes} bytes of an arena"
+            ):
+                secure_range(self.fd, start, length_bytes)
+            self._populate(start, length_bytes)
+            self._ready_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._ready_bytes)
+            yield self.secured_bytes
+
+    def _populate(self, start: int, length_bytes: int) -> None:  # noqa: B027 (only memory has pages)
+        """Bring the pages of a secured range into memory."""
 
     @abstractmethod
     def put(self, start: int, data: memoryview, crc: int) -> int:
@@ -139,8 +154,8 @@ class Arena(BaseArena):
         # A new file has no pages, and `secure_segments` allocates them in order.
         self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes)
         self.secured_bytes = self.found_bytes
-        #: Pages up to here are in memory. Those of an earlier start may be swapped out.
-        self._populated_bytes = 0
+        # Pages of an earlier start may be swapped out.
+        self._ready_bytes = 0
         self._mapping = mmap.mmap(fd, max_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
@@ -192,20 +207,11 @@ class Arena(BaseArena):
                 os.close(fd)
             raise StoreError(f"can't make the arena {path}: {problem}") from None
 
-    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """See `BaseArena`. Each step releases the GIL, and brings pages of an earlier start back
-        into memory."""
-        while self._populated_bytes < self.size_bytes:
-            start = self._populated_bytes
-            length_bytes = min(segment_bytes, self.size_bytes - start)
-            with write_errors(secure_sentence(self)):
-                secure_range(self.fd, start, length_bytes)
-            with address_of(self._writable) as address:
-                # Older kernels can't do it (EINVAL). They fault pages in on first use.
-                _libc.madvise(address + start, length_bytes, _MADV_POPULATE_WRITE)
-            self._populated_bytes = start + length_bytes
-            self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
-            yield self.secured_bytes
+    def _populate(self, start: int, length_bytes: int) -> None:
+        """Without the GIL. Also brings pages of an earlier start back into memory."""
+        with address_of(self._writable) as address:
+            # Older kernels can't do it (EINVAL). They fault pages in on first use.
+            _libc.madvise(address + start, length_bytes, _MADV_POPULATE_WRITE)
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         size_bytes = len(data)
@@ -380,11 +386,6 @@ def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator
         offset_bytes = 0
     if length_bytes:
         raise Damaged(f"{length_bytes} bytes are beyond the entry's extents")
-
-
-def secure_sentence(arena: BaseArena) -> str:
-    """What failed, for the message of `write_errors`."""
-    return f"secure more than {arena.secured_bytes} of the {arena.size_bytes} bytes of an arena"
 
 
 def check_slab(slab_bytes: int) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
 from ..proto.copying import copy_crc32c, unset_bytearray
 from ..proto.layout import crc32c
-from .arena import BaseArena, check_size, ranges, secure_sentence
+from .arena import BaseArena, check_size, ranges
 from .files import (
     check_linked,
     open_own_file,
@@ -76,23 +76,16 @@ class DiskArena(BaseArena):
         self.found_bytes = self.secured_bytes = min(found.st_size, size_bytes)
         # Some ways to copy a file leave holes. Such a file gets its blocks again.
         has_holes = found.st_blocks * 512 < found.st_size
-        self._allocated_bytes = 0 if has_holes else self.secured_bytes
+        self._ready_bytes = 0 if has_holes else self.secured_bytes
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        while self._allocated_bytes < self.size_bytes:
-            start = self._allocated_bytes
-            length_bytes = min(segment_bytes, self.size_bytes - start)
-            try:
-                with write_errors(secure_sentence(self)):
-                    secure_range(self.fd, start, length_bytes)
-            except StoreFull:
-                # Give back what the file system reserved of the segment.
-                if os.fstat(self.fd).st_size > self.secured_bytes:
-                    os.ftruncate(self.fd, self.secured_bytes)
-                raise
-            self._allocated_bytes = start + length_bytes
-            self.secured_bytes = max(self.secured_bytes, self._allocated_bytes)
-            yield self.secured_bytes
+        try:
+            yield from super().secure_segments(segment_bytes)
+        except StoreFull:
+            # Give back what the file system reserved of the segment.
+            if os.fstat(self.fd).st_size > self.secured_bytes:
+                os.ftruncate(self.fd, self.secured_bytes)
+            raise
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         with write_errors(f"write to {self.path}"):
@@ -146,7 +139,7 @@ class DiskArena(BaseArena):
             secure_range(self.fd, 0, slab_bytes)
             pwrite_all(self.fd, header, 0)
         self.secured_bytes = max(self.secured_bytes, slab_bytes)
-        self._allocated_bytes = max(self._allocated_bytes, slab_bytes)
+        self._ready_bytes = max(self._ready_bytes, slab_bytes)
         self.sync()
 
     def sync(self) -> None:
