@@ -102,7 +102,7 @@ class ArenaStore(Store):
             )
         if arena_bytes < self.header_bytes + self.slab_bytes:
             least = format_bytes(self.slab_bytes)
-            raise ValueError(f"so small a {self.tier.label} tier holds no slab of {least}")
+            raise ValueError(f"a {self.tier.label} tier of this size holds no slab of {least}")
         return arena_bytes
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:

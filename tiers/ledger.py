@@ -36,8 +36,7 @@ class Admission(Enum):
     ABOVE_SHARES = "above shares"
 
 
-#: A key of no namespace.
-_OF_NOBODY: Final = Key(bytes(KEY_BYTES))
+_NO_NAMESPACE: Final = Key(bytes(KEY_BYTES))
 
 
 class Ledger:
@@ -103,7 +102,7 @@ class Ledger:
         """What the tier may hold now."""
         return Room(self.limit_bytes, self.max_entries)
 
-    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _OF_NOBODY) -> Admission:
+    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _NO_NAMESPACE) -> Admission:
         """Whether `entries` new entries of `stored_bytes` in total can be reserved. `key`: any key
         of their namespace."""
         # Called for every block: arithmetic without calls.
@@ -125,7 +124,7 @@ class Ledger:
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
+        if shares is not None and not shares.allows(self.room, {number: (stored_bytes, entries)}):
             return Admission.OVER_SHARE
         if self.fits(stored_bytes, entries):
             return Admission.FITS
@@ -176,7 +175,7 @@ class Ledger:
             number = shares.number_of(key)
             more_bytes, entries = by_part.get(number, (0, 0))
             by_part[number] = more_bytes + stored_bytes, entries + 1
-        return shares.allows(self.room, [(number, *more) for number, more in by_part.items()])
+        return shares.allows(self.room, by_part)
 
     def victims(self, bytes_of: Callable[[Key], int] | None = None) -> Iterator[Key]:
         """The victims if room were needed for no entry in particular, next first. Changes nothing.
@@ -198,7 +197,7 @@ class Ledger:
         stored_bytes: int,
         entries: int,
         bytes_of: Callable[[Key], int],
-        key: Key = _OF_NOBODY,
+        key: Key = _NO_NAMESPACE,
     ) -> Iterator[Key]:
         """The victims of saving `entries` new entries of `stored_bytes` each, one after another.
         Changes nothing; the ledger must not change meanwhile.

@@ -136,7 +136,7 @@ class LmdbRows(RowTable):
             except (TypeError, ValueError, IndexError, struct.error):
                 good = False
             if not good:
-                raise StoreError(f"can't read the records in {self._directory}: nonsense")
+                raise StoreError(f"can't read the records in {self._directory}: invalid chunk")
             yield begin, rows
             first = begin + wire.CHUNK_SLABS
 
@@ -208,7 +208,7 @@ class LmdbRows(RowTable):
         """Raises OSError."""
         if self._held is not None:
             if self._held.poll() is None:
-                raise OSError("the one before was killed, and the device still holds it")
+                raise OSError("the previous one was killed, and the device still holds it")
             self._held = None
         ours, theirs = socket.socketpair()
         try:

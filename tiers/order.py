@@ -4,11 +4,12 @@ The policies of `tiers.eviction` know keys, and look each of them up. What lies 
 object, and with LRU, the policy of nearly every tier, its place in the order can be a part of that
 object: a million entries then need no second table, and a claim no look-up in it.
 
-So LRU keeps its order in two ways, which `test_order.py` holds equal step by step. Their rules are
-the same code (`EvictionOrder`). Each is the faster where it is used, by turns in one run
-(`tests/bench/bench_order.py`, 200,000 entries): links between the residents take no memory and 0.3
-to 0.65 us for a claim and its release, where an order by keys takes 105 bytes an entry and 1.4 to
-1.7 us; a replay by keys takes 0.2 us an access, with links 0.8 to 1.
+So LRU keeps its order in two ways: by keys in a replay (`eviction.lru`), and with links between
+the residents in a tier (`Recency`). Both have the rules of `EvictionOrder`, and `test_order.py`
+compares them step by step. Each is the faster where it is used, by turns in one run
+(`tests/bench/bench_order.py`, 200,000 entries): links take no memory and 0.3 to 0.65 us for a
+claim and its release, where an order by keys takes 105 bytes an entry and 1.4 to 1.7 us; a replay
+by keys takes 0.2 us an access, with links 0.8 to 1.
 """
 
 from __future__ import annotations

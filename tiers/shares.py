@@ -19,7 +19,7 @@ being secured), they shrink in proportion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, NamedTuple
@@ -116,10 +116,9 @@ class Shares(Order):
         """The most that the other shares leave to a part of a tier of `whole_bytes`."""
         return whole_bytes - self.share_bytes + self.standings[number].share_bytes
 
-    def allows(self, room: Room, adding: Sequence[tuple[int, int, int]]) -> bool:
-        """Whether more may become fixed. `adding`: (part, bytes, entries). What is free does not
+    def allows(self, room: Room, adding: Mapping[int, tuple[int, int]]) -> bool:
+        """Whether more may become fixed. `adding`: part -> (bytes, entries). What is free does not
         matter: room that is guaranteed to others is not given away while they don't use it."""
-        more = {number: (more_bytes, entries) for number, more_bytes, entries in adding}
         left_bytes, left_entries = room
         over_bytes = over_entries = 0
         # Runs for every block and part: without calls.
@@ -130,8 +129,8 @@ class Shares(Order):
             left_bytes -= share_bytes
             left_entries -= share_entries
             fixed_bytes, fixed_entries = standing.fixed_bytes, standing.fixed_entries
-            if number in more:
-                more_bytes, entries = more[number]
+            if number in adding:
+                more_bytes, entries = adding[number]
                 fixed_bytes += more_bytes
                 fixed_entries += entries
             if fixed_bytes > share_bytes:
