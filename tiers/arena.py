@@ -161,14 +161,13 @@ class Arena(BaseArena):
         self._readable = self._writable.toreadonly()
 
     @classmethod
-    def anonymous(cls, size_bytes: int, name: str = "prefixd-ram", *, max_bytes: int = 0) -> Arena:
-        """A sealed memfd, which can grow to `max_bytes` (0: it can't grow). /proc shows `name`.
-        Raises StoreError."""
+    def anonymous(cls, size_bytes: int, *, max_bytes: int = 0) -> Arena:
+        """A sealed memfd, which can grow to `max_bytes` (0: it can't). Raises StoreError."""
         check_size(size_bytes)
         max_bytes = max_bytes or size_bytes
         fd = -1
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("prefixd-ram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max_bytes)
             arena = cls(fd, size_bytes, max_bytes)
             # Only after the arena has made its own writable mapping.

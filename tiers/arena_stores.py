@@ -350,11 +350,7 @@ class RamStore(ArenaStore):
     header_bytes = 0
 
     def __init__(
-        self,
-        budget_bytes: int,
-        slab_bytes: int = DEFAULT_SLAB_BYTES,
-        *,
-        max_budget_bytes: int = 0,
+        self, budget_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES, *, max_budget_bytes: int = 0
     ) -> None:
         check_slab(slab_bytes)
         self.slab_bytes = slab_bytes
@@ -390,8 +386,8 @@ class RamStore(ArenaStore):
 
 
 class ShmStore(RecordedStore):
-    """The store in `directory`, below /dev/shm. `mode` is the arena's; the rest is as in every
-    `RecordedStore`."""
+    """The store in `directory`, below /dev/shm. It never syncs: nothing here outlives the memory
+    that it is in."""
 
     tier: ClassVar[Tier] = Tier.SHM
     blocking: ClassVar[bool] = False
@@ -407,11 +403,8 @@ class ShmStore(RecordedStore):
         slab_bytes: int = DEFAULT_SLAB_BYTES,
         *,
         verify_payloads: bool = True,
-        mode: int = 0o640,
         max_budget_bytes: int = 0,
     ) -> None:
-        self._mode = mode
-        # No sync: nothing here outlives the memory that it is in.
         super().__init__(
             directory,
             budget_bytes,
@@ -422,7 +415,7 @@ class ShmStore(RecordedStore):
         )
 
     def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> Arena:
-        return Arena.file(path, size_bytes, self._mode, max_bytes=max_bytes)
+        return Arena.file(path, size_bytes, max_bytes=max_bytes)
 
     def _open_table(self, slabs: int, *, sync: bool) -> RowFile:
         return RowFile(self.directory, slabs, sync=sync)

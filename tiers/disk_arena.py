@@ -7,7 +7,6 @@ with a mapping it would be a SIGBUS for the daemon. The file is as long as its s
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +44,7 @@ class DiskArena(BaseArena):
     """
 
     def __init__(
-        self,
-        path: Path,
-        size_bytes: int,
-        *,
-        sync: bool = True,
-        mode: int = 0o600,
-        max_bytes: int = 0,
+        self, path: Path, size_bytes: int, *, sync: bool = True, max_bytes: int = 0
     ) -> None:
         check_size(size_bytes)
         self.path: Final = path
@@ -62,12 +55,12 @@ class DiskArena(BaseArena):
         #: Buffers that no thread uses now. There are at most as many as threads that write.
         self._buffers: list[bytearray] = []
         with write_errors(f"open {path}"):
-            self.fd = open_own_file(path, mode | stat.S_IWUSR)
+            self.fd = open_own_file(path, 0o600)
             try:
                 found = os.fstat(self.fd)
                 if found.st_size > size_bytes:
                     os.ftruncate(self.fd, size_bytes)
-                os.fchmod(self.fd, mode & ~0o222)
+                os.fchmod(self.fd, 0o400)
                 if sync:
                     sync_directory(path.parent)
             except BaseException:

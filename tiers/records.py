@@ -204,11 +204,7 @@ class Records:
         stops other threads for long. Raises StoreError.
         """
         survivors = Survivors(
-            self.tier,
-            self.slabs,
-            self.slab_bytes,
-            arena_bytes // self.slab_bytes,
-            self.table.read,
+            self.tier, self.slabs, self.slab_bytes, arena_bytes // self.slab_bytes, self.table.read
         )
         for first_slab, rows in self.table.chunks():
             survivors.read(rows, self._usages(first_slab, rows))
