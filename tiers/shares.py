@@ -82,9 +82,9 @@ class Shares(Order):
             *(Standing(share.namespace, share.share_bytes) for share in shares),
         ]
         self.share_bytes: Final = sum(share.share_bytes for share in shares)
-        #: The last result of `_sure`, and its room.
+        #: The last result of `_guaranteed`, and its room.
         self._room = Room(-1, 0)
-        self._now: list[tuple[int, int]] = []
+        self._guarantees: list[tuple[int, int]] = []
         self._numbers: Final = {
             tag_of(share.namespace): number for number, share in enumerate(shares, 1)
         }
@@ -122,10 +122,10 @@ class Shares(Order):
         left_bytes, left_entries = room
         over_bytes = over_entries = 0
         # Runs for every block and part: without calls.
-        for number, (standing, sure) in enumerate(
-            zip(self.standings, self._sure(room), strict=True)
+        for number, (standing, guaranteed) in enumerate(
+            zip(self.standings, self._guaranteed(room), strict=True)
         ):
-            share_bytes, share_entries = sure
+            share_bytes, share_entries = guaranteed
             left_bytes -= share_bytes
             left_entries -= share_entries
             fixed_bytes, fixed_entries = standing.fixed_bytes, standing.fixed_entries
@@ -139,12 +139,12 @@ class Shares(Order):
                 over_entries += fixed_entries - share_entries
         return over_bytes <= left_bytes and (not room.max_entries or over_entries <= left_entries)
 
-    def _sure(self, room: Room) -> list[tuple[int, int]]:
+    def _guaranteed(self, room: Room) -> list[tuple[int, int]]:
         """The guaranteed bytes and entries of each part now."""
         if room != self._room:
             self._room = room
-            self._now = [self._share(standing, room) for standing in self.standings]
-        return self._now
+            self._guarantees = [self._share(standing, room) for standing in self.standings]
+        return self._guarantees
 
     def _share(self, standing: Standing, room: Room) -> tuple[int, int]:
         share_bytes, limit_bytes = standing.share_bytes, room.limit_bytes
@@ -169,14 +169,14 @@ class Shares(Order):
         `coming`: (part, bytes, entries) of what needs room. `by_entries`: there are too many
         entries, not bytes. `below`: parts that are not above their shares give as well.
         """
-        found, most, sure = None, 0, self._sure(room)
+        found, most, guaranteed = None, 0, self._guaranteed(room)
         for number, standing in enumerate(standings):
             if standing.used_entries <= standing.fixed_entries:
                 continue
             used = standing.used_entries if by_entries else standing.used_bytes
             if coming is not None and coming[0] == number:
                 used += coming[2] if by_entries else coming[1]
-            over = used - sure[number][by_entries]
+            over = used - guaranteed[number][by_entries]
             if over > most or (below and found is None):
                 found, most = number, over
         return found
