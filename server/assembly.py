@@ -13,14 +13,12 @@ from typing import Final
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
 from ..proto.vocabulary import Tier
-from ..tiers.disk import DiskStore
+from ..tiers.arena_stores import DiskStore, RamStore, ShmStore
 from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
 from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
-from ..tiers.ram import RamStore
 from ..tiers.shares import Share
-from ..tiers.shm import ShmStore
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
 from .config.machine import make_source

@@ -1,23 +1,22 @@
-"""Arenas: the room of a tier, in which entries lie in extents, and what writes an entry into it.
+"""Arenas: the memory or file of a tier, in which entries lie in extents, and their writer.
 
-The daemon writes an arena; everybody else gets a descriptor that can only read. Three kinds:
+Only the daemon writes an arena; clients get a descriptor that can only read. There are three kinds:
 
 `Arena.anonymous`
-    A memfd, sealed as soon as the daemon's own mapping exists: with F_SEAL_FUTURE_WRITE the
-    kernel refuses every other writable mapping, write and hole punch, with F_SEAL_SHRINK and
-    F_SEAL_GROW every change of the size, with F_SEAL_SEAL every other seal, through whatever
-    descriptor it is tried. So no reader can corrupt a byte, and none can make another one
-    fault on a page that is gone.
+    A memfd, sealed as soon as the daemon's own mapping exists. The kernel then refuses every
+    other writable mapping, write and hole punch (F_SEAL_FUTURE_WRITE), every change of the size
+    (F_SEAL_SHRINK, F_SEAL_GROW) and every other seal (F_SEAL_SEAL), through any descriptor. So no
+    reader can corrupt a byte, or make another reader fault on a page that is gone.
 `Arena.file`
-    A file in /dev/shm, which a restart finds again. Such files take no seals: what keeps
-    readers from more is a descriptor that was opened read-only, and the file's owner and mode.
-    It never shrinks under a reader: a smaller arena is a new file.
+    A file in /dev/shm, which a restart finds again. Such files take no seals: readers are limited
+    by a descriptor that was opened read-only, and by the file's owner and mode. The file never
+    shrinks under a reader: a smaller arena is a new file.
 `DiskArena` (`tiers.disk_arena`)
-    A file on a disk, which is not mapped: a broken sector is an answer there, not a signal.
+    A file on a disk, which is not mapped: there a broken sector is an error, not a signal.
 
-The room is taken from the device before anything is written to it (`secure_segments`). A full
-/dev/shm is therefore an answer when the arena is made, not a SIGBUS when it is used, and no
-save pays for a first touch (measured: 0.4 GB/s with, 12-19 GB/s without).
+Room is reserved on the device before anything is written to it (`secure_segments`). So a full
+/dev/shm is an error when the arena is made, not a SIGBUS when it is used, and no save pays for a
+first touch (measured: 0.4 GB/s with, 12-19 GB/s without).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import mmap
 import os
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -49,9 +48,9 @@ _F_SEAL_SHRINK: Final = 0x02
 _F_SEAL_GROW: Final = 0x04
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-#: A tmpfs of huge pages takes so much more at most.
+#: A tmpfs with huge pages may round up to one of these.
 _HUGE_PAGE_BYTES: Final = 2 * 2**20
-#: Linux 5.14: faults pages in for writing as an answer, never as a signal.
+#: Linux 5.14: faults pages in for writing, and fails with an error instead of a signal.
 _MADV_POPULATE_WRITE: Final = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -59,12 +58,12 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class BaseArena(ABC):
-    """What all arenas do. `size_bytes` is the size wanted, which may change and is at most
-    `max_bytes`; `secured_bytes` of it from the start are the device's answer so far, and
-    `found_bytes` an earlier start left, with their content.
+    """The interface of all arenas.
 
-    `fd` belongs to the arena; a client gets one of `open_reader`. Writing to one range is for
-    one thread at a time; everything else may be used from any.
+    `size_bytes` is the requested size, which may change and is at most `max_bytes`. The first
+    `secured_bytes` of it have room on the device; `found_bytes` are from an earlier start, with
+    their content. `fd` belongs to the arena; a client gets its own from `open_reader`. Only one
+    thread at a time may write to a range. Everything else may be used from any thread.
     """
 
     fd: int
@@ -72,28 +71,42 @@ class BaseArena(ABC):
     max_bytes: int
     found_bytes: int
     secured_bytes: int
-    #: Failed attempts to make what was written durable. The kernel tells of a failed write-back
-    #: once: bytes that were written before such a failure are not known to be stored, whatever
-    #: a later sync says.
+    #: Up to here `secure_segments` has nothing to do.
+    _ready_bytes: int
+    #: Failed syncs. The kernel reports a failed write-back only once: bytes that were written
+    #: before it may not be stored, although a later sync succeeds.
     failed_syncs: int = 0
 
-    @abstractmethod
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """Take the arena's room from the device, segment by segment; yields `secured_bytes`
-        after each. A later call goes on. Raises StoreFull, StoreError."""
+        """Reserve the arena's room on the device, segment by segment. Yields `secured_bytes` after
+        each. A later call continues. Raises StoreFull, StoreError."""
+        while self._ready_bytes < self.size_bytes:
+            start = self._ready_bytes
+            length_bytes = min(segment_bytes, self.size_bytes - start)
+            with write_errors(
+                f"secure more than {self.secured_bytes} of the {self.size_bytes} bytes of an arena"
+            ):
+                secure_range(self.fd, start, length_bytes)
+            self._populate(start, length_bytes)
+            self._ready_bytes = start + length_bytes
+            self.secured_bytes = max(self.secured_bytes, self._ready_bytes)
+            yield self.secured_bytes
+
+    def _populate(self, start: int, length_bytes: int) -> None:  # noqa: B027 (only memory has pages)
+        """Bring the pages of a secured range into memory."""
 
     @abstractmethod
     def put(self, start: int, data: memoryview, crc: int) -> int:
-        """Write `data` at an offset; returns the CRC32C of the bytes that were written,
-        continuing `crc`. Raises StoreError, StoreFull."""
+        """Write `data` at an offset. Returns the CRC32C of the bytes that were written, continuing
+        `crc`. Raises StoreError, StoreFull."""
 
     @abstractmethod
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or
-        the arena does not hold so many bytes, StoreError if they can't be read."""
+        """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or the
+        arena is too short for it, StoreError if it can't be read."""
 
-    def writable(self, start: int, length_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
-        """The daemon's own view of a range of the arena; None: it is not mapped."""
+    def writable(self, start: int, length_bytes: int) -> memoryview | None:  # noqa: ARG002
+        """The daemon's writable view of a range of the arena. None: the arena is not mapped."""
         return None
 
     @abstractmethod
@@ -101,16 +114,16 @@ class BaseArena(ABC):
         """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
 
     def give_back(self, location: Location) -> bool:  # noqa: ARG002 (some can)
-        """Let the device have the room of slabs that belong to no entry. False: it can't have
-        it while the arena is open. Raises StoreError.
+        """Give the room of slabs without entries back to the device. False: the arena keeps it
+        while it is open. Raises StoreError.
 
-        Memory that clients may have mapped stays: the seals of a memfd refuse it, and a reader
-        that comes late would fault on a page that is gone, with SIGBUS where a tmpfs is full.
+        Memory that clients may have mapped is kept: the seals of a memfd forbid it, and in a full
+        tmpfs a late reader would get a SIGBUS for a page that is gone.
         """
         return False
 
-    def take_back(self, location: Location) -> None:  # noqa: B027 (nothing to do for most)
-        """The opposite. Raises StoreFull, StoreError."""
+    def take_back(self, location: Location) -> None:  # noqa: B027 (only after a `give_back`)
+        """Undo `give_back`. Raises StoreFull, StoreError."""
 
     @abstractmethod
     def close(self) -> None:
@@ -138,27 +151,26 @@ class Arena(BaseArena):
         self.fd = fd
         self.size_bytes = size_bytes
         self.max_bytes = max_bytes
-        # Pages are only ever allocated in order, by `secure_segments`; a new file has none.
+        # A new file has no pages, and `secure_segments` allocates them in order.
         self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes)
         self.secured_bytes = self.found_bytes
-        #: behind them, what an earlier start left is not in memory yet
-        self._populated_bytes = 0
+        # Pages of an earlier start may be swapped out.
+        self._ready_bytes = 0
         self._mapping = mmap.mmap(fd, max_bytes)
         self._writable = memoryview(self._mapping)
         self._readable = self._writable.toreadonly()
 
     @classmethod
-    def anonymous(cls, size_bytes: int, name: str = "prefixd-ram", *, max_bytes: int = 0) -> Arena:
-        """A sealed memfd, which can grow to `max_bytes` (0: it can't). `name` is what /proc shows.
-        Raises StoreError."""
+    def anonymous(cls, size_bytes: int, *, max_bytes: int = 0) -> Arena:
+        """A sealed memfd, which can grow to `max_bytes` (0: it can't). Raises StoreError."""
         check_size(size_bytes)
         max_bytes = max_bytes or size_bytes
         fd = -1
         try:
-            fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            fd = os.memfd_create("prefixd-ram", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(fd, max_bytes)
             arena = cls(fd, size_bytes, max_bytes)
-            # After the one mapping that may write was made.
+            # Only after the arena has made its own writable mapping.
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         except OSError as problem:
             if fd >= 0:
@@ -168,13 +180,12 @@ class Arena(BaseArena):
 
     @classmethod
     def file(cls, path: Path, size_bytes: int, mode: int = 0o640, *, max_bytes: int = 0) -> Arena:
-        """The arena in the file `path`, with its bytes if it is there and no larger than this; it
-        can grow to `max_bytes` (0: it can't).
+        """The arena in the file `path`, which can grow to `max_bytes` (0: it can't grow).
 
-        A larger one is replaced by a new file; processes that map the old one keep it. `mode`
-        says who may read it: a file takes no seals, but once it is mapped it has no mode for
-        writing, so that a reader can't open it again for that, not even as its owner. Raises
-        StoreError, also if the file belongs to another user.
+        A file that is there keeps its bytes, unless it is larger: then a new file replaces it, and
+        processes that map the old one keep that. `mode` says who may read the file. Once it is
+        mapped its write bits are removed, so that a reader can't open it for writing, not even as
+        its owner. Raises StoreError, also if the file belongs to another user.
         """
         check_size(size_bytes)
         max_bytes = max_bytes or size_bytes
@@ -195,20 +206,11 @@ class Arena(BaseArena):
                 os.close(fd)
             raise StoreError(f"can't make the arena {path}: {problem}") from None
 
-    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """As in every arena. Each step runs without the GIL, and brings pages of an earlier
-        start back into memory."""
-        while self._populated_bytes < self.size_bytes:
-            start = self._populated_bytes
-            length_bytes = min(segment_bytes, self.size_bytes - start)
-            with write_errors(secure_sentence(self)):
-                secure_range(self.fd, start, length_bytes)
-            with address_of(self._writable) as address:
-                # Older kernels don't have it (EINVAL); then pages are faulted in on first use.
-                _libc.madvise(address + start, length_bytes, _MADV_POPULATE_WRITE)
-            self._populated_bytes = start + length_bytes
-            self.secured_bytes = max(self.secured_bytes, self._populated_bytes)
-            yield self.secured_bytes
+    def _populate(self, start: int, length_bytes: int) -> None:
+        """Without the GIL. Also brings pages of an earlier start back into memory."""
+        with address_of(self._writable) as address:
+            # Older kernels can't do it (EINVAL). They fault pages in on first use.
+            _libc.madvise(address + start, length_bytes, _MADV_POPULATE_WRITE)
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         size_bytes = len(data)
@@ -226,13 +228,13 @@ class Arena(BaseArena):
         ]
 
     def writable(self, start: int, length_bytes: int) -> memoryview:
-        """As in every arena; there always is one."""
+        """See `BaseArena`. Never None."""
         return self._writable[start : start + length_bytes]
 
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         header = encode_arena_header(incarnation, slab_bytes)
         with write_errors("write an arena's header"):
-            # Touching a page that tmpfs has no room for is a SIGBUS.
+            # Otherwise a full tmpfs would mean SIGBUS.
             secure_range(self.fd, 0, slab_bytes)
         self.writable(0, len(header))[:] = header
 
@@ -243,20 +245,26 @@ class Arena(BaseArena):
         self._writable.release()
         self._readable.release()
         with suppress(BufferError):
-            # Views that are still held keep the mapping alive; it goes with them.
+            # While views are held the mapping can't be closed; it goes with the last of them.
             self._mapping.close()
         os.close(self.fd)
         self.fd = -1
 
 
 class ArenaWriter(EntryWriter):
-    """Writes an entry through its extents: the payload, then the token ids and their CRC32C.
+    """Writes an entry to its extents: the payload, then the token ids and their CRC32C.
 
-    The payload's CRC32C is that of the bytes in the arena: a client that changes its memory
-    meanwhile is noticed.
+    The payload's CRC32C is computed from the bytes in the arena. So it also shows when a client
+    changes its memory meanwhile.
     """
 
-    def __init__(self, arena: BaseArena, entry: Recorded, token_ids: bytes) -> None:
+    def __init__(
+        self,
+        arena: BaseArena,
+        entry: Recorded,
+        token_ids: bytes,
+        before_first_byte: Callable[[], None],
+    ) -> None:
         if len(token_ids) != entry.token_ids_bytes:
             raise ValueError(f"{len(token_ids)} bytes of token ids, not {entry.token_ids_bytes}")
         self.entry = entry
@@ -264,11 +272,12 @@ class ArenaWriter(EntryWriter):
         #: `arena.failed_syncs` when the first byte was written.
         self.failed_syncs = arena.failed_syncs
         self._arena = arena
+        self._before_first_byte = before_first_byte
         self._location = entry.location
         self._token_ids = token_ids
         self._written_bytes = 0
         self._crc = 0
-        #: where the next byte goes: the extent, and what is used of it
+        #: Where the next byte goes: the index of the extent in the location, and its used bytes.
         self._extent = 0
         self._used_bytes = 0
 
@@ -276,19 +285,24 @@ class ArenaWriter(EntryWriter):
     def written_bytes(self) -> int:
         return self._written_bytes
 
+    def _begin(self) -> None:
+        if not self._written_bytes:
+            self._before_first_byte()
+            self.failed_syncs = self._arena.failed_syncs
+
     def write(self, data: Buffer) -> None:
+        self._begin()
         view = memoryview(data)
         if view.format != "B" or view.ndim != 1:
             view = view.cast("B")
         written_bytes = self._written_bytes + len(view)
         if written_bytes > self.entry.payload_bytes:
             raise ValueError(f"{written_bytes} bytes for a payload of {self.entry.payload_bytes}")
-        if not self._written_bytes:
-            self.failed_syncs = self._arena.failed_syncs
         self._crc = self._put(view, self._crc)
         self._written_bytes = written_bytes
 
     def room(self, most_bytes: int) -> memoryview | None:
+        self._begin()
         start, extent_bytes = self._location[self._extent : self._extent + 2]
         left_bytes = min(extent_bytes - self._used_bytes, most_bytes)
         most_bytes = min(left_bytes, self.entry.payload_bytes - self._written_bytes)
@@ -298,7 +312,7 @@ class ArenaWriter(EntryWriter):
         location = self._location
         start, extent_bytes = location[self._extent : self._extent + 2]
         room = self._arena.writable(start + self._used_bytes, length_bytes)
-        assert room is not None, "what was filled was room"
+        assert room is not None, "`room` returned some"
         self._crc = crc32c(room, self._crc)
         self._written_bytes += length_bytes
         self._used_bytes += length_bytes
@@ -319,7 +333,7 @@ class ArenaWriter(EntryWriter):
         return self._crc
 
     def _put(self, data: memoryview, crc: int) -> int:
-        """Write `data` where the last piece ended; returns its CRC32C, continuing `crc`."""
+        """Write `data` after the last piece. Returns its CRC32C, continuing `crc`."""
         location = self._location
         if len(location) == 2:
             # Nearly every entry lies in one extent.
@@ -341,9 +355,9 @@ class ArenaWriter(EntryWriter):
 
 
 def _holds_more(fd: int, size_bytes: int, max_bytes: int) -> bool:
-    """Has the file pages beyond the size? One that could grow is as long as it could get; cut to
-    another length where it has none, it loses no page."""
-    # The kernel may have rounded the last pages up to a huge one.
+    """Whether the file has pages beyond the size. Its length does not tell: an arena that can grow
+    has the length of `max_bytes`."""
+    # The kernel may have rounded the last pages up to a huge page.
     slack_bytes = 0 if os.fstat(fd).st_size > max_bytes else _HUGE_PAGE_BYTES
     try:
         os.lseek(fd, size_bytes + slack_bytes, os.SEEK_DATA)
@@ -355,9 +369,9 @@ def _holds_more(fd: int, size_bytes: int, max_bytes: int) -> bool:
 
 
 def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator[tuple[int, int]]:
-    """A range of an entry's bytes as ranges of the arena: start and length.
+    """A range of an entry's bytes as ranges of the arena: (start, length).
 
-    Raises Damaged if the location does not hold so many bytes.
+    Raises Damaged if the location is too short for it.
     """
     for start, extent_bytes in zip(location[::2], location[1::2], strict=True):
         if not length_bytes:
@@ -373,13 +387,8 @@ def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator
         raise Damaged(f"{length_bytes} bytes are beyond the entry's extents")
 
 
-def secure_sentence(arena: BaseArena) -> str:
-    """What failed, for `write_errors`."""
-    return f"secure more than {arena.secured_bytes} of the {arena.size_bytes} bytes of an arena"
-
-
 def check_slab(slab_bytes: int) -> None:
-    """Raises ValueError unless arenas can be divided into such slabs."""
+    """Raises ValueError unless an arena can have slabs of this size."""
     if slab_bytes < MIN_SLAB_BYTES or slab_bytes & (slab_bytes - 1):
         raise ValueError(f"a slab is a power of two from {MIN_SLAB_BYTES} bytes, not {slab_bytes}")
 

@@ -1,14 +1,12 @@
 """The arena of the disk tier: a file that is written with `pwrite` and read with `preadv`.
 
-It is never mapped: a broken sector, a full device or a file that was cut short is the answer of
-a call, where in a mapping it would be a SIGBUS of the daemon. The file is as long as what was
-secured of it.
+It is never mapped. So a broken sector, a full device or a truncated file is an error of one call;
+with a mapping it would be a SIGBUS for the daemon. The file is as long as its secured part.
 """
 
 from __future__ import annotations
 
 import os
-import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Final
 from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
 from ..proto.copying import copy_crc32c, unset_bytearray
 from ..proto.layout import crc32c
-from .arena import BaseArena, check_size, ranges, secure_sentence
+from .arena import BaseArena, check_size, ranges
 from .files import (
     check_linked,
     open_own_file,
@@ -31,28 +29,22 @@ from .files import (
 from .store import SEGMENT_BYTES, Damaged, Location, StoreError, StoreFull
 
 #: What is checksummed and written at once: small enough that the write finds its bytes in the L2
-#: cache. Of memory that others write to it is copied first, and this is all that it takes.
+#: cache. Also the size of the buffer into which memory that others may change is copied first.
 PIECE_BYTES: Final = 512 * 2**10
-#: What holds memory of the daemon alone. Anything else may be a mapping that a client shares.
+#: Types whose memory only the daemon can change. Anything else may be shared with a client.
 _OWN: Final = frozenset((bytes, bytearray))
 
 
 class DiskArena(BaseArena):
-    """The file `path`, made if it is missing, cut to `size_bytes` if it is longer.
+    """The file `path`, created if it is missing, truncated to `size_bytes` if it is longer.
 
-    `sync`: `sync()` waits for the device; without it, what is written survives a crash of the
-    daemon but not of the machine. While the arena is open the file has no mode for writing, so
-    that a reader can't open it again for that. Raises StoreError.
+    With `sync`, `sync()` waits for the device; without it, what is written survives a crash of
+    the daemon but not of the machine. While the arena is open the file has no write bits, so that
+    a reader can't open it for writing. Raises StoreError.
     """
 
     def __init__(
-        self,
-        path: Path,
-        size_bytes: int,
-        *,
-        sync: bool = True,
-        mode: int = 0o600,
-        max_bytes: int = 0,
+        self, path: Path, size_bytes: int, *, sync: bool = True, max_bytes: int = 0
     ) -> None:
         check_size(size_bytes)
         self.path: Final = path
@@ -60,40 +52,33 @@ class DiskArena(BaseArena):
         self.max_bytes = max_bytes or size_bytes
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
-        #: Buffers that no thread uses now; there are never more than threads that write.
+        #: Buffers that no thread uses now. There are at most as many as threads that write.
         self._buffers: list[bytearray] = []
         with write_errors(f"open {path}"):
-            self.fd = open_own_file(path, mode | stat.S_IWUSR)
+            self.fd = open_own_file(path, 0o600)
             try:
                 found = os.fstat(self.fd)
                 if found.st_size > size_bytes:
                     os.ftruncate(self.fd, size_bytes)
-                os.fchmod(self.fd, mode & ~0o222)
+                os.fchmod(self.fd, 0o400)
                 if sync:
                     sync_directory(path.parent)
             except BaseException:
                 self.close()
                 raise
         self.found_bytes = self.secured_bytes = min(found.st_size, size_bytes)
-        # A file with holes, as some ways to copy it leave, gets its blocks again.
+        # Some ways to copy a file leave holes. Such a file gets its blocks again.
         has_holes = found.st_blocks * 512 < found.st_size
-        self._allocated_bytes = 0 if has_holes else self.secured_bytes
+        self._ready_bytes = 0 if has_holes else self.secured_bytes
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        while self._allocated_bytes < self.size_bytes:
-            start = self._allocated_bytes
-            length_bytes = min(segment_bytes, self.size_bytes - start)
-            try:
-                with write_errors(secure_sentence(self)):
-                    secure_range(self.fd, start, length_bytes)
-            except StoreFull:
-                # What the file system took for a part of the segment.
-                if os.fstat(self.fd).st_size > self.secured_bytes:
-                    os.ftruncate(self.fd, self.secured_bytes)
-                raise
-            self._allocated_bytes = start + length_bytes
-            self.secured_bytes = max(self.secured_bytes, self._allocated_bytes)
-            yield self.secured_bytes
+        try:
+            yield from super().secure_segments(segment_bytes)
+        except StoreFull:
+            # Give back what the file system reserved of the segment.
+            if os.fstat(self.fd).st_size > self.secured_bytes:
+                os.ftruncate(self.fd, self.secured_bytes)
+            raise
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         with write_errors(f"write to {self.path}"):
@@ -106,8 +91,8 @@ class DiskArena(BaseArena):
             return self._put_foreign(start, data, crc)
 
     def _put_foreign(self, start: int, data: memoryview, crc: int) -> int:
-        """Of memory that a client still writes to: the checksum has to be that of the bytes that
-        go to the file."""
+        """`put` for memory that a client may still write to. It is copied first, so that the
+        checksum is that of the bytes in the file."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
@@ -124,7 +109,7 @@ class DiskArena(BaseArena):
         return crc
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        """One view, of memory of its own."""
+        """One view, which owns its memory."""
         if not length_bytes:
             return []
         parts = list(ranges(location, offset_bytes, length_bytes))
@@ -147,11 +132,11 @@ class DiskArena(BaseArena):
             secure_range(self.fd, 0, slab_bytes)
             pwrite_all(self.fd, header, 0)
         self.secured_bytes = max(self.secured_bytes, slab_bytes)
-        self._allocated_bytes = max(self._allocated_bytes, slab_bytes)
+        self._ready_bytes = max(self._ready_bytes, slab_bytes)
         self.sync()
 
     def sync(self) -> None:
-        """Make durable what was written. Raises StoreError; see `failed_syncs`."""
+        """Make everything written so far durable. Raises StoreError; see `failed_syncs`."""
         with self._sync_lock:
             try:
                 check_linked(self.fd, self.path)
@@ -162,7 +147,7 @@ class DiskArena(BaseArena):
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
 
     def give_back(self, location: Location) -> bool:
-        """The file gets holes: a read of one gives zeros, and no process faults."""
+        """Punches holes into the file. Reading one returns zeros, and no process faults."""
         with write_errors(f"give room of {self.path} back"):
             return all(
                 punch_hole(self.fd, start, length_bytes)

@@ -1,17 +1,16 @@
-"""Which slabs of an arena are whose: a pure allocator over slab numbers.
+"""The allocator of an arena's slabs. Pure: it knows nothing but slab numbers.
 
-Space is handed out in *runs* of neighbouring slabs. Free runs are kept in doubly linked lists
-by size class; a run's length is noted at its first and at its last slab, so that a freed run
-finds the free runs beside it at once. All of it lives in flat arrays of 13 bytes a slab,
-whatever the entries do, and no operation looks at single slabs except through bytearray
-searches.
+Space is handed out in *runs* of neighbouring slabs. Free runs are kept in doubly linked lists by
+size class. A run's length is stored at its first and at its last slab, so that a freed run finds
+its free neighbours at once. Everything lives in flat arrays that take 13 bytes a slab, and no
+operation visits single slabs except in bytearray searches.
 
 Size classes are exact up to 31 slabs; above, each power of two is divided by 16. An allocation
-takes the first run that fits of a larger class, or one of its own class; when no run is long
-enough it gathers the longest ones. So an entry is in one piece where that is possible, and in up to
-`MAX_EXTENTS` where it is not: fragmentation costs no capacity for entries of that many slabs or
-fewer. What is larger may have to wait until neighbours of what is free are free too (`fits`): in
-any number of pieces it would hold the loop for too long to give it its room.
+takes a run of its own class that is long enough, or else the first run of the next larger class.
+When no run is long enough it gathers the longest ones. So an entry is in one piece where that is
+possible, and in up to `MAX_EXTENTS` pieces where it is not: fragmentation costs no capacity for
+entries of that many slabs or fewer. A larger entry may have to wait until free runs have grown
+(`fits`): without that limit an allocation could block the loop for too long.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from .store import Location
 _SUBCLASS_BITS: Final = 4
 _SUBCLASSES: Final = 1 << _SUBCLASS_BITS
 _CLASSES: Final = (31 - _SUBCLASS_BITS + 1) * _SUBCLASSES
-#: Slab numbers are kept in 32-bit signed arrays: 8 TiB in slabs of 4 KiB.
+#: Slab numbers are stored in 32-bit signed arrays: 8 TiB in slabs of 4 KiB.
 _MAX_SLABS: Final = 2**31 - 1
-#: Runs of a request's own class that are looked at: not all of them are long enough.
+#: How many runs of the request's own class are tried. Not all of them are long enough.
 _OWN_CLASS_LOOKS: Final = 16
-#: Pieces of one entry at most: they are all found, and given back, in one event.
+#: The most pieces of one entry. They are all allocated, and freed, in one event.
 MAX_EXTENTS: Final = 4096
 _NONE: Final = -1
 _RUNS_A_STEP: Final = 512
 
 
 def _class_of(slabs: int) -> int:
-    """The size class of a run of `slabs`. Grows with them."""
+    """The size class of a run of `slabs`. Monotonic."""
     if slabs < _SUBCLASSES:
         return slabs
     shift = slabs.bit_length() - 1 - _SUBCLASS_BITS
@@ -48,8 +47,8 @@ class ExtentAllocator:
     the first `header_bytes` of it, which are whole slabs too.
 
     A `Location` is offset, length, offset, length ... in bytes, each a multiple of
-    `slab_bytes`. `allocate` and `free` of one run take O(1), about 2 us. Whatever makes no
-    sense raises ValueError and changes nothing. Not thread-safe.
+    `slab_bytes`. `allocate` and `free` of one run take O(1), about 2 us. Invalid arguments raise
+    ValueError and change nothing. Not thread-safe.
     """
 
     def __init__(self, arena_bytes: int, slab_bytes: int, header_bytes: int = 0) -> None:
@@ -60,27 +59,27 @@ class ExtentAllocator:
         self.slab_bytes: Final = slab_bytes
         self.header_bytes: Final = header_bytes
         self._shift: Final = slab_bytes.bit_length() - 1
-        #: of the arena, from its start; those of the header count as allocated
+        #: Slabs of the arena, those of the header included. They count as allocated.
         self._slabs = 0
         self._free_slabs = 0
-        #: 1 for every slab that is allocated
+        #: 1 for every allocated slab.
         self._used = bytearray()
-        #: the length of a free run, at its first and its last slab; elsewhere without meaning
+        #: The length of a free run, at its first and its last slab. Meaningless elsewhere.
         self._run = array("i")
-        #: the neighbours of a free run in the list of its class, at its first slab
+        #: The neighbours of a free run in the list of its class, at its first slab.
         self._next = array("i")
         self._previous = array("i")
         self._heads = array("i", [_NONE]) * _CLASSES
-        #: bit c: the list of class c is not empty
+        #: Bit c is set if the list of class c is not empty.
         self._classes = 0
-        #: free runs, and the slabs of those of each class
+        #: The number of free runs, and the slabs in the runs of each class.
         self._runs = 0
         self._class_slabs = array("q", [0]) * _CLASSES
         self.grow(arena_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        """What entries can have at most: the arena without its header."""
+        """Bytes for entries: the arena without its header."""
         return max(0, (self._slabs << self._shift) - self.header_bytes)
 
     @property
@@ -88,8 +87,8 @@ class ExtentAllocator:
         return self._free_slabs << self._shift
 
     def fits(self, stored_bytes: int) -> bool:
-        """Is there room for it in `MAX_EXTENTS` pieces? Where more runs are free, only those count
-        that are long enough for so few of them to do."""
+        """Whether there is room in at most `MAX_EXTENTS` pieces. Where more runs are free, only
+        runs count that are long enough for that many to suffice."""
         slabs = stored_bytes >> self._shift
         if slabs > self._free_slabs:
             return False
@@ -99,56 +98,48 @@ class ExtentAllocator:
         return sum(self._class_slabs[_class_of(shortest - 1) + 1 :]) >= slabs
 
     def allocate(self, stored_bytes: int) -> Location:
-        """Room for `stored_bytes`, a positive multiple of the slab, in as few runs as possible.
+        """Allocate `stored_bytes`, a positive multiple of the slab, in as few runs as possible.
 
-        Succeeds whenever it `fits`, else raises ValueError.
+        Raises ValueError unless it `fits`.
         """
         slabs = stored_bytes >> self._shift
         if slabs < 1 or slabs << self._shift != stored_bytes:
             raise ValueError(f"{stored_bytes} bytes are not whole slabs of {self.slab_bytes}")
         if slabs > self._free_slabs or (slabs > MAX_EXTENTS and not self.fits(stored_bytes)):
             raise ValueError(
-                f"{stored_bytes} bytes asked for, {self.free_bytes} are free in {self._runs} runs"
+                f"{stored_bytes} bytes requested, {self.free_bytes} are free in {self._runs} runs"
             )
         start = self._find(slabs)
         if start != _NONE:
-            # The caller's own int as the length: one object less for every entry.
+            # The caller's own int as the length saves one object for every entry.
             return (self._carve(start, slabs) << self._shift, stored_bytes)
         return self._gather(slabs)
 
     def allocate_some(self, stored_bytes: int) -> Location:
-        """`allocate`, or where that is free but does not fit, as much of it as `MAX_EXTENTS` pieces
+        """`allocate`, or if that is free but does not fit, as much of it as `MAX_EXTENTS` pieces
         have."""
         if stored_bytes > self.free_bytes or self.fits(stored_bytes):
             return self.allocate(stored_bytes)
         return self._gather(stored_bytes >> self._shift)
 
     def free(self, location: Location) -> None:
-        """Take back what `allocate` gave or `claim` marked, whole or run by run.
+        """Free what `allocate` returned or `claim` marked, whole or run by run.
 
-        Raises ValueError if any of it is free already or was never there.
+        Raises ValueError if any of it is free already or outside of the arena.
         """
-        if len(location) == 2:  # nearly every one
-            start, slabs = self._run_of(location[0], location[1], 0)
+        for start, slabs in self._runs_of(location, 0):
             self._release(start, slabs)
-        else:
-            for start, slabs in self._runs_of(location, 0):
-                self._release(start, slabs)
 
     def claim(self, location: Location) -> None:
-        """Mark a location as allocated that an earlier allocator handed out.
+        """Mark a location that an earlier allocator handed out as allocated.
 
-        Raises ValueError if any of it is allocated, beyond the capacity or not in whole slabs.
+        Raises ValueError if any of it is allocated, outside of the arena or not in whole slabs.
         """
-        if len(location) == 2:  # nearly every one
-            start, slabs = self._run_of(location[0], location[1], 1)
+        for start, slabs in self._runs_of(location, 1):
             self._mark(start, slabs)
-        else:
-            for start, slabs in self._runs_of(location, 1):
-                self._mark(start, slabs)
 
     def grow(self, arena_bytes: int) -> None:
-        """The arena has `arena_bytes` from now on; never fewer than before (ValueError)."""
+        """Extend the arena to `arena_bytes`. Raises ValueError if that is less than before."""
         slabs = arena_bytes >> self._shift
         added = slabs - self._slabs
         if added < 0:
@@ -171,7 +162,7 @@ class ExtentAllocator:
             pass
 
     def copy(self) -> ExtentAllocator:
-        """A copy of the same slabs, 13 bytes each, to be looked at for long."""
+        """An independent copy, 13 bytes a slab, for checks that take long."""
         copy = ExtentAllocator(0, self.slab_bytes)
         copy._slabs, copy._free_slabs = self._slabs, self._free_slabs
         copy._used, copy._classes = self._used[:], self._classes
@@ -181,7 +172,7 @@ class ExtentAllocator:
         return copy
 
     def check_steps(self) -> Iterator[None]:
-        """`check` in steps of some hundred runs; nothing may change meanwhile, see `copy`."""
+        """`check` in steps of some hundred runs. Nothing may change meanwhile: see `copy`."""
         free_runs: dict[int, int] = {}
         start = self._used.find(0)
         while start != -1:
@@ -196,7 +187,7 @@ class ExtentAllocator:
         assert len(self._used) == self._slabs
         assert sum(free_runs.values()) == self._free_slabs, "free slabs"
         assert len(free_runs) == self._runs, "free runs"
-        # Most of the many classes have no run: not one by one.
+        # Most of the many classes are empty, so only those of the mask are visited.
         classes = self._classes
         assert not classes >> _CLASSES, "class mask"
         assert classes.bit_count() == _CLASSES - self._heads.count(_NONE), "class mask"
@@ -221,7 +212,7 @@ class ExtentAllocator:
     # ---- runs
 
     def _find(self, slabs: int) -> int:
-        """The start of a free run of at least `slabs`; _NONE: there is none."""
+        """The start of a free run of at least `slabs`, or _NONE."""
         size_class = _class_of(slabs)
         larger = self._classes >> size_class
         if larger & 1:
@@ -238,8 +229,8 @@ class ExtentAllocator:
         return self._heads[size_class + (larger & -larger).bit_length() - 1]
 
     def _gather(self, slabs: int) -> Location:
-        """The longest runs until it is enough, or `MAX_EXTENTS`; the last piece from one that fits
-        best."""
+        """Allocate the longest runs until they suffice, at most `MAX_EXTENTS`. The last piece is
+        taken from a run that fits well."""
         extents: list[int] = []
         while slabs and len(extents) < 2 * MAX_EXTENTS:
             start = self._find(slabs)
@@ -252,9 +243,9 @@ class ExtentAllocator:
         return tuple(extents)
 
     def _carve(self, start: int, slabs: int) -> int:
-        """Allocate the last slabs of a free run; returns the first of them.
+        """Allocate the last slabs of a free run, and return the first of them.
 
-        From the back, so that the rest of the run keeps its start, and its place in the list.
+        The rest of the run then keeps its start, and its place in the list.
         """
         run_slabs = self._run[start]
         rest = run_slabs - slabs
@@ -275,13 +266,13 @@ class ExtentAllocator:
         return taken
 
     def _mark(self, start: int, slabs: int) -> None:
-        """Slabs within one free run become allocated."""
+        """Mark slabs within one free run as allocated."""
         run_start = self._used.rfind(1, 0, start) + 1
         run_slabs = self._run[run_start]
         end = start + slabs
         behind = run_start + run_slabs - end
         if run_start == start and behind and _class_of(behind) == _class_of(run_slabs):
-            # Entries that lie one behind the other: the run keeps its place in its list.
+            # Usual where entries follow each other: the run keeps its place in its list.
             following, previous = self._next[start], self._previous[start]
             self._run[end] = self._run[end + behind - 1] = behind
             self._class_slabs[_class_of(behind)] -= slabs
@@ -302,7 +293,7 @@ class ExtentAllocator:
         self._free_slabs -= slabs
 
     def _release(self, start: int, slabs: int) -> None:
-        """Allocated slabs become free, together with the free runs beside them."""
+        """Free allocated slabs, and merge them with the free runs beside them."""
         used = self._used
         end = start + slabs
         if slabs == 1:
@@ -351,8 +342,10 @@ class ExtentAllocator:
             self._classes ^= 1 << size_class
 
     def _runs_of(self, location: Location, other: int) -> list[tuple[int, int]]:
-        """A location in slabs; raises ValueError unless it is one, without any `other` slab: 1 for
-        those that are allocated, 0 for free ones."""
+        """A location as runs (start, slabs). Raises ValueError if it is invalid, or has a slab in
+        the state `other`: 1 is allocated, 0 is free."""
+        if len(location) == 2:  # nearly every one
+            return [self._run_of(location[0], location[1], other)]
         if not location or len(location) % 2:
             raise ValueError(f"no location: {location}")
         runs = [
@@ -367,7 +360,7 @@ class ExtentAllocator:
         return runs
 
     def _run_of(self, offset: int, length: int, other: int) -> tuple[int, int]:
-        """First slab and number of slabs of an extent that is given in bytes."""
+        """An extent in bytes as (start, slabs). Raises ValueError like `_runs_of`."""
         start, slabs = offset >> self._shift, length >> self._shift
         end = start + slabs
         if (

@@ -13,7 +13,7 @@ from typing import Final
 
 from .store import StoreError, StoreFull
 
-#: Errors of a device without room: a full file system, a quota or limit, no memory for tmpfs.
+#: Errors of a device without room: a full file system, a quota or limit, a tmpfs without memory.
 FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM))
 #: Errors of a file system that can't reserve blocks.
 _NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
@@ -36,10 +36,10 @@ def write_errors(what: str) -> Iterator[None]:
 
 
 def open_own_file(path: Path, mode: int) -> int:
-    """A descriptor for reading and writing; the file is made with `mode` if it is missing.
+    """A descriptor for reading and writing. A missing file is created with `mode`.
 
-    A file that an earlier start left without a mode for writing gets `mode` first. Raises
-    OSError, and StoreError for anything but a regular file of this user.
+    A file that is there gets `mode` first: an earlier start may have left it without write bits.
+    Raises OSError, and StoreError for anything but a regular file of this user.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -67,7 +67,7 @@ def pwrite_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
 
 
 def pread_into(fd: int, view: memoryview, offset_bytes: int) -> int:
-    """Fill `view`; returns how many bytes the file had. Raises OSError."""
+    """Fill `view`, and return the bytes read: fewer at the end of the file. Raises OSError."""
     read_bytes = 0
     while read_bytes < len(view):
         count = os.preadv(fd, [view[read_bytes:]], offset_bytes + read_bytes)
@@ -78,10 +78,10 @@ def pread_into(fd: int, view: memoryview, offset_bytes: int) -> int:
 
 
 def secure_range(fd: int, start: int, length_bytes: int) -> None:
-    """Give a range of the file blocks of its device, and the file the length to hold it.
+    """Reserve blocks of the device for a range of the file, and extend the file to hold it.
 
-    What is written there is kept. A file system that can't reserve blocks gets zeros, where the
-    file was shorter. Raises OSError; the file may then be longer than before.
+    Keeps what is written there. Where the file system can't reserve blocks, zeros are written
+    behind the end of the file. Raises OSError; the file may be longer then.
     """
     try:
         os.posix_fallocate(fd, start, length_bytes)
@@ -94,8 +94,8 @@ def secure_range(fd: int, start: int, length_bytes: int) -> None:
 
 
 def punch_hole(fd: int, start: int, length_bytes: int) -> bool:
-    """Give the blocks of a range of the file back to its device; it reads as zeros then. False:
-    the file system can't. Raises OSError."""
+    """Give the blocks of a range of the file back to its device. The range reads as zeros then.
+    False: the file system can't do it. Raises OSError."""
     if not _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, start, length_bytes):
         return True
     number = ctypes.get_errno()
@@ -105,7 +105,7 @@ def punch_hole(fd: int, start: int, length_bytes: int) -> bool:
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable. Raises OSError."""
+    """Make the names of the files in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -114,8 +114,8 @@ def sync_directory(path: Path) -> None:
 
 
 def sync_parents(path: Path) -> None:
-    """Make the names durable that lead to a directory, as far as this user may have made them and
-    they are on its device. Raises OSError."""
+    """Make the path of a directory durable: the parents on its device that this user can write to.
+    Raises OSError."""
     device = path.stat().st_dev
     for parent in path.absolute().parents:
         if parent.stat().st_dev != device or not os.access(parent, os.R_OK | os.W_OK):
@@ -124,6 +124,6 @@ def sync_parents(path: Path) -> None:
 
 
 def check_linked(fd: int, path: Path) -> None:
-    """Raises StoreError if the file was deleted: what is written to it would be lost."""
+    """Raises StoreError if the file was deleted, because writes to it would be lost."""
     if not os.fstat(fd).st_nlink:
         raise StoreError(f"{path} was deleted while it was in use")

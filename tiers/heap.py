@@ -1,4 +1,4 @@
-"""What the C library does with large blocks that are freed."""
+"""Settings of the C library for large blocks of memory that are freed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _KEPT_BYTES: Final = 512 * 2**20
 
 
 def keep_large_blocks() -> bool:
-    """Let this process reuse large freed blocks; False where the C library can't.
+    """Let this process reuse large freed blocks. False: the C library can't do it.
 
-    By default glibc gives them back to the kernel, which zeroes every page that is then asked
-    for again. For reads of the disk tier on worker threads, whose buffers come and go, that was
-    most of the time: of 240 MiB, 140 ms without and 30 ms with this. All threads share one heap,
-    as blocks that a thread freed in a heap of its own are lost to the others. At most 512 MiB
-    stay with the process.
+    By default glibc gives them back to the kernel, which zeroes every page when it is requested
+    again. For reads of the disk tier on worker threads, whose buffers come and go, that was most
+    of the time: of 240 MiB, 140 ms without and 30 ms with this. All threads share one heap, because
+    blocks that a thread frees in a heap of its own are lost to the others. The process keeps at
+    most 512 MiB.
 
-    To be called before threads are started. It holds for the whole process, so it is for
-    programs, not for libraries.
+    Call it before threads are started. It affects the whole process, so it is for programs, not
+    for libraries.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -51,8 +51,8 @@ class _MallInfo(ctypes.Structure):
 
 
 def free_heap_bytes() -> int:
-    """What of this process's heap is free, with memory under it or without; 0 where the C library
-    does not say."""
+    """Free bytes of this process's heap, whether they have pages or not. 0 if the C library does
+    not report them."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -62,7 +62,7 @@ def free_heap_bytes() -> int:
 
 
 def give_back_free_heap() -> None:
-    """Let the kernel have the pages under what is free. Takes 0.2 to 0.4 ms a MiB (measured), and
-    a request for a block of more than 512 bytes waits meanwhile."""
+    """Give the pages of free heap memory back to the kernel. Takes 0.2 to 0.4 ms a MiB (measured);
+    meanwhile a request for a block of more than 512 bytes waits."""
     with suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,7 +1,8 @@
-"""The budget of one tier and its eviction order: all arithmetic on bytes is here.
+"""The budget of one tier, and what leaves it next: all arithmetic on bytes is here.
 
-Pure. The metadata server asks `admission`, evicts with `next_victim` / `forget` until it
-fits, then `reserve`s; every reservation ends in `publish` or `cancel`. At every moment
+Pure. The metadata server asks for the `admission` of an entry, evicts with `next_victim` and
+`forget` until it fits, then `reserve`s. Every reservation ends in `publish` or `cancel`. At every
+moment
 
     published_bytes + reserved_bytes <= limit_bytes <= budget_bytes
     entries + reservations          <= max_entries            (when there is such a cap)
@@ -24,28 +25,27 @@ from .store import Location
 
 
 class Admission(Enum):
-    """Can an entry be taken in?"""
+    """Whether a tier can take in an entry."""
 
     FITS = "fits"
     AFTER_EVICTION = "after eviction"
     NO_ROOM = "no room"
     TOO_LARGE = "too large"
-    #: Others are sure of the room: not now, and never.
+    #: The shares of other namespaces forbid it: for now, and for good.
     OVER_SHARE = "over share"
     ABOVE_SHARES = "above shares"
 
 
-#: Of no namespace.
-_OF_NOBODY: Final = Key(bytes(KEY_BYTES))
+_NO_NAMESPACE: Final = Key(bytes(KEY_BYTES))
 
 
 class Ledger:
-    """Who has how many bytes of one tier, and who leaves next.
+    """The bytes and entries of one tier, and its eviction order.
 
-    `extents` places entries in an arena (None: the tier is addressed by key), which has
-    `arena_bytes` at most: less than `budget_bytes` where records take some of it. `limit_bytes` is
-    what may be used now: it grows while an arena's pages are secured, and is less by what was
-    retired since the tier became smaller.
+    `extents` places entries in an arena (None: the tier is addressed by key). The arena has at most
+    `arena_bytes`, which is less than `budget_bytes` where records take some of it. `limit_bytes`
+    may be used now: it grows while the arena is secured, and does not include what was retired
+    since the tier became smaller.
     """
 
     def __init__(
@@ -60,28 +60,29 @@ class Ledger:
         arena_bytes: int | None = None,
         shares: Sequence[Share] = (),
     ) -> None:
-        """`policy`, and that of each share: empty."""
+        """`policy`, and the policy of each share, must be empty."""
         self.tier = tier
         self.arena_bytes = budget_bytes if arena_bytes is None else arena_bytes
         self.budget_bytes = budget_bytes
         self.limit_bytes = budget_bytes if extents is None else extents.capacity_bytes
-        self._header_bytes = 0 if extents is None else extents.header_bytes
+        #: Bytes of the arena that no entry gets.
+        self.header_bytes = 0 if extents is None else extents.header_bytes
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
-        #: who has a share of the tier; None: nobody
+        #: None: no namespace has a share of the tier.
         self.shares = Shares(policy, shares) if shares else None
         self.policy: Order = order_by(policy) if self.shares is None else self.shares
         self.extents = extents
-        #: what is larger may find its room in too many pieces
+        #: An entry larger than this may find free room only in too many pieces.
         self.scattered_bytes = 1 << 63 if extents is None else MAX_EXTENTS * extents.slab_bytes
         self.published_bytes = 0
         self.reserved_bytes = 0
-        #: stored bytes of published entries that are claimed
+        #: Stored bytes of published entries that are claimed.
         self.pinned_bytes = 0
         self.entries = 0
         self.reservations = 0
         self.pinned_entries = 0
-        #: slabs that are not given out, so that the tier is as small as it was told to be
+        #: Slabs that are kept out of use, so that the tier is as small as its budget.
         self.retired: list[Location] = []
         self.retired_bytes = 0
 
@@ -93,37 +94,37 @@ class Ledger:
 
     @property
     def unpinned_bytes(self) -> int:
-        """What evictions could free at most."""
+        """The most that evictions could free."""
         return self.published_bytes - self.pinned_bytes
 
     @property
     def room(self) -> Room:
-        """What may be used now."""
+        """What the tier may hold now."""
         return Room(self.limit_bytes, self.max_entries)
 
-    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _OF_NOBODY) -> Admission:
-        """Can `entries` new entries of `stored_bytes` in all be reserved? `key`: one of them, or
-        another of its namespace."""
-        # Asked for every block: arithmetic without calls.
-        if stored_bytes > self.arena_bytes - self._header_bytes or (
+    def admission(self, stored_bytes: int, entries: int = 1, key: Key = _NO_NAMESPACE) -> Admission:
+        """Whether `entries` new entries of `stored_bytes` in total can be reserved. `key`: any key
+        of their namespace."""
+        # Called for every block: arithmetic without calls.
+        if stored_bytes > self.arena_bytes - self.header_bytes or (
             self.max_entries and entries > self.max_entries
         ):
             return Admission.TOO_LARGE
         shares = self.shares
         if shares is not None:
             number = shares.number_of(key)
-            most_bytes = shares.left_bytes(number, self.arena_bytes - self._header_bytes)
+            most_bytes = shares.left_bytes(number, self.arena_bytes - self.header_bytes)
             if stored_bytes > most_bytes:
                 return Admission.ABOVE_SHARES
         reserved_bytes = self.reserved_bytes + stored_bytes
-        # One entry may be larger than that by itself; it then has to be alone.
+        # An entry that is larger than the maximum by itself has to be the only reservation.
         if (
             self.max_reserved_bytes
             and self.reservations
             and reserved_bytes > self.max_reserved_bytes
         ):
             return Admission.NO_ROOM
-        if shares is not None and not shares.allows(self.room, [(number, stored_bytes, entries)]):
+        if shares is not None and not shares.allows(self.room, {number: (stored_bytes, entries)}):
             return Admission.OVER_SHARE
         if self.fits(stored_bytes, entries):
             return Admission.FITS
@@ -133,8 +134,8 @@ class Ledger:
         return Admission.NO_ROOM
 
     def fits(self, stored_bytes: int, entries: int = 1, *, placed: bool = False) -> bool:
-        """Is there room for it now? Without a look at `max_reserved_bytes`. `placed`: it has its
-        place, and needs none in few pieces."""
+        """Whether there is room for it now. Ignores `max_reserved_bytes`. `placed`: it has its
+        place already, so the number of free pieces does not matter."""
         return (
             stored_bytes <= self.limit_bytes - self.published_bytes - self.reserved_bytes
             and (
@@ -145,7 +146,7 @@ class Ledger:
         )
 
     def _has_pieces(self, stored_bytes: int, entries: int) -> bool:
-        """Is what is free in no more pieces than one entry may have? Of several it is not known."""
+        """Whether one entry fits into the free pieces. True for several, where it is not known."""
         return (
             stored_bytes <= self.scattered_bytes
             or entries > 1
@@ -156,16 +157,16 @@ class Ledger:
     def fits_after(
         self, stored_bytes: int, entries: int, freed_bytes: int, freed_entries: int
     ) -> bool:
-        """Would an entry fit once this much of what is published were gone? In bytes: in how many
-        pieces is not known before."""
+        """Whether entries would fit after evictions that free this much. Only bytes and entries
+        count: the number of free pieces is not known before."""
         used = self.entries + self.reservations - freed_entries
         return stored_bytes <= self.free_bytes + freed_bytes and (
             not self.max_entries or used + entries <= self.max_entries
         )
 
     def may_pin(self, adding: Mapping[Key, int]) -> bool:
-        """May these entries, by key and stored bytes, which nothing pins yet, be pinned? Only the
-        shares of others are a reason why not."""
+        """Whether these unpinned entries (key -> stored bytes) may be pinned. Only the shares of
+        other namespaces can forbid it."""
         shares = self.shares
         if shares is None:
             return True
@@ -174,15 +175,18 @@ class Ledger:
             number = shares.number_of(key)
             more_bytes, entries = by_part.get(number, (0, 0))
             by_part[number] = more_bytes + stored_bytes, entries + 1
-        return shares.allows(self.room, [(number, *more) for number, more in by_part.items()])
+        return shares.allows(self.room, by_part)
 
     def victims(self, bytes_of: Callable[[Key], int] | None = None) -> Iterator[Key]:
-        """Who would leave for nobody in particular, next first; changes nothing. `bytes_of`: what
-        an entry takes; without it parts of a tier that have shares come one after the other."""
+        """The victims if room were needed for no entry in particular, next first. Changes nothing.
+
+        `bytes_of`: the stored bytes of an entry. Without it, the parts of a tier with shares come
+        one after the other.
+        """
         if self.shares is None or bytes_of is None:
             yield from self.policy.victims()
             return
-        rehearsal = self.shares.rehearse(0, bytes_of)
+        rehearsal = SharesRehearsal(self.shares, 0, bytes_of)
         while (
             victim := rehearsal.evict(None, 0, self.room, by_entries=False, below=True)
         ) is not None:
@@ -193,24 +197,24 @@ class Ledger:
         stored_bytes: int,
         entries: int,
         bytes_of: Callable[[Key], int],
-        key: Key = _OF_NOBODY,
+        key: Key = _NO_NAMESPACE,
     ) -> Iterator[Key]:
-        """Who leaves when `entries` that were never there are saved, one after another, of
-        `stored_bytes` each. Changes nothing; the ledger must not change meanwhile.
+        """The victims of saving `entries` new entries of `stored_bytes` each, one after another.
+        Changes nothing; the ledger must not change meanwhile.
 
-        `bytes_of`: what an entry takes. `key`: any of the namespace that they are of. Ends early
-        where the rest does not fit. It reckons with bytes: for one entry of more than `MAX_EXTENTS`
-        slabs more may have to leave, so that neighbours become free.
+        `bytes_of`: the stored bytes of an entry. `key`: any key of the new entries' namespace. Ends
+        early if the rest does not fit. Counts only bytes: for an entry of more than `MAX_EXTENTS`
+        slabs more may have to leave, until free runs are long enough.
         """
         if self.shares is None:
             rehearsal: _Alone | SharesRehearsal = _Alone(self.policy.rehearsal())
         else:
-            rehearsal = self.shares.rehearse(self.shares.number_of(key), bytes_of)
+            rehearsal = SharesRehearsal(self.shares, self.shares.number_of(key), bytes_of)
         came = freed_bytes = freed_entries = 0
         while came < entries:
             coming = Key(b"coming %d" % came)
-            # Those that fit come as one, which makes no difference to any order: they may be
-            # millions between two victims.
+            # All that fit before the next victim come as one, because they may be millions. That
+            # makes no difference to any order.
             fitting = self._fitting(came, stored_bytes, freed_bytes, freed_entries)
             more = max(1, min(fitting, entries - came))
             rehearsal.prepare(coming, more * stored_bytes)
@@ -229,7 +233,7 @@ class Ledger:
             rehearsal.admit(coming, more * stored_bytes, more)
 
     def _fitting(self, came: int, stored_bytes: int, freed_bytes: int, freed_entries: int) -> int:
-        """How many entries more fit once so many came and so much is freed."""
+        """How many more entries fit after `came` entries and these evictions."""
         fitting = (self.free_bytes + freed_bytes) // stored_bytes - came
         if self.max_entries:
             used = self.entries + self.reservations - freed_entries
@@ -239,31 +243,30 @@ class Ledger:
     # ---- reservations
 
     def prepare(self, coming: Resident) -> None:
-        """Something that is not there is about to be reserved."""
+        """An entry that is not in the tier is about to be reserved."""
         self.policy.prepare(coming)
 
     def reserve(self, resident: Resident) -> None:
-        """Take room that `admission` said FITS, and place it, if no victim left its place to it.
+        """Take room after an `admission` of FITS, and place the entry, unless it has the place of
+        a victim.
 
-        It enters the eviction order now, pinned: orders with shares for their queues have to
-        see what is on its way to them.
+        It enters the eviction order now, pinned, because policies that divide their capacity have
+        to count what is on its way to their queues.
         """
         stored_bytes = resident.stored_bytes
         assert self.fits(stored_bytes, placed=resident.place != ())
         self.reserved_bytes += stored_bytes
         self.reservations += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 1, 1)
         self.policy.enter(resident)
         if self.extents is not None and resident.place == ():
             resident.location = self.extents.allocate(stored_bytes)
 
     def withdraw(self, resident: Resident) -> None:
-        """What was reserved is not going to be published; its room may be in use yet."""
+        """A reservation will not be published. Its room may still be in use."""
         self.policy.remove(resident)
 
     def cancel(self, resident: Resident) -> None:
-        """The room of a reservation that was withdrawn is free."""
+        """Free the room of a reservation that was withdrawn."""
         self.reserved_bytes -= resident.stored_bytes
         self.reservations -= 1
         if self.shares is not None:
@@ -272,25 +275,21 @@ class Ledger:
             self.extents.free(resident.location)
 
     def publish(self, residents: Sequence[Resident]) -> None:
-        """Reservations become entries: unpinned, and most recent, the last most of all."""
+        """Turn reservations into entries: unpinned and most recent, the last one most of all."""
         for resident in residents:
             stored_bytes = resident.stored_bytes
             self.reserved_bytes -= stored_bytes
             self.reservations -= 1
             self.published_bytes += stored_bytes
             self.entries += 1
-            if self.shares is not None:
-                self.shares.charge(resident, 0, -1)
             self.policy.unpin(resident)
 
     def adopt(self, resident: Resident) -> None:
-        """What survived a restart, least recent first. The caller asked `admission`."""
+        """Take in an entry that survived a restart, after its `admission`. Least recent first."""
         if self.extents is not None:
             self.extents.claim(resident.location)
         self.published_bytes += resident.stored_bytes
         self.entries += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 1, 0)
         self.policy.prepare(resident)
         self.policy.enter(resident)
         self.policy.unpin(resident)
@@ -301,16 +300,12 @@ class Ledger:
         """The first claim on an entry."""
         self.pinned_bytes += resident.stored_bytes
         self.pinned_entries += 1
-        if self.shares is not None:
-            self.shares.charge(resident, 0, 1)
         self.policy.pin(resident)
 
     def unpin(self, resident: Resident) -> None:
         """The last claim on an entry is gone."""
         self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
-        if self.shares is not None:
-            self.shares.charge(resident, 0, -1)
         self.policy.unpin(resident)
 
     def next_victim(
@@ -320,12 +315,12 @@ class Ledger:
         adopted: Resident | None = None,
         below_shares: bool = False,
     ) -> Key | None:
-        """Take the next victim out of the eviction order; `forget` has to follow.
+        """Take the next victim out of the eviction order. `forget` has to follow. None: nothing may
+        leave.
 
-        `coming` was prepared; it has no room where what can't leave lies between: None. `adopted`
-        was not, and may be what has to give way: None then, too.
-        `below_shares`: take room from any namespace, as operators may. Raises NotYet: look on, once
-        others had their turn.
+        `coming` was prepared, and is what the room is for. `adopted` is too, but was not prepared;
+        it may have to give way itself: None. `below_shares`: take room from any namespace, as
+        operators may. Raises NotYet: call again, after other work.
         """
         shares = self.shares
         if shares is None:
@@ -343,14 +338,16 @@ class Ledger:
         return None if giver is None else shares.take(giver, coming)
 
     def remove(self, resident: Resident) -> None:
-        """Take an entry out of the eviction order that is not the next victim; `forget` has to
-        follow, or `bury` once it is not pinned any more."""
+        """Take any entry out of the eviction order. `forget` has to follow, or `bury` once the
+        entry is no longer pinned."""
         self.policy.remove(resident)
 
     def forget(self, resident: Resident, heir: Resident | None = None) -> None:
-        """An unpinned entry that left the eviction order already gives its bytes back. `heir`: what
-        is about to be reserved takes its place, if it is as large and has none; of a place in
-        pieces something better may become."""
+        """Free the room of an unpinned entry that has left the eviction order.
+
+        `heir` is about to be reserved, and takes the place if it has none and is as large. A place
+        in several pieces is freed in any case, because pieces may merge with free neighbours.
+        """
         stored_bytes = resident.stored_bytes
         self.published_bytes -= stored_bytes
         self.entries -= 1
@@ -365,13 +362,13 @@ class Ledger:
             and heir.place == ()
             and isinstance(place, int)
         ):
-            # Nearly always: blocks are of one size. Nothing is freed, searched and given again.
+            # The usual case, because blocks have one size. It saves a free and an allocation.
             heir.place = place
         else:
             self.extents.free(resident.location)
 
     def bury(self, resident: Resident) -> None:
-        """The last claim is gone on an entry that was removed while it was pinned."""
+        """The last claim on an entry that was removed while it was pinned is gone."""
         self.pinned_bytes -= resident.stored_bytes
         self.pinned_entries -= 1
         if self.shares is not None:
@@ -380,31 +377,26 @@ class Ledger:
 
     # ---- the size
 
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of the arena that no entry gets."""
-        return self._header_bytes
-
     def grow(self, secured_bytes: int) -> None:
-        """The arena has this many bytes of real memory now."""
+        """The first `secured_bytes` of the arena have room on the device now."""
         assert self.extents is not None
         self.extents.grow(secured_bytes)
         self.limit_bytes = self.extents.capacity_bytes - self.retired_bytes
-        # Room that was under way when the tier became smaller: in one piece.
-        excess_bytes = self.limit_bytes - (self.arena_bytes - self._header_bytes)
+        # Room that was being secured when the tier became smaller. It is in one piece.
+        excess_bytes = self.limit_bytes - (self.arena_bytes - self.header_bytes)
         if excess_bytes > 0:
             self.retire(excess_bytes)
 
     def resize(self, budget_bytes: int, arena_bytes: int) -> None:
-        """The tier has another budget, of which this is for the arena. What lowers it has retired
-        what is above it."""
-        assert self.limit_bytes + self._header_bytes <= arena_bytes <= budget_bytes
+        """Set another budget, and the arena's part of it. Before it is lowered, everything above
+        has to be retired."""
+        assert self.limit_bytes + self.header_bytes <= arena_bytes <= budget_bytes
         self.budget_bytes, self.arena_bytes = budget_bytes, arena_bytes
         self.policy.resize(budget_bytes)
 
     def retire(self, stored_bytes: int) -> Location:
-        """Take `stored_bytes` of what is free, whole slabs, out of use, or what lies in so many
-        pieces as an entry may have. Returns where they are."""
+        """Take `stored_bytes` of free slabs out of use, or as many as an entry could have in its
+        pieces. Returns their location."""
         assert self.extents is not None
         location = self.extents.allocate_some(stored_bytes)
         stored_bytes = sum(location[1::2])
@@ -414,14 +406,14 @@ class Ledger:
         return location
 
     def next_restored(self, most_bytes: int) -> Location:
-        """Some of what was retired, `most_bytes` at most, in whole slabs; empty: nothing."""
+        """Retired slabs to use again, at most `most_bytes`. Empty: there are none."""
         if not self.retired:
             return ()
         start, extent_bytes = self.retired[-1][-2:]
         return (start, min(extent_bytes, most_bytes)) if most_bytes else ()
 
     def restore(self, location: Location) -> None:
-        """What `next_restored` said may be used again."""
+        """Use the slabs that `next_restored` returned again."""
         assert self.extents is not None
         start, restored_bytes = location
         *others, _, extent_bytes = self.retired.pop()
@@ -435,7 +427,7 @@ class Ledger:
 
 
 class _Alone:
-    """What `SharesRehearsal` is for a tier with shares, for one without."""
+    """What `SharesRehearsal` is for a tier with shares, for a tier without."""
 
     def __init__(self, rehearsal: Rehearsal[Key]) -> None:
         self._rehearsal = rehearsal

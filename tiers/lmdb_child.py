@@ -1,33 +1,35 @@
 """The process that keeps the disk tier's rows in LMDB: `python -m prefixd.tiers.lmdb_child`.
 
-LMDB maps its file and believes what it finds there: of 300 environments with four flipped bits
-206 could not be read to the end, and 8 killed their reader. So nothing that it says is believed
-here, and what it may destroy is bounded by four rules.
+LMDB maps its file and trusts its content: of 300 environments with four flipped bits 206 could not
+be read to the end, and 8 killed their reader. So everything that LMDB returns is checked here, and
+four rules limit what it can destroy.
 
-1. **Every start reads the file as plain bytes**, never mapped, and takes from it the newest cell
-   of each slab (`lmdb_wire`), wherever it lies; of what LMDB keeps around them nothing is needed.
-   They are copied into the spare file, which takes the old one's place once it is durable. A
-   daemon's start, the end of this process, and a failed or doubtful transaction are all the
-   same: `_renew`.
-2. **No page is written twice** (`lmdb_file`). What was acknowledged therefore lies where it was
+1. **Every start reads the file as plain bytes**, never mapped, and takes the newest cell of each
+   slab (`lmdb_wire`) from it, wherever it lies. Nothing else that LMDB stores is needed. The cells
+   are copied into the spare file, which replaces the old one once it is durable. A start of the
+   daemon, the end of this process, and a failed or doubtful transaction are all handled like this
+   (`_renew`).
+2. **No page is written twice** (`lmdb_file`). An acknowledged cell therefore stays where it was
    written until the whole file is replaced.
-3. **A batch is acknowledged when its cells were read back** from the pages that it added, with
-   `pread`, and synced. What LMDB reads is held against the sequence numbers in memory.
-4. **A file is replaced before it is full, a slice at a time.** When half of the room is used that
-   it had at first, each put also copies cells into the spare file, in order of slabs: that part of
-   what is left to copy which the put took of the pages that are left. Of slabs that were copied,
-   later cells go into both files, into the old one first: nothing is in the spare file that is not
-   acknowledged. At the end it is durable and takes over. Until then nothing needs it: if it
-   fails, it is begun again. While no requests come, larger slices are copied.
+3. **A batch is acknowledged after its cells were read back** with `pread` from the pages that it
+   added, and synced. What LMDB reads later is compared with the sequence numbers in memory.
+4. **A file is replaced before it is full, a slice at a time.** Once half of its initial room is
+   used, each put also copies cells into the spare file, in order of slabs. The share of the
+   remaining slabs that it copies is the share of the remaining pages that it took. New cells of
+   slabs that were copied already go into both files, into the old one first: the spare file has no
+   cell that is not acknowledged. When all is copied and durable, the spare file takes over. Until
+   then nothing needs it: if it fails, the copy starts again. While no requests come, larger slices
+   are copied.
 
-So a flipped bit costs nothing: it is flipped back (`lmdb_wire.whole_cell`). What is worse costs
-the cells that it hits; then an older one of the slab may be found, of an entry that was erased. A
-later entry in its room beats it (`Records`), and its payload has a checksum.
+So a single flipped bit costs nothing: it is repaired (`lmdb_wire.whole_cell`). Worse damage costs
+the cells that it hits. An older cell of the slab may be found then, of an erased entry. A later
+entry in its room takes precedence (`Records`), and its payload has a checksum.
 
-One sync a batch: LMDB's own are off, for its order of writes does not matter here. The spare file
-has one whenever `_UNSYNCED_BYTES` were added to it, so that none takes long.
+There is one sync a batch. LMDB's own syncs are off, because its order of writes does not matter
+here. The spare file is synced whenever `_UNSYNCED_BYTES` were added to it, so that no sync takes
+long.
 
-Memory: 16 bytes for each slab with a row. A sequence number is used by one transaction.
+Memory: 16 bytes for each slab with a row. Each transaction has its own sequence number.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ _HEADER: Final = struct.Struct("<QI")
 _MAGIC: Final = re.compile(re.escape(CELL_MAGIC))
 _ZERO_ROW: Final = bytes(wire.ROW_BYTES)
 _CELLS_AT_ONCE: Final = 16384
-#: A slice has no fewer slabs: each takes some pages, however small it is.
+#: The smallest slice: any slice takes some pages, however small it is.
 _MIN_SLICE_SLABS: Final = 1024
-#: The slices that are copied while no request comes, and when that begins.
+#: Slices that are copied while no requests come, and the pause after which that begins.
 _IDLE_SLICE_SLABS: Final = 4096
 _IDLE_S: Final = 0.05
-#: The part of the pages of a file that is left when the copy ends.
+#: The part of a file's pages that should be unused when the copy ends.
 _SPARE_PART: Final = 1 / 32
 _UNSYNCED_BYTES: Final = 4 * 2**20
 #: How long the process of an earlier daemon may take to end.
@@ -72,7 +74,7 @@ _OTHER_ENDS_S: Final = 30.0
 
 
 class Abandoned(Exception):
-    """The daemon is gone."""
+    """The daemon has ended."""
 
 
 class Table:
@@ -91,20 +93,20 @@ class Table:
         if len(found) < 2:
             raise OSError(f"{directory / 'records-*.mdb'} was deleted while it was in use")
         (_, spare_path), (self._number, path) = found[-2:]
-        # What was left where a process was killed between two steps.
+        # A process that was killed between two steps may have left these.
         for left in [path for _, path in found[:-2]] + list(directory.glob("records-*.mdb-lock")):
             left.unlink()
         self._current = CellFile(path, slabs, sync=sync)
         self._spare = CellFile(spare_path, slabs, sync=sync)
-        #: by slab: the sequence number of its cell, 0 for none; the generation in its row
+        #: By slab: the sequence number of its cell (0: no cell), and the generation in its row.
         self._sequences = _numbers(slabs)
         self._generations = _numbers(slabs)
         self._sequence = 0
-        #: Slabs whose cells the spare file has. None: nothing is being copied.
+        #: How many slabs were copied into the spare file. None: no copy is under way.
         self._copied: int | None = None
-        #: of the file that holds, when it began to
+        #: Pages that the current file used when it took over.
         self._first_pages = 0
-        #: what the daemon should know, sentences
+        #: Sentences for the daemon's log.
         self.notes: list[str] = []
         self._renew()
         size_bytes = wire.file_bytes(slabs)
@@ -134,7 +136,7 @@ class Table:
         return self._cells(slab, slab + 1)[0][1][CELL_ROW]
 
     def chunk(self, first: int) -> list[Any] | None:
-        """Cells that are not erased, joined."""
+        """The first slab of the next chunk that has any, and its cells that are not erased."""
         while first < self._slabs:
             found = self._cells(first, first + wire.CHUNK_SLABS)
             cells = [cell for slab, cell in found if slab and cell[CELL_ROW] != _ZERO_ROW]
@@ -146,7 +148,7 @@ class Table:
     # ---- LMDB
 
     def _cells(self, first: int, end: int) -> list[tuple[int, bytes]]:
-        """`_checked`, from a new environment if this one makes no sense."""
+        """`_checked`, from a new environment if this one is damaged."""
         try:
             return self._checked(first, end)
         except (lmdb.Error, Damage) as problem:
@@ -154,7 +156,7 @@ class Table:
             return self._checked(first, end)
 
     def _checked(self, first: int, end: int) -> list[tuple[int, bytes]]:
-        """The cells of a range of slabs, with these, whole and in order."""
+        """The cells of a range of slabs, checked, in order: (slab, cell)."""
         sequences = self._sequences
         slabs = [slab for slab in range(first, min(end, self._slabs)) if sequences[slab]]
         found = []
@@ -169,7 +171,7 @@ class Table:
         """Write rows durably."""
         try:
             if self._current.pages_left < self._current.pages_of(len(rows)):
-                # A large batch. Its pages have to be among those that have room.
+                # A large batch, whose pages the file may not have room for.
                 self._copy_slice(self._slabs)
             try:
                 self._write(rows)
@@ -181,7 +183,7 @@ class Table:
             self._write(rows)
 
     def _write(self, rows: dict[int, bytes]) -> None:
-        """One transaction, and what of the copy is due with it."""
+        """Write one transaction, and copy the slice that is due with it."""
         self._sequence += 1
         sequence, before = self._sequence, self._current.pages_used
         cells = [
@@ -192,7 +194,7 @@ class Table:
         for slab, row in rows.items():
             self._sequences[slab] = sequence
             self._generations[slab] = _generation(row)
-        # It is acknowledged, whatever happens from here on.
+        # The transaction is durable, whatever happens from here on.
         if self._copied is not None:
             copied = self._copied
             self._write_spare([cell for cell in cells if cell[0] < copied], append=False)
@@ -210,20 +212,20 @@ class Table:
         return self._copied is not None
 
     def copy_slice_idle(self) -> None:
-        """The next slice, while no requests come."""
+        """Copy the next slice while no requests come."""
         try:
             self._copy_slice(_IDLE_SLICE_SLABS)
         except (lmdb.Error, Damage) as problem:
             self._renew(problem)
 
     def _copy_slice(self, slabs: int) -> None:
-        """Copy the cells of the next `slabs` into the spare file, which is begun if it has to be.
-        With the last it takes over."""
+        """Copy the cells of the next `slabs` into the spare file. Starts a copy if none is under
+        way. After the last slab the spare file takes over."""
         if self._copied is None:
             try:
                 self._spare.reset()
             except (lmdb.Error, OSError):
-                return  # it is tried again with the next put
+                return  # the next put tries it again
             self._copied = 0
         end = min(self._copied + slabs, self._slabs)
         while self._copied is not None and self._copied < end:
@@ -231,12 +233,12 @@ class Table:
             cells = self._checked(self._copied, upto)
             self._copied = upto
             self._write_spare(cells, append=True)
-            self._look_up()
+            self._check_daemon()
         if self._copied == self._slabs:
             self._take_spare()
 
     def _write_spare(self, cells: list[tuple[int, bytes]], *, append: bool) -> None:
-        """If that fails, the copy is begun again with the next put."""
+        """If this fails, the next put starts the copy again."""
         try:
             self._spare.write(cells, append=append)
             if self._spare.unsynced_bytes >= _UNSYNCED_BYTES:
@@ -246,7 +248,7 @@ class Table:
             self._copied = None
 
     def _take_spare(self) -> None:
-        """The spare file has everything: make it durable, and the one that holds."""
+        """The spare file has everything: make it durable, and the current one."""
         self._spare.sync()
         self._number += 1
         path = self._directory / f"records-{self._number}.mdb"
@@ -266,7 +268,7 @@ class Table:
     # ---- the next file, from a file in any state
 
     def _renew(self, problem: Exception | None = None) -> None:
-        """Copy the newest cell of each slab from the file, whatever state it is in, into the
+        """Copy the newest cell of each slab from the current file, whatever its state, into the
         spare one, which takes over."""
         if problem is not None:
             self.notes.append(f"collected anew: {problem or type(problem).__name__}")
@@ -279,7 +281,7 @@ class Table:
         self._take_spare()
 
     def _find(self) -> memoryview:
-        """Where the newest cell of each slab lies in the file. `_sequences` are right then."""
+        """Where the newest cell of each slab lies in the file. Also sets `_sequences`."""
         places, sequences = _numbers(self._slabs), _numbers(self._slabs)
         fd = self._current.fd
         for start, block in blocks(fd, 0, os.fstat(fd).st_size):
@@ -290,7 +292,7 @@ class Table:
                     continue
                 sequence, slab = _HEADER.unpack_from(block, at + 4)
                 if slab < self._slabs and sequence <= sequences[slab]:
-                    continue  # most are older, or copies
+                    continue  # most cells are older ones, or copies
                 found = wire.whole_cell(block[at : at + CELL_BYTES])
                 if found is None:
                     continue
@@ -299,14 +301,14 @@ class Table:
                 if slab < self._slabs and sequence > sequences[slab]:
                     sequences[slab] = sequence
                     places[slab] = start + at
-            self._look_up()
+            self._check_daemon()
         self._sequences = sequences
         return places
 
     def _copy(self, places: memoryview) -> None:
-        """Into the spare file, which is empty. `_generations` are right then."""
+        """Copy the cells at `places` into the empty spare file. Also sets `_generations`."""
         cells: list[tuple[int, bytes]] = []
-        mended = 0
+        repaired = 0
         for slab, sequence in enumerate(self._sequences):
             if not sequence:
                 continue
@@ -314,39 +316,39 @@ class Table:
             cell = wire.whole_cell(stored)
             if cell is None or cell[4:16] != _HEADER.pack(sequence, slab):
                 raise Damage(f"the cell of slab {slab} changed while it was copied")
-            mended += cell != stored
-            # A place is read before the generation takes it.
+            repaired += cell != stored
+            # The array is reused: from here on it has the slab's generation.
             places[slab] = _generation(cell[CELL_ROW])
             cells.append((slab, cell))
             if len(cells) == _CELLS_AT_ONCE:
                 self._spare.write(cells, append=True)
-                self._look_up()
+                self._check_daemon()
                 cells = []
         self._spare.write(cells, append=True)
         self._generations = places
-        if mended:
-            self.notes.append(f"{mended} rows had a flipped bit, which was flipped back")
+        if repaired:
+            self.notes.append(f"{repaired} rows had a flipped bit, which was flipped back")
 
-    def _look_up(self) -> None:
-        """Raises Abandoned if the daemon ended meanwhile."""
+    def _check_daemon(self) -> None:
+        """Raises Abandoned if the daemon has ended."""
         with suppress(BlockingIOError):
             if not self._daemon.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT):
                 raise Abandoned
 
 
 def _generation(row: bytes) -> int:
-    """Every kind of row has that of its entry there."""
+    """The generation of a row's entry, which every kind of row has in the same place."""
     generation: int = _GENERATION.unpack_from(row, 8)[0]
     return generation
 
 
 def _numbers(count: int) -> memoryview:
-    """Zeros, u64, which take memory once they are something else."""
+    """`count` zeros, u64. Memory is used only once they change."""
     return memoryview(mmap.mmap(-1, max(1, 8 * count))).cast("Q")
 
 
-def _wait_for_others(directory: Path) -> int:
-    """Take the directory's lock, which the process of an earlier daemon may still have."""
+def _lock_directory(directory: Path) -> int:
+    """Take the directory's lock. The process of an earlier daemon may still hold it for a while."""
     fd = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     until = time.monotonic() + _OTHER_ENDS_S
     while True:
@@ -360,7 +362,7 @@ def _wait_for_others(directory: Path) -> int:
 
 
 def _is_full(problem: BaseException) -> bool:
-    """Is there no room left? lmdb tells of most errors by their text alone."""
+    """Whether a device or the map is full. For most errors lmdb gives nothing but a text."""
     if isinstance(problem, lmdb.MapFullError | lmdb.TxnFullError | lmdb.DiskError):
         return True
     codes = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -370,9 +372,9 @@ def _is_full(problem: BaseException) -> bool:
 
 
 def serve(daemon: socket.socket, directory: Path, slabs: int, sync: bool) -> None:
-    """Answer requests until the daemon hangs up, or something fails that a new start may mend."""
+    """Answer requests until the daemon hangs up, or until a failure that a new start may solve."""
     try:
-        _wait_for_others(directory)
+        _lock_directory(directory)
         table = Table(directory, slabs, sync=sync, daemon=daemon)
         _answer(daemon, table, None)
         requests: dict[str, Callable[..., Any]] = {
@@ -401,7 +403,7 @@ def _answer(daemon: socket.socket, table: Table, answer: Any) -> None:
 def main() -> None:
     """Arguments: the descriptor of a socket, the directory, its slabs, and whether to sync."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        # They mean the daemon, which still has to write; the end of the socket ends this.
+        # These are for the daemon, which still has to write. This process ends with the socket.
         signal.signal(number, signal.SIG_IGN)
     fd, directory, slabs, sync = sys.argv[1:]
     serve(socket.socket(fileno=int(fd)), Path(directory), int(slabs), sync == "sync")

@@ -1,8 +1,8 @@
-"""One file with an LMDB environment of cells (`lmdb_wire`): no page of it is written twice.
+"""One file with an LMDB environment of cells (`lmdb_wire`), of which no page is written twice.
 
-LMDB takes no freed page again while a reader is open that is older, so one is held, from before
-the first write. Before anything is written, the last page and the last transaction have to be
-those that are remembered here. So what was written lies where it was written until `reset`.
+LMDB does not reuse a freed page while an older reader is open, so a reader is kept open from before
+the first write. Before each write, the environment's last page and last transaction have to be
+those that are remembered here. So everything that was written stays where it is until `reset`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from . import lmdb_wire as wire
 from .lmdb_wire import CELL_BYTES
 
 _KEY: Final = struct.Struct(">I")
-#: Read at once; pages never lie across, whatever their size.
+#: Read at once. No page crosses the boundary of a block, whatever the page size.
 BLOCK_BYTES: Final = 2**20
-#: LMDB may walk in circles in a damaged file: then the kernel ends this process.
+#: LMDB may loop forever in a damaged file. The kernel ends this process then.
 _MAX_CPU_S: Final = 60.0
 
 
 class Damage(Exception):
-    """LMDB says what can't be."""
+    """LMDB returned something that can't be true."""
 
 
 class CellFile:
-    """The file `path`, which is there, for the cells of `slabs` slabs.
+    """The existing file `path`, for the cells of `slabs` slabs.
 
-    `reset` comes before anything else that needs LMDB. Raises OSError, lmdb.Error, Damage.
+    Call `reset` before anything else that needs LMDB. Raises OSError, lmdb.Error, Damage.
     """
 
     def __init__(self, path: Path, slabs: int, *, sync: bool) -> None:
@@ -46,13 +46,13 @@ class CellFile:
         self._env: lmdb.Environment | None = None
         self._oldest: lmdb.Transaction | None = None
         self._page_bytes = mmap.PAGESIZE
-        #: LMDB's last page and last transaction
+        #: LMDB's last page and last transaction.
         self._mark = (0, 0)
         self._synced_page = 0
 
     @property
     def pages(self) -> int:
-        """Pages that have room. A device may have less than the map: then the file is shorter."""
+        """Pages that have room on the device. The file may be shorter than the map."""
         return min(self._map_bytes, os.fstat(self.fd).st_size) // self._page_bytes
 
     @property
@@ -64,19 +64,19 @@ class CellFile:
         return self._mark[0] + 1
 
     def pages_of(self, cells: int) -> int:
-        """About how many pages a transaction that changes `cells` takes at most: it copies every
-        page that it changes."""
+        """About how many pages a transaction that changes this many cells takes at most. It copies
+        every page that it changes."""
         assert self._env is not None
         stat = self._env.stat()
         return int(min(cells, stat["leaf_pages"]) + stat["branch_pages"] + cells // 16 + 16)
 
     @property
     def unsynced_bytes(self) -> int:
-        """What was added since the last `sync`."""
+        """Bytes that were added since the last `sync`."""
         return (self._mark[0] - self._synced_page) * self._page_bytes
 
     def reset(self) -> None:
-        """Make it an empty environment, in the room that it has."""
+        """Make the file an empty environment. It keeps its size."""
         self.close()
         memory_fd = os.memfd_create("prefixd-empty", os.MFD_CLOEXEC)
         try:
@@ -103,7 +103,7 @@ class CellFile:
         self._mark, self._synced_page = self._state(), 0
 
     def close(self) -> None:
-        """The environment; the file stays open."""
+        """Close the environment. The file stays open."""
         if self._oldest is not None:
             self._oldest.abort()
         if self._env is not None:
@@ -112,13 +112,9 @@ class CellFile:
 
     # ---- cells
 
-    def get(self, slab: int) -> bytes:
-        """The cell of a slab that has one."""
-        return self.cells([slab])[0]
-
     def cells(self, slabs: Sequence[int]) -> list[bytes]:
-        """The cells of these slabs, which are all that are there between the first and the last
-        of them. Nothing is known of a cell but its length."""
+        """The cells of these slabs. They have to be all slabs with a cell between the first and
+        the last of them. Only the lengths of the cells are checked."""
         assert self._env is not None
         found = []
         with self._env.begin() as transaction:
@@ -133,10 +129,11 @@ class CellFile:
         return found
 
     def write(self, cells: Sequence[tuple[int, bytes]], *, append: bool = False) -> None:
-        """One transaction, read back from the pages that it added; `sync` makes it durable.
+        """Write one transaction, and read it back from the pages that it added. `sync` makes it
+        durable.
 
-        `cells`: with their slabs, in order of these. `append`: none of the slabs that are there is
-        behind the first of them; otherwise all are of one sequence number.
+        `cells`: (slab, cell), in order of the slabs. With `append`, no slab in the file comes after
+        the first of them; without it, all cells have the same sequence number.
         """
         assert self._env is not None
         if not cells:
@@ -144,7 +141,7 @@ class CellFile:
         signal.setitimer(signal.ITIMER_VIRTUAL, _MAX_CPU_S)
         try:
             with self._env.begin(write=True) as transaction:
-                # Where the next page goes comes from the file.
+                # LMDB reads from the file where the next page goes.
                 if self._state() != self._mark:
                     raise Damage("the environment was changed by another process")
                 items = [(_KEY.pack(slab), cell) for slab, cell in cells]
@@ -152,7 +149,7 @@ class CellFile:
         except lmdb.MapFullError:
             raise
         except lmdb.Error:
-            # A write that is cut short for want of room is an I/O error to LMDB.
+            # LMDB reports a full device as an I/O error. Here it is reported as what it is.
             os.posix_fallocate(self.fd, os.fstat(self.fd).st_size, BLOCK_BYTES)
             raise
         finally:
@@ -167,13 +164,13 @@ class CellFile:
         self._synced_page = self._mark[0]
 
     def _read_back(self, cells: Sequence[bytes], first_page: int, alike_bytes: int) -> None:
-        """Raises Damage unless all these cells can be read from `first_page` on. The first
-        `alike_bytes` bytes are the same in all of them."""
+        """Raises Damage unless all these cells can be read from `first_page` on. Their first
+        `alike_bytes` bytes are the same."""
         missing = set(cells)
-        theirs = re.compile(re.escape(cells[0][:alike_bytes]), re.DOTALL)
+        start_of_cell = re.compile(re.escape(cells[0][:alike_bytes]), re.DOTALL)
         start, end = (page * self._page_bytes for page in (first_page, self._mark[0] + 1))
         for _, block in blocks(self.fd, start, end):
-            for match in theirs.finditer(block):
+            for match in start_of_cell.finditer(block):
                 missing.discard(block[match.start() : match.start() + CELL_BYTES])
         if missing:
             raise Damage(f"{len(missing)} cells are not where they were written")
@@ -185,7 +182,7 @@ class CellFile:
 
 
 def blocks(fd: int, start: int, end: int) -> Iterator[tuple[int, bytes]]:
-    """A range of a file, which begins and ends with a page, piece by piece."""
+    """A range of whole pages of a file, block by block."""
     while start < end:
         block = os.pread(fd, min(BLOCK_BYTES, end - start), start)
         if not block:

@@ -1,9 +1,9 @@
 """The rows of the disk tier: LMDB, in a process of its own (`tiers.lmdb_child`).
 
-LMDB maps its file, and damage there ends the process that looks: of 1,000 rounds of flipped bits
-under a writer 6 were killed. So it is a child that may be killed, and whose every answer may be
-wrong. What was acknowledged is in the file, in cells that need nothing of LMDB to be found
-again: the next call starts a new child, which collects them.
+LMDB maps its file, and damage there can kill the process that reads it: of 1,000 rounds of flipped
+bits under a writer 6 were killed. So LMDB runs in a child that may be killed, and whose every
+answer may be wrong. Everything that was acknowledged is in the file, in cells that can be found
+without LMDB: the next call starts a new child, which collects them.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ import structlog
 
 from . import lmdb_wire as wire
 from .files import open_own_file, secure_range, sync_directory, write_errors
-from .row_table import Erasure, RowTable
+from .rows import Erasure, RowTable
 from .store import StoreError, StoreFull
 
 log = structlog.get_logger("prefixd.records")
 
-#: What the two files take together, whatever they hold, and for each slab.
+#: What the two files take together: a fixed part, and a part for each slab.
 TABLE_FIXED_BYTES: Final = 2 * (wire.FILE_FIXED_BYTES + mmap.PAGESIZE)
 TABLE_SLAB_BYTES: Final = 2 * wire.FILE_SLAB_BYTES
-#: What a call that is under way when the table is closed has left. A process that the device holds
-#: longer, killed or not, is left to the kernel.
+#: How long `close` waits for a call that is under way. A process that the device blocks for longer
+#: is left to the kernel, killed or not.
 CLOSE_S: Final = 5.0
-#: What a call may take; then its process is killed, and the call fails. It is that long because
-#: a device may be slow. What a start takes besides: it copies all rows.
+#: What a call may take before its process is killed and the call fails. It is this long because a
+#: device may be slow. A start copies all rows, and may take the other two in addition.
 CALL_S: Final = 30.0
 START_S: Final = 60.0
 START_SLAB_S: Final = 50e-6
-#: What a killed process may take to be gone.
+#: How long to wait for a killed process to end.
 _KILLED_S: Final = 1.0
 
 
 class LmdbRows(RowTable):
     """The table in the files `records-N.mdb` of `directory`, for `slabs` slabs.
 
-    `sync`: changes wait for the device. Nothing waits for the process before the first call,
-    which may then take long: 5 to 8 us of CPU a row, `START_S` and `START_SLAB_S` for each slab
-    at most. A later call takes `CALL_S` at most; one that finds the file damaged copies all rows,
-    too. A process that the device holds is killed; until it is gone, calls fail at once.
-    Raises StoreError if the files can't be used.
+    With `sync`, changes wait for the device. Only the first call waits for the process to start.
+    That takes 5 to 8 us of CPU a row, and at most `START_S` plus `START_SLAB_S` for each slab. A
+    later call takes at most `CALL_S`, also when it finds the file damaged and copies all rows. A
+    process that the device blocks is killed; until it has ended, calls fail at once. Raises
+    StoreError if the files can't be used.
     """
 
-    #: What runs the process; its arguments follow.
+    #: The command of the process, without its arguments.
     command: ClassVar[Sequence[str]] = (sys.executable, "-m", f"{__package__}.lmdb_child")
 
     def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
@@ -66,11 +66,11 @@ class LmdbRows(RowTable):
         self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
-        #: one that was killed and is not gone
+        #: A process that was killed and has not ended.
         self._held: subprocess.Popen[bytes] | None = None
         self._ready = False
         self._secured_bytes = 0
-        #: of both files, whatever their names are by now
+        #: Descriptors of both files. The process renames them.
         self._fds: list[int] = []
         with write_errors(f"open the records in {directory}"):
             try:
@@ -84,7 +84,7 @@ class LmdbRows(RowTable):
                 raise
 
     def _paths(self) -> list[Path]:
-        """The two files with the highest numbers, as far as there are any."""
+        """The two files with the highest numbers; names for those that are missing."""
         numbers = sorted(
             int(match[1])
             for path in self._directory.iterdir()
@@ -93,7 +93,7 @@ class LmdbRows(RowTable):
         if not numbers:
             numbers = [0, 1]
         elif len(numbers) == 1:
-            # The one that is there holds, whichever it was.
+            # It is the valid one, whichever it was: it gets the higher number.
             if not numbers[0]:
                 (self._directory / "records-0.mdb").rename(self._directory / "records-1.mdb")
                 numbers = [1]
@@ -136,13 +136,13 @@ class LmdbRows(RowTable):
             except (TypeError, ValueError, IndexError, struct.error):
                 good = False
             if not good:
-                raise StoreError(f"can't read the records in {self._directory}: nonsense")
+                raise StoreError(f"can't read the records in {self._directory}: invalid chunk")
             yield begin, rows
             first = begin + wire.CHUNK_SLABS
 
     def close(self) -> None:
-        """Takes at most `CLOSE_S`, and a second. The process is killed: what it acknowledged is
-        durable, and what it does beside is done again by the next."""
+        """Takes at most `CLOSE_S`, and a second. The process is killed: everything that it has
+        acknowledged is durable, and the next one does the rest again."""
         self._closed = True
         held = self._lock.acquire(timeout=CLOSE_S)
         try:
@@ -157,12 +157,12 @@ class LmdbRows(RowTable):
 
     @property
     def pid(self) -> int | None:
-        """Of the process, while there is one."""
+        """The process id, while there is a process."""
         return None if self._process is None else self._process.pid
 
     def _call(self, *request: Any) -> Any:
-        """Have the process do something. Raises StoreError, StoreFull; then the next call has a
-        new process."""
+        """Send a request and wait for the answer. Raises StoreError, StoreFull. The next call
+        starts a new process then."""
         with self._lock:
             try:
                 if self._closed:
@@ -208,7 +208,7 @@ class LmdbRows(RowTable):
         """Raises OSError."""
         if self._held is not None:
             if self._held.poll() is None:
-                raise OSError("the one before was killed, and the device still holds it")
+                raise OSError("the previous one was killed, and the device still holds it")
             self._held = None
         ours, theirs = socket.socketpair()
         try:
@@ -219,7 +219,7 @@ class LmdbRows(RowTable):
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                # What ends the daemon's group is not meant for it.
+                # Signals to the daemon's process group are not meant for it.
                 start_new_session=True,
             )
         except BaseException:
@@ -230,7 +230,7 @@ class LmdbRows(RowTable):
         self._connection, self._ready = ours, False
 
     def _end(self, within_s: float) -> int | None:
-        """Hang up, wait, kill. Returns the exit status, None if there is none yet. A
+        """Hang up, wait, kill. Returns the exit status, or None if the process has not ended. A
         call that another thread has under way fails."""
         process, connection = self._process, self._connection
         self._process = self._connection = None

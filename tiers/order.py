@@ -1,24 +1,26 @@
-"""Who leaves a running tier next.
+"""The eviction order of a running tier.
 
-The orders of `tiers.eviction` know keys, and look each of them up. What lies in a tier is an
-object, and in LRU, the order of nearly every tier, its place can be a part of it: a million
-entries need no second table, and a claim no look-up in it.
+The policies of `tiers.eviction` know keys, and look each of them up. What lies in a tier is an
+object, and with LRU, the policy of nearly every tier, its place in the order can be a part of that
+object: a million entries then need no second table, and a claim no look-up in it.
 
-So LRU has two forms, which `test_order.py` holds equal step by step. Each is the faster where it is
-used, by turns in one run (`tests/bench/bench_order.py`, 200,000 entries): the ring through the
-entries takes no memory and 0.3 to 0.65 us for a claim and its release, where an order by keys takes
-105 bytes an entry and 1.4 to 1.7 us; a replay by keys takes 0.2 us an access, by the ring 0.8 to 1.
+So LRU keeps its order in two ways: by keys in a replay (`eviction.lru`), and with links between
+the residents in a tier (`Recency`). Both have the rules of `EvictionOrder`, and `test_order.py`
+compares them step by step. Each is the faster where it is used, by turns in one run
+(`tests/bench/bench_order.py`, 200,000 entries): links take no memory and 0.3 to 0.65 us for a
+claim and its release, where an order by keys takes 105 bytes an entry and 1.4 to 1.7 us; a replay
+by keys takes 0.2 us an access, with links 0.8 to 1.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from ..proto.keys import Key
-from .eviction.base import EvictionPolicy, InOrder, Rehearsal
+from .eviction.base import EvictionOrder, EvictionPolicy, Rehearsal
 from .eviction.lru import LRU
 from .store import Location
 
@@ -30,12 +32,12 @@ _LOOKS: Final = 8
 class Resident:
     """What has room in a tier: reserved first, then published."""
 
-    #: neighbours in the order, the next victim first; None: not in it, which is to be pinned
+    #: Neighbours in an order by links, the next victim first. None: not linked, which means pinned.
     before: Resident | None = field(default=None, init=False, repr=False)
     after: Resident | None = field(default=None, init=False, repr=False)
     key: Key
     stored_bytes: int
-    #: the location; of one extent its offset alone, which saves 80 bytes for each entry
+    #: The location. With one extent it is the offset alone, which saves 80 bytes for each entry.
     place: int | Location
 
     @property
@@ -50,73 +52,34 @@ class Resident:
         self.place = location[0] if one else location
 
 
-class Order(ABC):
-    """The eviction order of one tier. What its methods mean: see `EvictionPolicy`."""
+class Order(EvictionOrder[Resident, Key]):
+    """The eviction order of one tier. What enters it is pinned until its first `unpin`."""
 
-    #: Does `keys` include what is pinned?
+    #: Whether `keys` include what is pinned.
     keeps_pinned: bool
 
     def __init__(self, name: str) -> None:
-        #: the policy by the name that configuration files use
+        #: Name of the policy in configuration files.
         self.name = name
 
     def of(self, key: Key) -> Order:  # noqa: ARG002 (for orders with parts)
-        """The part of the order that a key belongs to: this, if it has no parts."""
+        """The part of the order that a key belongs to: this order, if it has no parts."""
         return self
 
     def orders(self) -> Sequence[Order]:
-        """All of its parts."""
+        """All parts."""
         return (self,)
 
-    @abstractmethod
-    def resize(self, capacity_bytes: int) -> None:
-        """What the tier holds at most is another size. Nothing leaves."""
-
-    @abstractmethod
-    def keys(self) -> Iterator[Key]:
-        """Of everything that the order holds."""
-
-    @abstractmethod
-    def victims(self) -> Iterator[Key]:
-        """Who would leave, next first; changes nothing."""
-
-    @abstractmethod
-    def holds(self, resident: Resident) -> bool:
-        """Is it in the order?"""
-
-    @abstractmethod
-    def may_evict(self, resident: Resident) -> bool:
-        """Is it one of the victims?"""
-
-    @abstractmethod
-    def prepare(self, coming: Resident) -> None: ...
-
-    @abstractmethod
-    def rehearsal(self) -> Rehearsal[Key]:
-        """See `EvictionPolicy.rehearsal`."""
-
-    @abstractmethod
-    def evict(self, coming: Resident | None) -> Key | None:
-        """Raises NotYet: it is to be asked again, after whatever else there is to do."""
+    def prepare(self, coming: Resident) -> None:
+        """A resident is about to enter. Some policies adapt."""
 
     @abstractmethod
     def enter(self, resident: Resident) -> None:
-        """What was prepared is there, and pinned."""
+        """Take in a prepared resident, pinned."""
 
     @abstractmethod
-    def remove(self, resident: Resident) -> None: ...
-
-    @abstractmethod
-    def pin(self, resident: Resident) -> None: ...
-
-    @abstractmethod
-    def unpin(self, resident: Resident) -> None: ...
-
-    @abstractmethod
-    def hit(self, resident: Resident) -> None: ...
-
-    @abstractmethod
-    def refresh(self, resident: Resident) -> None: ...
+    def holds(self, resident: Resident) -> bool:
+        """Whether the resident is in the order."""
 
 
 def order_by(policy: EvictionPolicy[Key]) -> Order:
@@ -125,38 +88,38 @@ def order_by(policy: EvictionPolicy[Key]) -> Order:
 
 
 class Recency(Order):
-    """LRU, as a ring through the residents that are not pinned. All O(1), without a look-up."""
+    """LRU: a ring of links through the residents that are not pinned. All O(1), no look-ups."""
 
     keeps_pinned = False
 
     def __init__(self) -> None:
         super().__init__(LRU.name)
-        #: before the next victim, after the most recent
+        #: The ring's end: before the next victim, after the most recent resident.
         self._ends = Resident(Key(b""), 0, ())
         self._ends.before = self._ends.after = self._ends
 
-    def resize(self, capacity_bytes: int) -> None:
-        """The order is the same at every size."""
+    def resize(self, capacity: int) -> None:
+        """The order is the same at every capacity."""
 
     def keys(self) -> Iterator[Key]:
         return self.victims()
 
     def victims(self) -> Iterator[Key]:
-        resident = self._ends.after
-        while resident is not None and resident is not self._ends:
+        resident = self.follower(None)
+        while resident is not None:
             yield resident.key
-            resident = resident.after
+            resident = self.follower(resident)
 
     def holds(self, resident: Resident) -> bool:
-        """Its neighbours have to say the same; that all that is linked like this is one ring
-        follows from the stamps of its entries, which grow from each to the next."""
+        """Whether its neighbours link to it. That all linked residents are one ring follows from
+        their stamps, which grow from each to the next."""
         before, after = resident.before, resident.after
         if before is None or after is None:
             return False
         return before.after is resident and after.before is resident
 
-    def may_evict(self, resident: Resident) -> bool:
-        return resident.before is not None or resident.after is not None
+    def is_pinned(self, item: Resident) -> bool:
+        return item.before is None and item.after is None
 
     def follower(self, resident: Resident | None) -> Resident | None:
         """The resident that would be evicted after this one (None: the first of all), if any."""
@@ -164,57 +127,47 @@ class Recency(Order):
         return None if after is self._ends else after
 
     def latest(self) -> Resident | None:
-        """What leaves last of all that it holds."""
+        """The resident that would be evicted last, if any."""
         before = self._ends.before
         return None if before is self._ends else before
 
-    def prepare(self, coming: Resident) -> None:
-        """Nothing to adapt."""
-
-    def rehearsal(self) -> Rehearsal[Key]:
-        return InOrder(self.victims())
-
-    def evict(self, coming: Resident | None) -> Key | None:  # noqa: ARG002 (for orders with ghosts)
-        victim = self._ends.after
-        if victim is None or victim is self._ends:
+    def evict(self, incoming: Resident | None = None) -> Key | None:  # noqa: ARG002
+        victim = self.follower(None)
+        if victim is None:
             return None
         self.pin(victim)
         return victim.key
 
     def enter(self, resident: Resident) -> None:
-        """What is pinned is not in the ring."""
+        """Nothing to do: what is pinned is not in the ring."""
 
-    def remove(self, resident: Resident) -> None:
-        if resident.after is not None:
-            self.pin(resident)
+    def remove(self, item: Resident) -> None:
+        if item.after is not None:
+            self.pin(item)
 
-    def pin(self, resident: Resident) -> None:
-        """Out of the ring, so that no eviction meets it."""
-        before, after = resident.before, resident.after
+    def pin(self, item: Resident) -> None:
+        """Take it out of the ring, so that no eviction meets it."""
+        before, after = item.before, item.after
         assert before is not None
         assert after is not None
         before.after, after.before = after, before
-        resident.before = resident.after = None
+        item.before = item.after = None
 
-    def unpin(self, resident: Resident) -> None:
-        """Into the ring, as the most recent."""
+    def unpin(self, item: Resident) -> None:
+        """Put it into the ring, as the most recent."""
         ends = self._ends
         last = ends.before
         assert last is not None
-        last.after = ends.before = resident
-        resident.before, resident.after = last, ends
+        last.after = ends.before = item
+        item.before, item.after = last, ends
 
-    def hit(self, resident: Resident) -> None:
-        self.refresh(resident)
-
-    def refresh(self, resident: Resident) -> None:
-        if resident.after is not None:
-            self.pin(resident)
-            self.unpin(resident)
+    def hit(self, item: Resident) -> None:
+        if item.after is not None:  # `refresh` sees that too, at the cost of two calls
+            self.refresh(item)
 
 
 class OrderOfKeys(Order):
-    """Any order, by the keys of the residents."""
+    """Any policy, by the keys of the residents."""
 
     keeps_pinned = True
 
@@ -223,8 +176,8 @@ class OrderOfKeys(Order):
         policy.looks.most = _LOOKS
         self._policy = policy
 
-    def resize(self, capacity_bytes: int) -> None:
-        self._policy.resize(capacity_bytes)
+    def resize(self, capacity: int) -> None:
+        self._policy.resize(capacity)
 
     def keys(self) -> Iterator[Key]:
         return self._policy.keys()
@@ -235,8 +188,8 @@ class OrderOfKeys(Order):
     def holds(self, resident: Resident) -> bool:
         return resident.key in self._policy
 
-    def may_evict(self, resident: Resident) -> bool:
-        return resident.key in self._policy and not self._policy.is_pinned(resident.key)
+    def is_pinned(self, item: Resident) -> bool:
+        return self._policy.is_pinned(item.key)
 
     def __len__(self) -> int:
         return len(self._policy)
@@ -247,24 +200,21 @@ class OrderOfKeys(Order):
     def rehearsal(self) -> Rehearsal[Key]:
         return self._policy.rehearsal()
 
-    def evict(self, coming: Resident | None) -> Key | None:
-        return self._policy.evict(None if coming is None else coming.key)
+    def evict(self, incoming: Resident | None = None) -> Key | None:
+        return self._policy.evict(None if incoming is None else incoming.key)
 
     def enter(self, resident: Resident) -> None:
         self._policy.admit(resident.key, resident.stored_bytes)
         self._policy.pin(resident.key)
 
-    def remove(self, resident: Resident) -> None:
-        self._policy.remove(resident.key)
+    def remove(self, item: Resident) -> None:
+        self._policy.remove(item.key)
 
-    def pin(self, resident: Resident) -> None:
-        self._policy.pin(resident.key)
+    def pin(self, item: Resident) -> None:
+        self._policy.pin(item.key)
 
-    def unpin(self, resident: Resident) -> None:
-        self._policy.unpin(resident.key)
+    def unpin(self, item: Resident) -> None:
+        self._policy.unpin(item.key)
 
-    def hit(self, resident: Resident) -> None:
-        self._policy.hit(resident.key)
-
-    def refresh(self, resident: Resident) -> None:
-        self._policy.refresh(resident.key)
+    def hit(self, item: Resident) -> None:
+        self._policy.hit(item.key)

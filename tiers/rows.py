@@ -1,4 +1,4 @@
-"""One row of a records file: the layout, packing, and what makes a row a record.
+"""The rows of a tier's records: their layout, and the table that has one for each slab.
 
 Offsets are from the start of the row, integers are little-endian. A row of zeros is free.
 
@@ -25,26 +25,46 @@ Offsets are from the start of the row, integers are little-endian. A row of zero
 
 A row is at the position of a slab that the entry owns, so there is always a place for it: an
 entry's row at its first slab, and each continuation at the first slab of the last extent that
-the row before it names. A continuation names its entry, so that an old one is never taken for
-part of another.
+the row before it names. A continuation names its entry, so that a stale one is never taken for
+part of another entry.
+
+Two tables hold such rows:
+
+`RowFile`
+    A file in which row i lies at its own place. It has no structure that could be damaged: a
+    flipped bit hits one row. The shm tier uses it: an `apply` is a few writes to memory.
+`LmdbRows` (`tiers.lmdb_rows`)
+    The same table in LMDB, in a process of its own. The disk tier uses it.
 """
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Callable
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
 
 from ..proto.entry import EntryRecord, Location, Recorded, content_bytes
 from ..proto.errors import InvalidSize
 from ..proto.keys import Key
 from ..proto.layout import check_layout, check_token_ids, crc32c
 from ..proto.vocabulary import SaveReason, Tier
+from .files import (
+    check_linked,
+    open_own_file,
+    pwrite_all,
+    secure_range,
+    sync_directory,
+    write_errors,
+)
+from .store import StoreError
 
 ROW_BYTES: Final = 128
 ZERO_ROW: Final = bytes(ROW_BYTES)
 KEY_SLICE: Final = slice(16, 48)
-#: Extents in an entry's row, and in a continuation.
+#: Extents in an entry's row and in a continuation.
 ENTRY_EXTENTS: Final = 5
 CONTINUATION_EXTENTS: Final = 12
 
@@ -52,13 +72,13 @@ _ENTRY_MAGIC: Final = b"PFXE"
 _CONTINUATION_MAGIC: Final = b"PFXC"
 _VERSION: Final = 1
 _ENTRY: Final = struct.Struct("<4sBBBBQ32sQqIIIHHI10I")
-#: The same with one extent, which is all that most have: recovery unpacks every row.
+#: The same with one extent, which is all that most entries have: recovery unpacks every row.
 _HEAD: Final = struct.Struct("<4sBBBBQ32sQqIIIHHIII")
 _EXTENTS: Final = struct.Struct("<10I")
 _EXTENTS_OFFSET: Final = 84
 _CONTINUATION: Final = struct.Struct("<4sBxxxQIII24I")
 _CRC: Final = struct.Struct("<I")
-#: The CRC32C of any bytes with their CRC32C behind them.
+#: The CRC32C of any bytes that are followed by their own CRC32C.
 _GOOD_CRC32C: Final = 0x48674BC7
 _GENERATION: Final = struct.Struct("<Q")
 #: Enum lookup by value is slow, and recovery does two for each entry.
@@ -70,11 +90,11 @@ RowReader = Callable[[int], bytes]
 
 
 class RowRefused(Exception):
-    """A row is no record that this version can use."""
+    """A row is not a record that this version can use."""
 
 
 def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
-    """The rows of an entry with their slabs: its continuations, then its own."""
+    """The rows of an entry with their slabs: the continuations, then the entry's own row."""
     slabs = tuple(number // slab_bytes for number in entry.location)
     count = len(slabs) // 2
     own = _ENTRY.pack(
@@ -116,25 +136,10 @@ def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
 
 def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) -> EntryRecord:
     """The entry whose row lies at `slab`. Raises RowRefused with the reason."""
-    (
-        magic,
-        version,
-        tier,
-        reason,
-        slab_shift,
-        generation,
-        key,
-        payload_bytes,
-        created_ns,
-        token_count,
-        payload_crc32c,
-        token_ids_bytes,
-        layer_count,
-        flags,
-        count,
-        first_slab,
-        first_slabs,
-    ) = _HEAD.unpack_from(row)
+    head = _HEAD.unpack_from(row)
+    magic, version, tier, reason, slab_shift, generation = head[:6]
+    token_ids_bytes, layer_count, flags, count, first_slab, first_slabs = head[-6:]
+    payload_bytes = head[7]
     if magic != _ENTRY_MAGIC:
         raise RowRefused(f"a record begins with {_ENTRY_MAGIC!r}, not with {magic!r}")
     if version != _VERSION:
@@ -171,13 +176,26 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     needed_bytes = content_bytes(payload_bytes, token_ids_bytes)
     if not needed_bytes <= room_bytes < needed_bytes + slab_bytes:
         raise RowRefused(f"the record has {room_bytes} bytes of room for {needed_bytes}")
+    return _entry_record(head, location)
+
+
+def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
+    """An entry of one extent from a row that `decode_entry` has accepted before. No checks."""
+    head = _HEAD.unpack_from(row)
+    return _entry_record(head, (head[-2] * slab_bytes, head[-1] * slab_bytes))
+
+
+def _entry_record(head: tuple[Any, ...], location: Location) -> EntryRecord:
+    """The entry of an unpacked row."""
+    tier, reason, _, generation, key, payload_bytes, created_ns = head[2:9]
+    token_count, payload_crc32c, token_ids_bytes, layer_count = head[9:13]
     # By position: by name it takes half a microsecond more, for every row.
     return EntryRecord(
         Key(key),
         _TIERS[tier],
         _REASONS[reason],
         generation,
-        # Mostly equal, and then one object.
+        # The two are mostly equal, and then one object.
         generation if created_ns == generation else created_ns,
         payload_bytes,
         token_count,
@@ -188,44 +206,8 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     )
 
 
-def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
-    """An entry of one extent that `decode_entry` found good in the same row, without looking at
-    anything again."""
-    (
-        *_,
-        tier,
-        reason,
-        _,
-        generation,
-        key,
-        payload_bytes,
-        created_ns,
-        token_count,
-        payload_crc32c,
-        token_ids_bytes,
-        layer_count,
-        _,
-        _,
-        slab,
-        slabs,
-    ) = _HEAD.unpack_from(row)
-    return EntryRecord(
-        Key(key),
-        _TIERS[tier],
-        _REASONS[reason],
-        generation,
-        generation if created_ns == generation else created_ns,
-        payload_bytes,
-        token_count,
-        layer_count,
-        token_ids_bytes,
-        (slab * slab_bytes, slabs * slab_bytes),
-        payload_crc32c,
-    )
-
-
 def generation_of(row: bytes) -> int | None:
-    """The generation of the entry whose row this is; None: it is no entry's."""
+    """The generation of the entry whose row this is. None: the row is not an entry's."""
     if not row.startswith(_ENTRY_MAGIC) or len(row) < ROW_BYTES:
         return None
     generation: int = _GENERATION.unpack_from(row, 8)[0]
@@ -233,19 +215,19 @@ def generation_of(row: bytes) -> int | None:
 
 
 def is_continuation(row: bytes) -> bool:
-    """Is this row a continuation, whole or not?"""
+    """Whether this row is a continuation, damaged or not."""
     return row.startswith(_CONTINUATION_MAGIC)
 
 
 def has_crc(row: bytes) -> bool:
-    """Does a row match its checksum?"""
+    """Whether a row matches its checksum."""
     return len(row) == ROW_BYTES and crc32c(row) == _GOOD_CRC32C
 
 
 def _continued(
     slabs: list[int], count: int, generation: int, owner: int, read_row: RowReader
 ) -> list[int]:
-    """All extents of an entry of which `slabs` are the first. Raises RowRefused."""
+    """All extents of an entry whose first ones are `slabs`. Raises RowRefused."""
     named = ENTRY_EXTENTS
     while named < count:
         row = read_row(slabs[-2])
@@ -266,3 +248,127 @@ def _padded(slabs: tuple[int, ...], extents: int) -> tuple[int, ...]:
 
 def _with_crc(row: bytes) -> bytes:
     return row + _CRC.pack(crc32c(row))
+
+
+#: Slabs that are read at once.
+CHUNK_SLABS: Final = 8192
+RECORDS_FILE: Final = "records"
+#: How often a row without a good checksum is read before a row that differs each time is an error.
+_READINGS: Final = 5
+
+#: A slab whose row is to be erased if it has this generation. None: in any case.
+Erasure = tuple[int, int | None]
+
+
+class RowTable(ABC):
+    """Rows of `ROW_BYTES` for the slabs 0, 1, ... of an arena.
+
+    A call is not atomic: a failure, or the end of the process, may leave a part of it done. Every
+    method may be called from any thread, one at a time. Raises StoreError, StoreFull.
+    """
+
+    @abstractmethod
+    def secure(self, slabs: int) -> None:
+        """Reserve room on the device for the rows of the first `slabs` slabs. Gives none back."""
+
+    @abstractmethod
+    def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        """Erase, then write, in order. When it returns, all of it is durable."""
+
+    @abstractmethod
+    def read(self, slab: int) -> bytes:
+        """The row of a slab. Zeros or nothing if it has none."""
+
+    @abstractmethod
+    def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        """The rows that are not zeros, in order and in chunks: the first slab of a range of
+        `CHUNK_SLABS`, and the range's rows with their slabs. Never the row of slab 0."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release all resources. May be called twice, and at any moment."""
+
+    def probe(self) -> None:
+        """Make a real write durable, to the row of slab 0, which belongs to no entry."""
+        self.apply((), [(0, os.urandom(16).ljust(ROW_BYTES, b"\0"))])
+
+
+class RowFile(RowTable):
+    """The table in the file `records` of `directory`, for `slabs` slabs.
+
+    `sync`: changes wait for the device. Raises StoreError if the file can't be used.
+    """
+
+    def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
+        self._path: Final = directory / RECORDS_FILE
+        self._slabs: Final = slabs
+        self._sync: Final = sync
+        self._secured_slabs = 0
+        self._fd = -1
+        with write_errors(f"open the records in {directory}"):
+            try:
+                self._fd = open_own_file(self._path, 0o600)
+                if os.fstat(self._fd).st_size > slabs * ROW_BYTES:
+                    os.ftruncate(self._fd, slabs * ROW_BYTES)
+                if sync:
+                    sync_directory(directory)
+            except BaseException:
+                self.close()
+                raise
+
+    def secure(self, slabs: int) -> None:
+        first, more = self._secured_slabs, slabs - self._secured_slabs
+        if more > 0:
+            with write_errors(f"make room for records in {self._path.parent}"):
+                secure_range(self._fd, first * ROW_BYTES, more * ROW_BYTES)
+            self._secured_slabs = slabs
+
+    def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
+        with write_errors(f"write records in {self._path.parent}"):
+            check_linked(self._fd, self._path)
+            for slab, generation in erasures:
+                if generation is None or generation_of(self._pread(slab)) == generation:
+                    pwrite_all(self._fd, ZERO_ROW, slab * ROW_BYTES)
+            for slab, row in rows:
+                pwrite_all(self._fd, row, slab * ROW_BYTES)
+            if self._sync:
+                os.fdatasync(self._fd)
+
+    def read(self, slab: int) -> bytes:
+        with write_errors(f"read the records in {self._path.parent}"):
+            return self._pread(slab)
+
+    def chunks(self) -> Iterator[tuple[int, list[tuple[int, bytes]]]]:
+        zeros = bytes(CHUNK_SLABS * ROW_BYTES)
+        for first in range(0, self._slabs, CHUNK_SLABS):
+            with write_errors(f"read the records in {self._path.parent}"):
+                chunk = os.pread(self._fd, CHUNK_SLABS * ROW_BYTES, first * ROW_BYTES)
+            if chunk != zeros[: len(chunk)]:
+                rows = [(slab, self._stored(slab, row)) for slab, row in _used_rows(first, chunk)]
+                yield first, [(slab, row) for slab, row in rows if row != ZERO_ROW]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+    def _stored(self, slab: int, row: bytes) -> bytes:
+        """The row as it is stored. A row without a good checksum is read again, because recovery
+        erases such rows and a single reading may be wrong. Raises StoreError."""
+        for _ in range(_READINGS):
+            if has_crc(row) or row == ZERO_ROW:
+                return row
+            before, row = row, self.read(slab).ljust(ROW_BYTES, b"\0")
+            if row == before:
+                return row  # it is stored like this
+        raise StoreError(f"the row of slab {slab} is different at each reading")
+
+    def _pread(self, slab: int) -> bytes:
+        return os.pread(self._fd, ROW_BYTES, slab * ROW_BYTES)
+
+
+def _used_rows(first_slab: int, chunk: bytes) -> Iterator[tuple[int, bytes]]:
+    for start in range(0 if first_slab else ROW_BYTES, len(chunk) - ROW_BYTES + 1, ROW_BYTES):
+        row = chunk[start : start + ROW_BYTES]
+        if row != ZERO_ROW:
+            yield first_slab + start // ROW_BYTES, row

@@ -1,25 +1,25 @@
-"""A tier that namespaces have shares of: what each takes, and which gives when room is needed.
+"""Shares of a tier: what each namespace uses, and which one gives when room is needed.
 
-A namespace with a share is a *part* of the tier, with an eviction order of its own; everything else
-is one more part, whose share is 0. A part may take whatever is free. When room is needed, the part
-that is furthest above its share gives its next victim. The part that needs it counts as if it had
-it already. So
+A namespace with a share is a *part* of the tier, with an eviction order of its own. All other
+entries form one more part, whose share is 0. A part may use whatever is free. When room is needed,
+the part that is furthest above its share gives its next victim; the part that needs the room counts
+as if it had it already. So
 
-- of a part that takes no more than its share nothing leaves for the save of another;
-- what all shares leave is divided evenly between the parts that want it.
+- a part within its share loses nothing to the saves of another;
+- the room beyond all shares is divided evenly between the parts that use it.
 
-What is pinned or reserved can't leave. Of that, the parts together have no more above their shares
-than the shares leave (`allows`). From this follows that a part within its share always gets its
-room: if a tier is full with it, some part is above its share, and by more than it has pinned there.
+Pinned and reserved entries can't leave. Above their shares, the parts together have no more of
+these than the room beyond all shares (`allows`). So a part within its share always gets its room:
+if it would overfill the tier, some part is above its share, by more than it has pinned there.
 
-Entries are divided like bytes where their number is limited: a share of a quarter of the bytes
-is one of a quarter of the entries. While a tier has less room than the shares are (its memory is
-being secured), all of them are smaller in proportion.
+Where the number of entries is limited, it is divided like bytes: a share of a quarter of the bytes
+is also a quarter of the entries. While a tier has less room than all shares together (its memory is
+being secured), they shrink in proportion.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Final, NamedTuple
@@ -31,7 +31,7 @@ from .order import Order, Resident, order_by
 
 
 class Share(NamedTuple):
-    """What one namespace is sure of in a tier. `policy`: empty, for its part of it."""
+    """The guaranteed share of one namespace in a tier. `policy` must be empty."""
 
     namespace: str
     share_bytes: int
@@ -39,7 +39,7 @@ class Share(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What a tier may hold at this moment. `max_entries` 0: any number."""
+    """What a tier may hold at this moment. `max_entries` 0: no limit."""
 
     limit_bytes: int
     max_entries: int
@@ -47,8 +47,8 @@ class Room(NamedTuple):
 
 @dataclass(slots=True)
 class Standing:
-    """What one part takes. *Fixed* is what can't leave: pinned, reserved, or dropped while a claim
-    or a writer still has its room."""
+    """What one part uses. *Fixed* is what can't be evicted: pinned, reserved, or dropped while a
+    claim or a writer still has its room."""
 
     namespace: str
     share_bytes: int
@@ -58,7 +58,7 @@ class Standing:
     fixed_entries: int = 0
 
     def charge(self, stored_bytes: int, used: int, fixed: int) -> None:
-        """An entry more (1) or less (-1) is there, and can't leave."""
+        """Count an entry as used, and as fixed: 1 more, 0 unchanged, -1 less."""
         self.used_bytes += used * stored_bytes
         self.used_entries += used
         self.fixed_bytes += fixed * stored_bytes
@@ -66,29 +66,32 @@ class Standing:
 
 
 class Shares(Order):
-    """The parts of a tier, as one eviction order. The ledger says what happens to the room."""
+    """The parts of a tier, as one eviction order that counts what is used and what is fixed.
+
+    What enters, is pinned or unpinned is counted here; the ledger reports when room is freed.
+    """
 
     def __init__(self, rest: EvictionPolicy[Key], shares: Sequence[Share]) -> None:
-        """`rest`: empty, for what has no share."""
+        """`rest`: the empty policy of the part without a share."""
         super().__init__(rest.name)
         self._orders: Final = [order_by(rest), *(order_by(share.policy) for share in shares)]
         self.keeps_pinned = self._orders[0].keeps_pinned
-        #: the first is of what has no share
+        #: The first one is of the part without a share.
         self.standings: Final = [
             Standing("", 0),
             *(Standing(share.namespace, share.share_bytes) for share in shares),
         ]
         self.share_bytes: Final = sum(share.share_bytes for share in shares)
-        #: what `_sure` answered last, and of what room
+        #: The last result of `_guaranteed`, and its room.
         self._room = Room(-1, 0)
-        self._now: list[tuple[int, int]] = []
+        self._guarantees: list[tuple[int, int]] = []
         self._numbers: Final = {
             tag_of(share.namespace): number for number, share in enumerate(shares, 1)
         }
 
     @property
     def namespaces(self) -> list[str]:
-        """Those that have a share."""
+        """The namespaces that have a share."""
         return [standing.namespace for standing in self.standings[1:]]
 
     def number_of(self, key: Key) -> int:
@@ -103,31 +106,31 @@ class Shares(Order):
 
     # ---- room
 
-    def charge(self, resident: Resident, used: int, fixed: int) -> None:
-        """See `Standing.charge`."""
+    def charge(self, resident: Resident, used: int, fixed: int) -> Order:
+        """Charge the part of a resident (see `Standing.charge`), and return the part's order."""
         number = self.number_of(resident.key)
         self.standings[number].charge(resident.stored_bytes, used, fixed)
+        return self._orders[number]
 
     def left_bytes(self, number: int, whole_bytes: int) -> int:
-        """What the shares of the others leave to a part at most of a tier of this size."""
+        """The most that the other shares leave to a part of a tier of `whole_bytes`."""
         return whole_bytes - self.share_bytes + self.standings[number].share_bytes
 
-    def allows(self, room: Room, adding: Sequence[tuple[int, int, int]]) -> bool:
-        """May more be fixed? `adding`: part, bytes, entries. Without regard to what is free: what
-        the others are sure of is not given away because they do not use it yet."""
-        more = {number: (more_bytes, entries) for number, more_bytes, entries in adding}
+    def allows(self, room: Room, adding: Mapping[int, tuple[int, int]]) -> bool:
+        """Whether more may become fixed. `adding`: part -> (bytes, entries). What is free does not
+        matter: room that is guaranteed to others is not given away while they don't use it."""
         left_bytes, left_entries = room
         over_bytes = over_entries = 0
-        # Asked for every block, of every part: without calls.
-        for number, (standing, sure) in enumerate(
-            zip(self.standings, self._sure(room), strict=True)
+        # Runs for every block and part: without calls.
+        for number, (standing, guaranteed) in enumerate(
+            zip(self.standings, self._guaranteed(room), strict=True)
         ):
-            share_bytes, share_entries = sure
+            share_bytes, share_entries = guaranteed
             left_bytes -= share_bytes
             left_entries -= share_entries
             fixed_bytes, fixed_entries = standing.fixed_bytes, standing.fixed_entries
-            if number in more:
-                more_bytes, entries = more[number]
+            if number in adding:
+                more_bytes, entries = adding[number]
                 fixed_bytes += more_bytes
                 fixed_entries += entries
             if fixed_bytes > share_bytes:
@@ -136,12 +139,12 @@ class Shares(Order):
                 over_entries += fixed_entries - share_entries
         return over_bytes <= left_bytes and (not room.max_entries or over_entries <= left_entries)
 
-    def _sure(self, room: Room) -> list[tuple[int, int]]:
-        """What each part is sure of now, in bytes and entries."""
+    def _guaranteed(self, room: Room) -> list[tuple[int, int]]:
+        """The guaranteed bytes and entries of each part now."""
         if room != self._room:
             self._room = room
-            self._now = [self._share(standing, room) for standing in self.standings]
-        return self._now
+            self._guarantees = [self._share(standing, room) for standing in self.standings]
+        return self._guarantees
 
     def _share(self, standing: Standing, room: Room) -> tuple[int, int]:
         share_bytes, limit_bytes = standing.share_bytes, room.limit_bytes
@@ -160,79 +163,78 @@ class Shares(Order):
         by_entries: bool = False,
         below: bool = False,
     ) -> int | None:
-        """The part that gives: of those that can, the one furthest above its share; None: there is
-        none above it. `coming`: the part that needs room, its bytes and entries. `by_entries`: it
-        is entries that are too many. `below`: also one that is not above its share."""
-        found, most, sure = None, 0, self._sure(room)
+        """The part that gives room: the one furthest above its share that has something to evict.
+        None: no such part is above its share.
+
+        `coming`: (part, bytes, entries) of what needs room. `by_entries`: there are too many
+        entries, not bytes. `below`: parts that are not above their shares give as well.
+        """
+        found, most, guaranteed = None, 0, self._guaranteed(room)
         for number, standing in enumerate(standings):
             if standing.used_entries <= standing.fixed_entries:
                 continue
             used = standing.used_entries if by_entries else standing.used_bytes
             if coming is not None and coming[0] == number:
                 used += coming[2] if by_entries else coming[1]
-            over = used - sure[number][by_entries]
+            over = used - guaranteed[number][by_entries]
             if over > most or (below and found is None):
                 found, most = number, over
         return found
 
     def take(self, number: int, coming: Resident | None) -> Key | None:
-        """The next victim of a part, out of its order. `coming` is what it leaves for."""
+        """Evict the next victim of a part. The room is for `coming`."""
         if coming is not None and self.number_of(coming.key) != number:
-            coming = None  # what another part remembers is not its business
+            coming = None  # another part remembers nothing of its keys
         return self._orders[number].evict(coming)
 
-    def rehearse(self, number: int, bytes_of: Callable[[Key], int]) -> SharesRehearsal:
-        """Try out what the coming of entries to a part would do; see `EvictionPolicy.rehearsal`."""
-        return SharesRehearsal(self, number, bytes_of)
+    # ---- `Order`: each call goes to the part of its entry
 
-    # ---- `Order`: what happens to one entry happens in its part
-
-    def resize(self, capacity_bytes: int) -> None:
-        self._orders[0].resize(max(0, capacity_bytes - self.share_bytes))
+    def resize(self, capacity: int) -> None:
+        self._orders[0].resize(max(0, capacity - self.share_bytes))
 
     def keys(self) -> Iterator[Key]:
         return chain.from_iterable(order.keys() for order in self._orders)
 
     def victims(self) -> Iterator[Key]:
-        """Those of each part in their order, part after part: `Ledger.victims` knows better."""
+        """The victims of one part after the other. `Ledger.victims` has their common order."""
         return chain.from_iterable(order.victims() for order in self._orders)
 
     def holds(self, resident: Resident) -> bool:
         return self.of(resident.key).holds(resident)
 
-    def may_evict(self, resident: Resident) -> bool:
-        return self.of(resident.key).may_evict(resident)
+    def is_pinned(self, item: Resident) -> bool:
+        return self.of(item.key).is_pinned(item)
 
     def prepare(self, coming: Resident) -> None:
         self.of(coming.key).prepare(coming)
 
     def rehearsal(self) -> Rehearsal[Key]:
-        raise NotImplementedError("it depends on who comes: see `rehearse`")
+        raise NotImplementedError("it depends on what comes: see `SharesRehearsal`")
 
-    def evict(self, coming: Resident | None) -> Key | None:
-        raise NotImplementedError("it depends on the room that there is: see `giver`")
+    def evict(self, incoming: Resident | None = None) -> Key | None:
+        raise NotImplementedError("it depends on the room: see `giver` and `take`")
 
     def enter(self, resident: Resident) -> None:
-        self.of(resident.key).enter(resident)
+        self.charge(resident, 1, 1).enter(resident)
 
-    def remove(self, resident: Resident) -> None:
-        self.of(resident.key).remove(resident)
+    def remove(self, item: Resident) -> None:
+        self.of(item.key).remove(item)
 
-    def pin(self, resident: Resident) -> None:
-        self.of(resident.key).pin(resident)
+    def pin(self, item: Resident) -> None:
+        self.charge(item, 0, 1).pin(item)
 
-    def unpin(self, resident: Resident) -> None:
-        self.of(resident.key).unpin(resident)
+    def unpin(self, item: Resident) -> None:
+        self.charge(item, 0, -1).unpin(item)
 
-    def hit(self, resident: Resident) -> None:
-        self.of(resident.key).hit(resident)
+    def hit(self, item: Resident) -> None:
+        self.of(item.key).hit(item)
 
-    def refresh(self, resident: Resident) -> None:
-        self.of(resident.key).refresh(resident)
+    def refresh(self, item: Resident) -> None:
+        self.of(item.key).refresh(item)
 
 
 class SharesRehearsal:
-    """What `Ledger.foretell` does, on copies. The shares must not change meanwhile."""
+    """Tries out evictions, and admissions to one part; see `EvictionOrder.rehearsal`."""
 
     def __init__(self, shares: Shares, number: int, bytes_of: Callable[[Key], int]) -> None:
         self._shares = shares
@@ -263,7 +265,7 @@ class SharesRehearsal:
         self._of(self._number).prepare(coming, stored_bytes)
 
     def admit(self, coming: Key, stored_bytes: int, entries: int) -> None:
-        """`coming` has its room, and is reserved; it stands for so many of these bytes in all."""
+        """Reserve `coming`, which stands for `entries` entries of `stored_bytes` in total."""
         rehearsal = self._of(self._number)
         rehearsal.admit(coming, stored_bytes)
         rehearsal.pin(coming)
@@ -271,8 +273,8 @@ class SharesRehearsal:
 
 
 class Tally:
-    """A count of what the parts take, beside the one that `Shares` has; of a tier without shares
-    it counts nothing."""
+    """A second count of what the parts use, to check that of `Shares`. Does nothing for a tier
+    without shares."""
 
     def __init__(self, shares: Shares | None) -> None:
         self._shares = shares
@@ -288,5 +290,5 @@ class Tally:
             self._standings[number].charge(resident.stored_bytes, used, fixed)
 
     def agrees(self) -> bool:
-        """Is it what the shares have?"""
+        """Whether `Shares` has counted the same."""
         return self._shares is None or self._standings == self._shares.standings

@@ -1,32 +1,33 @@
-"""The contract of every store: it moves bytes, and knows nothing of budgets or orders.
+"""The contract of every store: it moves bytes, and knows nothing of budgets or eviction.
 
-Where an entry lies is decided before a store is called (`tiers.ledger` owns the extents), and
-an entry is visible only after the metadata server published it. A store therefore never has
-to arbitrate: no two writers ever hold the same extent or the same key.
+Before a store is called, the ledger has decided where the entry lies (`tiers.ledger` owns the
+extents), and an entry is visible only after the metadata server has published it. So a store never
+has to arbitrate: no two writers ever have the same extent or the same key.
 
 How an entry comes and goes:
 
 1. `writer(entry)`, `write` and `seal` move the payload into its extents.
 2. `apply([writer])` makes it durable: the payload first, then the record that names it.
-3. `forget([entry])` ends it. The record is erased by the next `apply`, and at the latest before
-   any writer writes its first byte: so no byte is written to an extent whose old record still
-   stands. The caller has to call `forget` before it gives the extents to another entry, and
-   nothing else; the order of the two on the device is the store's business.
+3. `forget([entry])` ends it. The next `apply` erases the record, or the first write of any entry
+   if that comes earlier: no byte is written to an extent whose old record still stands. The caller
+   only has to call `forget` before it gives the extents to another entry; the store takes care of
+   the order on the device.
 
-Three ways to fail, which share no base class beyond Exception where they must not be confused:
+A store fails in three ways:
 
 `StoreError`
-    Failure: an I/O error, no memory, a device that is gone. What is stored may be good: the
-    entry stays, this read is a miss, and the tier is unhealthy.
+    An I/O error, no memory, a device that is gone. The stored bytes may be good: the entry stays,
+    this read is a miss, and the tier is unhealthy.
 `StoreFull`, a StoreError
-    The device has no room although the budget has. The answer to this save, no illness.
+    The device has no room although the budget has. This save is refused; the tier is healthy.
 `Damaged`
-    The stored bytes are not those that were saved: a checksum does not match, or the file ends
-    before them. The entry is lost and has to be dropped. Not a StoreError.
+    The stored bytes are not those that were saved: a checksum does not match, or the file is too
+    short. The entry is lost and has to be dropped. Not a StoreError, which must not be taken for
+    it.
 
-Threads: everything of a store with `blocking = False` may be called from the event loop. Of a
-blocking store only `writer`, `forget`, `stored_bytes` and the attributes; everything else does
-I/O and belongs on worker threads. Calls for different entries may run at the same time.
+Threads: a store with `blocking = False` may be called from the event loop. Of a blocking store only
+`writer`, `forget`, `stored_bytes` and the attributes may; everything else does I/O and belongs on
+worker threads. Calls for different entries may run at the same time.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from ..proto.vocabulary import Tier
 #: Anything that exports a contiguous byte buffer.
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
-#: What is secured at once: about 30 ms on a machine that has the memory at hand.
+#: What is secured at once: about 30 ms on a machine with enough free memory.
 SEGMENT_BYTES: Final = 64 * 2**20
-#: What is left of a device that has no room for a segment is taken in halves of it, down to this.
+#: On a device without room for a whole segment, segments are halved down to this size.
 SMALLEST_SEGMENT_BYTES: Final = 2**20
 #: How much of a payload is read at once to compute its checksum.
 VERIFY_BYTES: Final = 2**20
@@ -65,9 +66,11 @@ class StoredEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RecoveryBatch:
-    """A part of what a store found at start. `dropped`: entries that could not be adopted, each
-    with the reason; the key is the one that a damaged record shows. `following`: entries in the
-    batches after this one, where that is known."""
+    """A part of what a store found at start.
+
+    `dropped`: (key, reason) of entries that could not be adopted; the key is as in the damaged
+    record. `following`: entries in the batches after this one, where that is known.
+    """
 
     entries: list[StoredEntry]
     dropped: list[tuple[Key, str]]
@@ -84,14 +87,14 @@ class Usage:
 
 
 class StoreError(Exception):
-    """The store could not do what it was told. What it holds may be good."""
+    """The store could not do what it was told. The stored entries may be good."""
 
 
 class StoreFull(StoreError):
     """The device has no room left though the budget has."""
 
 
-class Damaged(Exception):  # an answer about an entry; must not read like StoreError
+class Damaged(Exception):  # the entry is bad, not the store: so no StoreError
     """The stored bytes of an entry are not those that were saved."""
 
 
@@ -102,7 +105,7 @@ class EntryWriter(ABC):
     nothing that can be found.
     """
 
-    #: What is being saved. Complete, with its checksum, once it is sealed.
+    #: The entry that is being saved. It has its checksum once the writer is sealed.
     entry: Recorded
 
     @property
@@ -112,15 +115,15 @@ class EntryWriter(ABC):
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
-        """Store the next bytes; `data` is not used after the call.
+        """Store the next bytes. `data` is not used after the call.
 
         Raises ValueError beyond `entry.payload_bytes`, StoreError, StoreFull. After a StoreError
         the writer can't go on.
         """
 
     def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
-        """Where some of the next bytes may be written by the caller, who says with `filled` how
-        many were; None: this store has to `write` them. Raises StoreError."""
+        """Memory into which the caller may write some of the next bytes, and then call `filled`.
+        None: this store needs `write`. Raises StoreError."""
         return None
 
     def filled(self, length_bytes: int) -> None:
@@ -129,7 +132,7 @@ class EntryWriter(ABC):
 
     @abstractmethod
     def seal(self) -> int:
-        """All bytes are there: return the CRC32C of the payload as it was stored.
+        """Finish the payload, and return its CRC32C as it was stored.
 
         Raises ValueError if bytes are missing, StoreError, StoreFull.
         """
@@ -139,94 +142,91 @@ class Store(ABC):
     """One tier's bytes."""
 
     tier: ClassVar[Tier]
-    #: True: most calls touch a disk and belong on worker threads; see the module.
+    #: Whether most calls do I/O and belong on worker threads; see the module.
     blocking: ClassVar[bool]
-    #: True: an entry is there for good once `apply` has written its record. False: `apply` does
-    #: nothing.
+    #: Whether `apply` writes records, which make entries durable. If not, it does nothing.
     recorded: ClassVar[bool]
     slab_bytes: int
-    #: A context manager that is entered around each step of `apply`, by name: for timing.
+    #: Makes a context manager around each step of `apply`, by its name. For timing.
     step: Callable[[str], AbstractContextManager[object]] = nullcontext
-    #: Bytes at the start of the arena that belong to no entry: what `ExtentAllocator` has to
-    #: leave out.
+    #: Bytes at the start of the arena that `ExtentAllocator` must not give to entries.
     header_bytes: int
 
     @property
     @abstractmethod
     def size_bytes(self) -> int:
-        """Bytes of the arena once all of its room is there."""
+        """Bytes of the arena once all of it is secured."""
 
     @property
     @abstractmethod
     def secured_bytes(self) -> int:
-        """Bytes of the arena, from its start, whose room is there."""
+        """Bytes from the start of the arena whose room is reserved on the device."""
 
     @abstractmethod
     def stored_bytes(self, payload_bytes: int, token_ids_bytes: int) -> int:
-        """What an entry takes from the arena: whole slabs."""
+        """What an entry takes of the arena, in whole slabs."""
 
     @abstractmethod
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """Get the arena's room from the device, segment by segment; yields the bytes from the
-        arena's start that are there after each.
+        """Reserve the arena's room on the device, segment by segment. Yields `secured_bytes` after
+        each.
 
-        Meant for a background thread. Raises StoreFull when the device has no more room; what
-        was secured stays, and a later call goes on: less than a segment is left to the others
-        who use the device. Raises StoreError.
+        Meant for a background thread. Raises StoreFull when the device has no more room: less than
+        a segment is left to its other users. What was secured stays, and a later call continues.
+        Raises StoreError.
         """
 
     @abstractmethod
     def arena_bytes_of(self, budget_bytes: int) -> int:
-        """What of another budget is for the arena: whole slabs, its header included. Raises
-        ValueError, with the sentence, for a budget that the tier can't have before a restart."""
+        """The arena's part of another budget: whole slabs, its header included. Raises ValueError,
+        with the sentence for the user, if the tier can't have this budget before a restart."""
 
     @abstractmethod
     def wants(self, arena_bytes: int) -> None:
-        """The arena is to have `arena_bytes`, which `secure_segments` gets from now on. What was
-        secured already stays."""
+        """Set how large `secure_segments` makes the arena. What was secured already stays."""
 
     @abstractmethod
     def give_back(self, location: Location) -> bool:
-        """Let the device have the room of slabs that no entry has any more, and erase the records
-        that named them before. False: it stays until a restart. Raises StoreError."""
+        """Give the room of unused slabs back to the device, after erasing the records that named
+        them. False: the arena keeps it until a restart. Raises StoreError."""
 
     @abstractmethod
     def take_back(self, location: Location) -> None:
-        """The opposite, before an entry may have them again. Raises StoreFull, StoreError."""
+        """Undo `give_back`, before entries use the slabs again. Raises StoreFull, StoreError."""
 
     @abstractmethod
     def set_incarnation(self, incarnation: bytes) -> None:
-        """This start of the daemon begins to write to the arena: 16 random bytes that readers
-        find in its header. Has to come before the first `writer`. Raises StoreError."""
+        """Write the incarnation, 16 random bytes of this start of the daemon, into the arena's
+        header for readers. Has to come before the first `writer`. Raises StoreError."""
 
     @abstractmethod
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
-        """Begin an entry in the room that it names. Cheap; no visible effect. The writer sets the
-        checksum of `entry`, of which nothing else changes before it is durable.
+        """Begin to write an entry at its location. Cheap; no visible effect. The writer sets the
+        checksum of `entry`; nothing else of it may change before it is durable.
 
         Raises ValueError if the token ids are not as long as the entry says.
         """
 
     @abstractmethod
     def forget(self, entries: Iterable[EntryRef]) -> None:
-        """These entries are gone: their records are erased before their room is written again.
+        """Have the records of these entries erased before their room is written again.
 
-        Never does I/O in a blocking store, and never fails: what can't be erased is tried again
-        by the next `apply`, and the next write of any entry waits for it. Forgetting what is
+        Does no I/O in a blocking store, and never fails: what can't be erased is tried again by
+        the next `apply`, and the next write of any entry waits for it. Forgetting an entry that is
         not there, or was replaced, is no error.
         """
 
     @property
     @abstractmethod
     def unerased(self) -> int:
-        """Entries that were forgotten and whose records may still stand."""
+        """How many forgotten entries may still have a record."""
 
     @abstractmethod
     def apply(self, sealed: Sequence[EntryWriter]) -> None:
         """Erase what was forgotten, and make sealed entries durable.
 
-        When it returns, the sealed entries survive whatever the tier survives. Raises StoreFull
-        or StoreError: then none of them is saved, and what was forgotten is tried again later.
+        Afterwards the sealed entries survive whatever the tier survives. Raises StoreFull or
+        StoreError. None of them is saved then, and the erasures are tried again later.
         """
 
     @abstractmethod
@@ -243,26 +243,26 @@ class Store(ABC):
 
     @abstractmethod
     def recover(self) -> Iterator[RecoveryBatch]:
-        """What survived, in batches, least recently used first. Raises StoreError.
+        """The entries that survived, in batches, least recently used first. Raises StoreError.
 
-        To be consumed before the first `writer`. The records of what is dropped are erased.
+        Consume it before the first `writer`. The records of dropped entries are erased.
         """
 
     @abstractmethod
     def scan(self) -> Iterator[list[EntryRecord]]:
-        """What the records name now, in batches, for cross-checks. Raises StoreError."""
+        """The entries that have records now, in batches, for cross-checks. Raises StoreError."""
 
     @abstractmethod
     def record_usage(self, usages: Sequence[Usage]) -> None:
-        """Remember use for the next `recover`: hints, which a crash may lose. Raises StoreError."""
+        """Store usage for the next `recover`. A crash may lose it. Raises StoreError."""
 
     @abstractmethod
     def probe(self) -> None:
-        """A small real write, for a watchdog. Raises StoreError when it fails."""
+        """Do a small real write, for a watchdog. Raises StoreError when it fails."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back to the system. What the tier survives is still there."""
+        """Release all resources. Durable entries stay."""
 
     def verify(self, entry: EntryRef, payload_crc32c: int) -> None:
         """Read a whole entry. Raises Damaged unless its payload has this CRC32C and its token ids
@@ -271,8 +271,8 @@ class Store(ABC):
             pass
 
     def verify_steps(self, entry: EntryRef, payload_crc32c: int) -> Iterator[int]:
-        """`verify` in steps, so that a reader can pause or stop between them: yields the payload
-        bytes that each has read, at most `VERIFY_BYTES`."""
+        """`verify` in steps, so that a caller can pause or stop between them. Yields the payload
+        bytes that each step has read, at most `VERIFY_BYTES`."""
         crc = 0
         for start in range(0, entry.payload_bytes, VERIFY_BYTES):
             length_bytes = min(VERIFY_BYTES, entry.payload_bytes - start)

@@ -16,8 +16,7 @@ from time import perf_counter
 from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...tiers.eviction.sampled import SampledCurve, position_of_int
-from ...tiers.eviction.stack import StackDistances
+from ...tiers.eviction.stack_distance import SampledCurve, StackDistances, position_of_int
 from .simulate import TouchOrder
 from .trace import Request, tokens_of_blocks
 

@@ -12,9 +12,7 @@ from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, UnknownStaging
 from ...proto.vocabulary import Tier
-from ...tiers.disk import DiskStore
-from ...tiers.ram import RamStore
-from ...tiers.shm import ShmStore
+from ...tiers.arena_stores import DiskStore, RamStore, ShmStore
 from ..runtime.loop import Core
 from ..runtime.staging import StagingPool
 from .access import namespace_of

@@ -406,7 +406,7 @@ class Recount:
         policy, tier = t.ledgers[entry.tier].policy.of(key), entry.tier.label
         if not policy.holds(entry) and (policy.keeps_pinned or not entry.pins):
             self._say(f"{tier}: the eviction order lacks {_name(key)}")
-        elif policy.may_evict(entry) == bool(entry.pins):
+        elif policy.is_pinned(entry) != bool(entry.pins):
             says = "may" if entry.pins else "can't"
             self._say(f"{tier}: {_name(key)} {says} be evicted, it has {entry.pins} pins")
         elif isinstance(policy, Recency):

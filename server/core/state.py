@@ -17,7 +17,7 @@ from typing import Final, assert_never
 
 from ...proto.errors import LimitReached, UnknownSession
 from ...proto.vocabulary import Tier
-from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
+from ...tiers.eviction.stack_distance import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
 from . import adoption, read_rules, reserving, resizing, save_rules

@@ -15,7 +15,7 @@ from typing import Protocol, TypeAlias, assert_never
 from ...proto import limits
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
-from ...tiers.eviction.sampled import SampledCurve
+from ...tiers.eviction.stack_distance import SampledCurve
 from ...tiers.ledger import Ledger
 from .answers import Reserved
 from .entries import Entry, EntryTable

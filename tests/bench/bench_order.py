@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Why LRU has two forms: a ring through the residents of a tier, and the order by keys of a replay.
+"""Measures the two forms of LRU: links between the residents of a tier, and keys in a replay.
 
     python tests/bench/bench_order.py              # 200,000 entries
     python tests/bench/bench_order.py --entries 1000000
@@ -28,7 +28,7 @@ ROUNDS = 15
 
 
 def made(order: Order, entries: int) -> tuple[list[Resident], float]:
-    """Residents that are in the order, and the bytes that it took for each."""
+    """Residents in the order, and its bytes for each."""
     held = [Resident(key=key_of(number), stored_bytes=1, place=0) for number in range(entries)]
     gc.collect()
     tracemalloc.start()

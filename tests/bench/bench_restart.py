@@ -32,7 +32,7 @@ from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 
 SLAB_BYTES = 4096
 _AT_ONCE = 10_000

@@ -69,7 +69,6 @@ from prefixd.server.runtime.slices import recount
 from prefixd.tiers.eviction import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.ram import RamStore
 
 BATCH_KEYS: Final = 48
 SLAB_BYTES: Final = 4096

@@ -26,15 +26,12 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.tiers.arena_store import RecordedStore
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, RecordedStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.heap import keep_large_blocks
 from prefixd.tiers.lmdb_rows import LmdbRows
-from prefixd.tiers.ram import RamStore
 from prefixd.tiers.records import Records
-from prefixd.tiers.row_table import RowFile
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import RowFile
 from prefixd.tiers.store import Store, Usage
 
 SIZES = [4 * 2**10, 64 * 2**10, 2**20, 5 * 2**20]

@@ -1,4 +1,4 @@
-"""A store that fails on purpose, around one that does not.
+"""A store that fails on purpose. It wraps one that does not.
 
 Faults are drawn from a seed at given rates, or armed one by one. A fault hits the operation it
 belongs to and leaves what the contract says it leaves; nothing here sleeps or starts threads.
@@ -27,7 +27,7 @@ from prefixd.tiers.store import (
 
 
 class Fault(Enum):
-    """What goes wrong."""
+    """The faults."""
 
     SHORT_READ = "`read` answers with fewer bytes than asked for"
     FLIPPED_READ = "`read` answers with one bit that is not as it was stored"
@@ -43,7 +43,7 @@ class Fault(Enum):
     CRASH_AFTER = "the process ends after `apply` did its work"
 
 
-#: The call that has the fault.
+#: The call that each fault affects.
 OPERATIONS: Mapping[Fault, str] = {
     Fault.SHORT_READ: "read",
     Fault.FLIPPED_READ: "read",
@@ -58,12 +58,12 @@ OPERATIONS: Mapping[Fault, str] = {
     Fault.CRASH_BEFORE: "apply",
     Fault.CRASH_AFTER: "apply",
 }
-#: What takes its time.
+#: Faults that only delay a call.
 ANNOUNCED = {"read", "write", "apply"}
 
 
 class Crash(BaseException):
-    """The process ended here. Not an Exception: nothing may catch it and go on."""
+    """The process ends here. Not an Exception, so that nothing catches it and goes on."""
 
 
 class FaultyStore(Store):
@@ -85,18 +85,18 @@ class FaultyStore(Store):
         self.slab_bytes = inner.slab_bytes
         self.header_bytes = inner.header_bytes
         self.on_call = on_call
-        #: every fault that happened, in order
+        #: Every fault that happened, in order.
         self.happened: list[Fault] = []
         self._random = random.Random(seed)
         self._rates = dict(rates or {})
         self._armed: deque[Fault] = deque()
 
     def arm(self, fault: Fault) -> None:
-        """Give this fault to the next operation that it belongs to."""
+        """Apply this fault to the next call that it affects."""
         self._armed.append(fault)
 
     def draw(self, operation: str) -> Fault | None:
-        """The fault that this operation has now, if any."""
+        """The fault of this call, if any."""
         if self.on_call is not None and operation in ANNOUNCED:
             self.on_call(operation)
         for fault in self._armed:

@@ -19,11 +19,9 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.disk_arena import PIECE_BYTES
 from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.ram import RamStore
-from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import EntryWriter, RecoveryBatch, Store, StoredEntry
 
 SLAB = 4096
@@ -40,7 +38,7 @@ SIZES = (
 
 @dataclass(frozen=True)
 class Saved:
-    """What the twin knows of an entry."""
+    """The model of an entry."""
 
     entry: EntryRecord
     payload: bytes
@@ -91,7 +89,7 @@ class Harness:
         return self.store
 
     def reopen(self) -> RecoveryBatch:
-        """A new process: what survives comes back, and the twin forgets the rest."""
+        """Restart: entries that survive come back, and the twin forgets the rest."""
         self.store.close()
         self.store = self._open()
         entries: list[StoredEntry] = []
@@ -113,7 +111,7 @@ class Harness:
     # ---- the steps of a save
 
     def entry(self, key: Key, payload_bytes: int, token_ids: bytes = b"") -> EntryRecord:
-        """An entry with its room."""
+        """An entry with room."""
         self._generation += 1
         stored_bytes = self.store.stored_bytes(payload_bytes, len(token_ids))
         return EntryRecord(
@@ -130,14 +128,14 @@ class Harness:
         )
 
     def give_up(self, writer: EntryWriter) -> None:
-        """A save that comes to nothing: its room is free."""
+        """Abandon a save, and free its room."""
         self.extents.free(writer.entry.location)
 
     def begin(self, key: Key, payload: bytes, token_ids: bytes = b"") -> EntryWriter:
         return self.store.writer(self.entry(key, len(payload), token_ids), token_ids)
 
     def write(self, writer: EntryWriter, payload: bytes, pieces: Sequence[int] = ()) -> int:
-        """All of `payload`, cut at `pieces`, and sealed."""
+        """A sealed writer that got `payload` in pieces."""
         view, start = memoryview(payload), 0
         for end in (*sorted(pieces), len(payload)):
             writer.write(view[start:end])
@@ -148,7 +146,7 @@ class Harness:
     def save(
         self, key: Key, payload: bytes, token_ids: bytes = b"", pieces: Sequence[int] = ()
     ) -> Saved:
-        """Save one entry, in the place of one of the same key if there is one."""
+        """Save one entry, which replaces one of the same key."""
         writer = self.begin(key, payload, token_ids)
         crc = self.write(writer, payload, pieces)
         if key in self.saved:
@@ -159,19 +157,19 @@ class Harness:
         return saved
 
     def remember(self, writer: EntryWriter, payload: bytes, token_ids: bytes = b"") -> Saved:
-        """`apply` came back: the twin has the entry, and what was there before is gone."""
+        """After `apply`: the twin has the entry, and an older one of the key is gone."""
         key = writer.entry.key
         self.free(key)
         self.saved[key] = Saved(writer.entry, payload, token_ids)
         return self.saved[key]
 
     def free(self, key: Key) -> None:
-        """The twin forgets an entry, and its room is free."""
+        """Remove an entry from the twin, and free its room."""
         if key in self.saved:
             self.extents.free(self.saved.pop(key).entry.location)
 
     def forget(self, *keys: Key) -> None:
-        """The store is told that entries are gone, and their room is free at once."""
+        """Have the store forget entries, and free their room at once."""
         self.store.forget([self.saved[key].entry for key in keys])
         for key in keys:
             self.free(key)
@@ -189,7 +187,7 @@ class Harness:
         return b"".join(self.store.read(saved.entry, offset_bytes, length_bytes))
 
     def check(self) -> None:
-        """Everything that was saved is there, byte for byte, and nothing else is."""
+        """Check that the store has exactly the saved entries, byte for byte."""
         for saved in self.saved.values():
             assert self.read(saved) == saved.payload
             assert self.store.token_ids(saved.entry) == saved.token_ids
@@ -216,7 +214,7 @@ def noise(length_bytes: int, seed: int = 0) -> bytes:
 
 
 def new_harnesses() -> Iterator[Callable[..., Harness]]:
-    """A fixture: makes harnesses, which are checked and closed at the end."""
+    """A fixture that makes harnesses, and checks and closes them at the end."""
     made: list[Harness] = []
 
     def make(kind: str, **options: int) -> Harness:

@@ -1,4 +1,4 @@
-"""What every store does, whatever it is made of."""
+"""The contract of every store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from harness import (
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.layout import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.store import Damaged, StoreError, Usage
 
 new = pytest.fixture(new_harnesses)
@@ -99,7 +99,7 @@ def test_an_entry_may_lie_in_many_extents(store: Harness) -> None:
     store.erase(*(key(number) for number in range(0, 64, 2)))
     payload = noise(20 * SLAB)
     saved = store.save(key(100), payload, token_ids=b"wxyz" * 500, pieces=(3, 5 * SLAB + 1))
-    # More than one row of a record holds, and more than its first continuation.
+    # More extents than a row and its first continuation have room for.
     assert len(saved.entry.location) > 2 * (5 + 12)
     for offset in range(0, len(payload), 1_234):
         assert store.read(saved, offset, 1) == payload[offset : offset + 1]
@@ -109,7 +109,7 @@ def test_an_entry_may_lie_in_many_extents(store: Harness) -> None:
 
 @pytest.mark.parametrize("most_bytes", [700, SLAB, 100 * SLAB])
 def test_bytes_may_be_written_where_they_belong(store: Harness, most_bytes: int) -> None:
-    """By the caller, into the store's own room; a store that has none says so, and writes them."""
+    """The caller writes into the store's memory, or calls `write` if the store has none."""
     for number in range(64):
         store.save(key(number), noise(SLAB - 200, number))
     store.erase(*(key(number) for number in range(0, 64, 2)))
@@ -122,7 +122,7 @@ def test_bytes_may_be_written_where_they_belong(store: Harness, most_bytes: int)
             writer.write(left[:most_bytes])
             continue
         assert 0 < len(room) <= min(most_bytes, len(left))
-        # Not all of it may have come: the rest is asked for again.
+        # The caller may fill only a part of the room, and ask for the rest again.
         came_bytes = -(-len(room) // 2)
         room[:came_bytes] = left[:came_bytes]
         writer.filled(came_bytes)
@@ -239,7 +239,7 @@ def test_a_late_word_of_an_old_entry_does_not_reach_the_one_in_its_place(store: 
 
 
 def test_room_is_not_written_before_its_old_record_is_erased(surviving: Harness) -> None:
-    """The process ends when the first bytes of the new entry are there."""
+    """The process ends after the first bytes of the new entry were written."""
     for number in range(64):
         surviving.save(key(number), noise(SLAB, number))
     surviving.forget(key(7))

@@ -27,7 +27,7 @@ from functools import partialmethod
 from prefixd.server import daemon
 from prefixd.server.runtime.loop import Core
 from prefixd.tiers import records
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 Core.close = partialmethod(Core.close, 0.3)
 records._BATCH_ENTRIES = 2
 recover = DiskStore.recover

@@ -29,9 +29,8 @@ from prefixd.server.sharing.resp import Connection, Request, Result, exchange
 from prefixd.server.sharing.resp import Refused as EngineRefused
 from prefixd.server.sharing.store import SharedEntry
 from prefixd.tiers import lmdb_wire
-from prefixd.tiers.records import decode_usage, encode_usage
+from prefixd.tiers.records import Survivors, decode_usage, encode_usage
 from prefixd.tiers.rows import ROW_BYTES, RowRefused, decode_entry, encode_rows
-from prefixd.tiers.survivors import Survivors
 
 from .messages import damaged, messages, pieces
 

@@ -18,7 +18,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import local
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.tiers.arena_store import ARENA_FILE
+from prefixd.tiers.arena_stores import ARENA_FILE
 from tests.hostile.test_floods import frame, local_connection, session_at
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import payload_of, restore, save

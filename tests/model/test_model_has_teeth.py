@@ -1,4 +1,4 @@
-"""Would the model notice? All the budget arithmetic is broken, one place at a time; it has to."""
+"""The model has to notice each mistake in the budget arithmetic, planted one at a time."""
 
 from __future__ import annotations
 
@@ -27,36 +27,37 @@ OFF_BY_ONE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
 }
-#: Change nothing; `tests.tiers.test_foretell` holds them against what happens. And what is so large
-#: that it may be in too many pieces is in `tests.tiers.test_pieces`.
+#: These change nothing. `tests.tiers.test_foretell` compares them with what happens, and
+#: `tests.tiers.test_pieces` tests entries that are too large for any free pieces.
 NOT_ARITHMETIC = {"foretell", "_fitting", "_has_pieces"}
-#: Where the two are equal it is all the same; and to LRU its capacity is.
-#: A tier that is full of entries and has exactly the bytes is seldom: `tests.tiers.test_shares`.
+#: Mistakes without an effect: both sides are equal where they differ, or LRU ignores the capacity.
+#: The first one needs a tier with too many entries and exactly the bytes, which is rare here:
+#: `tests.tiers.test_shares` tests it.
 NO_DIFFERENCE = {
     "who.stored_bytes < self.free_bytes",
     "self.share_bytes >= limit_bytes",
     "fixed_bytes >= share_bytes",
     "fixed_entries >= share_entries",
-    "capacity_bytes + self.share_bytes",
+    "capacity + self.share_bytes",
 }
-#: Of an assertion, and of a tier that grows: the ram tier, which has no header.
+#: In an assertion, and for the growing tier of the model: the ram tier, without a header.
 NOT_MET = {
-    ("resize", "self.limit_bytes - self._header_bytes"),
-    ("grow", "self.arena_bytes + self._header_bytes"),
+    ("resize", "self.limit_bytes - self.header_bytes"),
+    ("grow", "self.arena_bytes + self.header_bytes"),
 }
 OTHER_SIGN: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 
 
 @dataclass
 class Mutation:
-    """A method of the ledger, or of what shares there are, with one thing in it broken."""
+    """A method of the ledger or of its shares, with one mistake in it."""
 
     of: type
     method: str
     old: str
     new: str
     broken: Any
-    #: which one it is of those that read alike
+    #: Its number among mutations that read alike.
     number: int = 1
 
     def __str__(self) -> str:
@@ -65,7 +66,7 @@ class Mutation:
 
     @property
     def machine(self) -> type[MetaStateMachine]:
-        """That meets it."""
+        """The machine that reaches it."""
         if self.of is Ledger and self.method in OF_RESIZES:
             return ResizingMachine
         if self.method == "may_pin":
@@ -75,7 +76,7 @@ class Mutation:
 
 
 def damage(node: ast.AST) -> bool:
-    """Break a node if it is arithmetic: a sum left out, a comparison off by one, a sign turned."""
+    """Break a node if it is arithmetic: drop a sum, shift a comparison by one, flip a sign."""
     match node:
         case ast.AugAssign():
             node.value = ast.Constant(0)
@@ -113,16 +114,16 @@ def mutations(of: type) -> Iterator[Mutation]:
 
 
 MUTATIONS = [m for of in (Ledger, Shares, Standing) for m in mutations(of)]
-#: By mistake: steps that show it. `python -m tests.model.teeth` writes them anew.
+#: mistake -> steps that show it. `python -m tests.model.teeth` rewrites them.
 STEPS = stored()
-#: These need an operator who makes tiers smaller and larger.
+#: Methods that only resizing reaches.
 OF_RESIZES = {"grow", "resize", "retire", "next_restored", "restore"}
-#: These need a tier that has shares.
+#: Methods that need a tier with shares.
 OF_SHARES = {"next_victim"}
 
 
 def test_all_of_the_arithmetic_is_broken_once() -> None:
-    """What every method books is there: sums of bytes and of numbers, and how they are compared."""
+    """The mutations include what every method books, and how it is compared."""
     broken = {(mutation.method, mutation.new) for mutation in MUTATIONS}
     for method in ("reserve", "cancel", "publish"):
         assert (method, f"self.reserved_bytes {'+-'[method != 'reserve']}= 0") in broken
@@ -130,7 +131,7 @@ def test_all_of_the_arithmetic_is_broken_once() -> None:
         assert (method, f"self.entries {'+-'[method == 'forget']}= 0") in broken
     for method in ("pin", "unpin"):
         assert (method, f"self.pinned_bytes {'+-'[method == 'unpin']}= 0") in broken
-    assert ("admission", "stored_bytes >= self.arena_bytes - self._header_bytes") in broken
+    assert ("admission", "stored_bytes >= self.arena_bytes - self.header_bytes") in broken
     assert len(broken) >= 28
 
 

@@ -35,7 +35,7 @@ TARGETS: Final = (
     "tiers/extents.py",
     "tiers/arena.py",
     "tiers/disk_arena.py",
-    "tiers/arena_store.py",
+    "tiers/arena_stores.py",
     "server/runtime/committer.py",
     "client/local/node.py",
     "client/local/arenas.py",
@@ -59,8 +59,8 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
     "tiers/ledger.py": ("tests/tiers/test_shares.py", *_CORE, "tests/tiers/test_foretell.py"),
     "tiers/extents.py": ("tests/tiers/test_ledger.py", *_CORE),
     "tiers/": (
-        "tests/tiers/test_arena.py tests/tiers/test_arena_store.py tests/tiers/test_shm.py "
-        "tests/tiers/test_disk.py tests/tiers/test_disk_devices.py tests/tiers/test_ram.py",
+        "tests/tiers/test_arena.py tests/tiers/test_arena_stores.py "
+        "tests/tiers/test_disk.py tests/tiers/test_disk_devices.py",
         "tests/contract/test_store_contract.py",
         "sim 20",
         "tests/server/runtime/test_resizing.py tests/server/runtime/test_committer.py "

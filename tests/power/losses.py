@@ -14,7 +14,7 @@ from typing import Final
 
 from prefixd.client import Client, Key
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.store import Damaged
 from tests.support.daemon import SMALL_SLABS, problems_of, temporary_directories

@@ -13,10 +13,8 @@ from prefixd.server import assembly
 from prefixd.server.config.budgets import Plan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.ledger import Admission
-from prefixd.tiers.ram import RamStore
-from prefixd.tiers.shm import ShmStore
 from prefixd.tiers.store import StoreError
 from tests.support.running import MACHINE
 

@@ -15,9 +15,9 @@ import pytest
 from prefixd import __version__
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.tiers.arena_store import ARENA_FILE
+from prefixd.tiers.arena_stores import ARENA_FILE
 from prefixd.tiers.records import USAGE_FILE
-from prefixd.tiers.row_table import RECORDS_FILE
+from prefixd.tiers.rows import RECORDS_FILE
 from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process, python
 from tests.support.running import key, payload

@@ -28,7 +28,7 @@ from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.runtime import resizing
 from prefixd.tiers.arena import Arena, BaseArena
-from prefixd.tiers.arena_store import ARENA_FILE, ArenaStore
+from prefixd.tiers.arena_stores import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
 from tests.support.daemon import eventually
 from tests.support.event_loop import in_loop
@@ -266,7 +266,7 @@ def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> Non
 FAILS = """
 import os, sys
 from prefixd.server import daemon
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.store import StoreError
 def failing(write):
     def fail(self, *args):

@@ -19,7 +19,7 @@ from prefixd.server.api import sessions
 from prefixd.server.core import reserving, save_rules, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
-from prefixd.tiers import arena_store, disk, ledger, records
+from prefixd.tiers import arena_stores, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
 
 
@@ -65,7 +65,7 @@ def _record_before_data_sync() -> Any:
 
         return apply
 
-    return _instead(disk.DiskStore, "apply", wrong)
+    return _instead(arena_stores.DiskStore, "apply", wrong)
 
 
 def _missed_waiter() -> Any:
@@ -130,7 +130,7 @@ def _wrong_restart_order() -> Any:
 
         return recover
 
-    return _instead(arena_store.RecordedStore, "recover", wrong)
+    return _instead(arena_stores.RecordedStore, "recover", wrong)
 
 
 def _swallowed_task_death() -> Any:
@@ -161,7 +161,7 @@ def _damage_taken_for_failure() -> Any:
 
         return verify_steps
 
-    return _instead(disk.DiskStore, "verify_steps", wrong)
+    return _instead(arena_stores.DiskStore, "verify_steps", wrong)
 
 
 def _failure_taken_for_damage() -> Any:
@@ -176,7 +176,7 @@ def _failure_taken_for_damage() -> Any:
 
         return verify_steps
 
-    return _instead(disk.DiskStore, "verify_steps", wrong)
+    return _instead(arena_stores.DiskStore, "verify_steps", wrong)
 
 
 def _incarnation_not_checked() -> Any:

@@ -25,11 +25,9 @@ from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.resizing import Resizing
 from prefixd.server.runtime.staging import StagingPool
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, ShmStore
 from prefixd.tiers.files import pwrite_all, write_errors
-from prefixd.tiers.row_table import Erasure, RowFile
-from prefixd.tiers.rows import ROW_BYTES
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import ROW_BYTES, Erasure, RowFile
 from prefixd.tiers.store import RecoveryBatch, Store, StoreError
 from tests.sim.files import Devices
 from tests.sim.loop import SimLoop

@@ -25,7 +25,7 @@ from prefixd.server.api import saves
 from prefixd.server.core import checking, entries
 from prefixd.server.runtime import clock, devices, incoming, recovery, verification
 from prefixd.tiers import arena, records
-from prefixd.tiers.arena_store import ArenaStore, RecordedStore
+from prefixd.tiers.arena_stores import ArenaStore, RecordedStore
 from prefixd.tiers.rows import ROW_BYTES
 from tests.sim import oracle as promises
 from tests.sim.client import BOUND_S, SimClient

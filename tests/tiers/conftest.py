@@ -1,4 +1,4 @@
-"""Lets the files of this folder import their helpers, and opens stores for them."""
+"""Puts the helpers of this folder on the import path, and opens stores for its tests."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from helpers import ROWS_SLABS, Placed  # after the path was set
 
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, ShmStore
 from prefixd.tiers.lmdb_rows import LmdbRows
-from prefixd.tiers.shm import ShmStore
 
 
 @pytest.fixture
@@ -34,13 +33,13 @@ def kind(request: pytest.FixtureRequest) -> type[ShmStore] | type[DiskStore]:
 
 @pytest.fixture
 def directory(kind: type, shm: Path, tmp_path: Path) -> Path:
-    """That of the one store of a test of both kinds."""
+    """The directory of a test's only store, for tests that run with both kinds."""
     return (shm if kind is ShmStore else tmp_path) / "tier"
 
 
 @pytest.fixture
 def opened(kind: type, directory: Path) -> Iterator[Callable[..., Placed]]:
-    """Opens the one store of a test, closing the one before."""
+    """Opens the only store of a test, after closing the previous one."""
     made: list[Placed] = []
 
     def open_again(slabs: int = 64, **options: bool) -> Placed:
@@ -58,7 +57,7 @@ def opened(kind: type, directory: Path) -> Iterator[Callable[..., Placed]]:
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[..., Placed]]:
-    """Opens the one disk store of a test, with all its syncs, closing the one before."""
+    """Opens the only disk store of a test, with all syncs, after closing the previous one."""
     made: list[Placed] = []
 
     def open_again(slabs: int = 4096, *, sync: bool = True, **options: bool) -> Placed:
@@ -74,7 +73,7 @@ def disk(tmp_path: Path) -> Iterator[Callable[..., Placed]]:
 
 @pytest.fixture
 def opened_rows(tmp_path: Path) -> Iterator[Callable[[], LmdbRows]]:
-    """Opens the one table of rows in LMDB of a test, closing the one before."""
+    """Opens the only LMDB table of a test, after closing the previous one."""
     made: list[LmdbRows] = []
 
     def open_again() -> LmdbRows:

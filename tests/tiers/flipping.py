@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Flips bits in the files of a disk store, stopped and running, and looks what it costs.
+"""Flips bits in the files of a disk store, stopped and running, and measures what that costs.
 
     python tests/tiers/flipping.py --flips 10000
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from helpers import SLAB, Placed, payload_of  # after the path was set
 
 from prefixd.proto.entry import EntryRecord
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.lmdb_wire import CELL, CELL_BYTES, CELL_MAGIC
 from prefixd.tiers.store import Damaged, StoreError
@@ -37,13 +37,13 @@ ENTRIES = 25
 
 @dataclass
 class Flipping:
-    """A store under flips, and what was acknowledged to be in it."""
+    """A store whose bits are flipped, and the entries that it has acknowledged."""
 
     directory: Path
     rng: random.Random
     counts: Counter[str] = field(default_factory=Counter)
     saved: dict[int, EntryRecord] = field(default_factory=dict)
-    #: slabs whose bytes, or whose cells, a flip hit
+    #: Slabs with a flipped bit in their bytes or in their cells.
     hit: set[int] = field(default_factory=set)
     number: int = 0
 
@@ -56,7 +56,7 @@ class Flipping:
         return Placed(DiskStore, self.directory, SLABS, sync=False)
 
     def flip(self) -> None:
-        """One bit of one of the files."""
+        """Flip one bit of one file."""
         path = self.rng.choice(sorted(self.directory.iterdir()))
         path.chmod(0o600)
         with path.open("r+b") as file:
@@ -86,7 +86,7 @@ class Flipping:
         )
 
     def read_all(self) -> None:
-        """Of what was acknowledged, everything is whole unless it was hit."""
+        """Every acknowledged entry without a flipped bit is whole."""
         for number, entry in list(self.saved.items()):
             try:
                 self.placed.store.verify(entry, entry.payload_crc32c)
@@ -105,7 +105,7 @@ class Flipping:
         self.placed.extents.free(entry.location)
 
     def change(self) -> None:
-        """Some go, some come; what fails is tried again, as a committer does."""
+        """Erase and save some entries. Try again what fails, as a committer does."""
         for number in self.rng.sample(sorted(self.saved), min(3, len(self.saved))):
             self.drop(number)
         while len(self.saved) < ENTRIES:
@@ -114,7 +114,7 @@ class Flipping:
             for _ in range(3):
                 try:
                     writer = self.placed.written(entry)
-                    # Its bytes are new: what was hit before is not of it.
+                    # Its bytes are new, so earlier flips do not affect it.
                     self.hit -= set(range(SLABS)) & {
                         slab
                         for start, length in zip(
@@ -131,7 +131,7 @@ class Flipping:
                 raise AssertionError("a save is refused for ever")
 
     def start_again(self, kill: bool) -> None:
-        """Close the store and open it anew; what is there has to be what was acknowledged."""
+        """Reopen the store. It has to have exactly the acknowledged entries."""
         if kill:
             table = self.placed.store._records.table
             assert isinstance(table, LmdbRows)
@@ -152,7 +152,7 @@ class Flipping:
                 assert found[number] == entry, "a record is not the one that was written"
         for number, entry in found.items():
             if number not in self.saved:
-                # It was erased, or never acknowledged.
+                # It was erased, or was never acknowledged.
                 self.counts["back"] += 1
                 self.saved[number] = entry
                 self.hit.add(entry.location[0] // SLAB)
@@ -165,7 +165,7 @@ class Flipping:
             self.flip()
 
     def run(self, flips: int) -> Counter[str]:
-        """Half of them while the store runs."""
+        """Half of the flips happen while the store runs."""
         while self.counts["flips"] < flips:
             for _ in range(4):
                 for _ in range(2):

@@ -1,4 +1,4 @@
-"""Entries of a recorded store whose bytes follow from their numbers."""
+"""Entries of a recorded store. Their bytes are derived from their numbers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from pathlib import Path
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
-from prefixd.tiers.arena_store import RecordedStore
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RecordedStore, ShmStore
 from prefixd.tiers.eviction.base import NotYet
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.row_table import RECORDS_FILE
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import RECORDS_FILE
 from prefixd.tiers.store import (
     SEGMENT_BYTES,
     EntryWriter,
@@ -29,19 +27,19 @@ from prefixd.tiers.store import (
 
 SLAB = 4096
 PAYLOAD = 5 * SLAB
-#: Of a table of rows in LMDB.
+#: Slabs of an LMDB table.
 ROWS_SLABS = 2_000
-#: For processes of their own that import from here.
+#: For child processes that import this module.
 HERE = str(Path(__file__).parent)
 
 
 def budget(slabs: int, kind: type[RecordedStore]) -> int:
-    """For so many slabs, that of the header included."""
+    """The budget for this many slabs, the header's included."""
     return slabs * SLAB + kind.record_bytes(slabs)
 
 
 def records_file(directory: Path) -> Path:
-    """The file that has the rows of a store: the flat one, or the LMDB environment that holds."""
+    """The file with the rows of a store: the flat one, or the current LMDB file."""
     found = list(directory.glob("records-*.mdb"))
     if not found:
         return directory / RECORDS_FILE
@@ -49,7 +47,7 @@ def records_file(directory: Path) -> Path:
 
 
 def place_of(directory: Path, row: bytes) -> int:
-    """Where the one copy of a row lies in the file that has it."""
+    """The offset of the only copy of a row in its file."""
     data = records_file(directory).read_bytes()
     assert data.count(row) == 1
     return data.index(row)
@@ -65,7 +63,7 @@ def payload_of(number: int, payload_bytes: int = PAYLOAD) -> bytes:
 
 
 class Placed:
-    """A store of `slabs` slabs that is ready to be written, with the extents of its entries."""
+    """A store of `slabs` slabs, ready for writing, with an allocator for its entries."""
 
     segment_bytes = SEGMENT_BYTES
 
@@ -89,13 +87,13 @@ class Placed:
         )
 
     def close_unfilled(self) -> None:
-        """The device did not have all the room."""
+        """Called when the device lacks room for the whole store."""
         self.store.close()
 
     def entry(
         self, number: int, payload_bytes: int = PAYLOAD, location: Location | None = None
     ) -> EntryRecord:
-        """Token ids: as many as the number says."""
+        """An entry with room. Its number is also its number of token ids."""
         stored_bytes = self.store.stored_bytes(payload_bytes, 4 * number % 4000)
         return EntryRecord(
             key=key(number),
@@ -130,7 +128,7 @@ class Placed:
             self.extents.free(entry.location)
 
     def recover(self) -> RecoveryBatch:
-        """Everything that `recover` yields, in one."""
+        """All batches of `recover` in one."""
         entries: list[StoredEntry] = []
         dropped: list[tuple[Key, str]] = []
         for batch in self.store.recover():
@@ -148,7 +146,7 @@ class Placed:
         ) == b"abcd" * (entry.token_ids_bytes // 4)
 
     def numbers(self) -> set[int]:
-        """What the records name."""
+        """The numbers of the entries that have records."""
         return {entry.generation - 1 for batch in self.store.scan() for entry in batch}
 
 
@@ -157,7 +155,7 @@ def numbers_of(entries: Sequence[StoredEntry]) -> list[int]:
 
 
 def next_victim(ledger: Ledger, coming: Resident | None = None, **how: bool) -> Key | None:
-    """Asked as often as it takes."""
+    """The next victim, however many calls it takes."""
     while True:
         try:
             return ledger.next_victim(coming, **how)

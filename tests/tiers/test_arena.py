@@ -1,4 +1,4 @@
-"""The arena: who may write it, that its pages are real, and where an entry's bytes are."""
+"""Arenas: who may write, that pages are allocated, and where an entry's bytes are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def shm() -> Iterator[Path]:
 
 
 def refused(action: Callable[[], object]) -> str:
-    """The name of the error that an action gets, or what it did."""
+    """The name of the error that an action raises, or its result."""
     try:
         return f"done: {action()}"
     except OSError as problem:
@@ -51,7 +51,7 @@ def refused(action: Callable[[], object]) -> str:
 
 
 def writes_through(fd: int) -> dict[str, str]:
-    """Everything that somebody who holds `fd` could try against the arena's bytes."""
+    """Every way to change the arena's bytes that a holder of `fd` could try."""
 
     def reopened(flags: int) -> object:
         again = os.open(f"/proc/self/fd/{fd}", flags)
@@ -103,7 +103,7 @@ def test_only_the_daemons_own_mapping_writes_an_anonymous_arena(anonymous: Arena
     assert fcntl.fcntl(anonymous.fd, fcntl.F_GET_SEALS) == SEALS
     anonymous.writable(0, 5)[:] = b"first"
     tried = writes_through(anonymous.fd)
-    # mprotect sees a mapping that may never be written, which it calls EACCES.
+    # mprotect refuses to make this mapping writable with EACCES.
     assert tried == {name: "EACCES" if name == "mprotect" else "EPERM" for name in tried}
     assert len(tried) == 10
     anonymous.writable(0, 5)[:] = b"again"
@@ -114,7 +114,7 @@ def test_a_readers_descriptor_is_refused_as_well(anonymous: Arena) -> None:
     anonymous.writable(0, 5)[:] = b"bytes"
     fd = anonymous.open_reader()
     tried = writes_through(fd)
-    # Which of the two reasons comes first differs: no descriptor for writing, or the seal.
+    # Either reason may come first: the read-only descriptor, or the seal.
     assert set(tried.values()) <= {"EPERM", "EACCES", "EBADF", "EINVAL"}
     with mmap.mmap(fd, SIZE, prot=mmap.PROT_READ) as mapping:
         assert mapping[:5] == b"bytes"
@@ -162,7 +162,7 @@ def test_another_process_reads_what_the_daemon_writes(anonymous: Arena) -> None:
 def test_pages_are_secured_step_by_step(
     anonymous: Arena, monkeypatch: pytest.MonkeyPatch, populate: int
 ) -> None:
-    """9999: a kernel that does not know the advice."""
+    """9999 stands for a kernel that does not know the advice."""
     monkeypatch.setattr(arena_module, "_MADV_POPULATE_WRITE", populate)
     assert anonymous.secured_bytes == 0
     steps = []
@@ -177,7 +177,7 @@ def test_a_secured_arena_has_no_first_touch(anonymous: Arena) -> None:
     for _ in anonymous.secure_segments(20 * PAGE):
         pass
     smaps = Path("/proc/self/smaps").read_text().split("\n")
-    # Other tests may have arenas of that name, too.
+    # Other tests may have arenas of that name.
     mapped = f" {os.fstat(anonymous.fd).st_ino} "
     start = next(
         i for i, line in enumerate(smaps) if "memfd:prefixd-ram" in line and mapped in line
@@ -217,7 +217,7 @@ arena.writable(arena.secured_bytes - 4096, 4096)[:] = b"x" * 4096
 
 
 def test_a_full_device_is_an_answer(tmp_path: Path) -> None:
-    """In a mount namespace of its own, with a tmpfs of 64 KiB that goes with the process."""
+    """In a mount namespace with a tmpfs of 64 KiB, which ends with the process."""
     done = subprocess.run(
         [sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False
     )
@@ -272,7 +272,7 @@ def test_a_smaller_arena_leaves_the_old_one_to_its_readers(shm: Path) -> None:
 
 
 def test_a_huge_page_beyond_the_size_is_no_larger_arena(shm: Path) -> None:
-    """The kernel may have rounded up: those pages are used again."""
+    """The kernel may have rounded up. Those pages are reused."""
     mebi = 2**20
     for size_bytes, found_bytes in ((4 * mebi, 4 * mebi), (4 * mebi - PAGE, 0)):
         arena = Arena.file(shm / "arena", 6 * mebi, max_bytes=8 * mebi)
@@ -291,7 +291,7 @@ def test_a_file_has_the_mode_that_was_asked_for(shm: Path) -> None:
 
 @pytest.fixture
 def nobody(shm: Path) -> Iterator[int]:
-    """A user whom the kernel refuses what a file's mode refuses, which root is not."""
+    """A user for whom the kernel enforces the modes of files, as it does not for root."""
     user = os.geteuid() or 65534
     os.chown(shm, user, -1)
     os.seteuid(user)

@@ -1,4 +1,4 @@
-"""What only the disk store does: syncs in order, kills, the file."""
+"""What only the disk store does: the order of syncs, killed processes, its file."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
 from prefixd.proto.layout import crc32c
-from prefixd.tiers.disk import DiskStore
+from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
-from prefixd.tiers.row_table import Erasure
+from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
 
 # ---- what survives
@@ -33,7 +33,7 @@ placed = Placed(DiskStore, Path(sys.argv[1]), 4096)
 for batch in range(10_000):
     entries = placed.save(*range(3 * batch, 3 * batch + 3), payload_bytes=300_000)
     if batch > 5:
-        # The oldest batch goes, and the next takes its room.
+        # The oldest batch is erased, and the next one takes its room.
         held = [entry for part in placed.store.scan() for entry in part]
         placed.erase(*sorted(held, key=lambda entry: entry.generation)[:3])
     print(batch, flush=True)
@@ -44,7 +44,7 @@ for batch in range(10_000):
 def test_what_was_acknowledged_survives_a_kill(
     disk: Callable[..., Placed], tmp_path: Path, acknowledged: int
 ) -> None:
-    """A process saves batch after batch and is killed while it works on the next one."""
+    """A process saves batch after batch, and is killed in the middle of one."""
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "disk"), HERE],
         stdout=subprocess.PIPE,
@@ -63,7 +63,7 @@ def test_what_was_acknowledged_survives_a_kill(
     recovery = placed.recover()
     assert not recovery.dropped
     found = set(numbers_of(recovery.entries))
-    # The batch that was being erased, and the one that was being saved, may be there in part.
+    # Parts of the batches that were being erased and saved may be there.
     assert found >= set(range(max(0, 3 * batches - 3 * 5), 3 * batches))
     assert max(found) < 3 * batches + 3
     for entry in recovery.entries:
@@ -116,7 +116,7 @@ def test_nothing_waits_for_the_device_without_sync(
 def test_the_names_that_lead_to_a_new_tier_are_made_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A directory whose own name is lost is lost with all that was synced in it."""
+    """If the name of a directory is lost, so is everything that was synced in it."""
     synced: list[str] = []
     real_fsync = os.fsync
 
@@ -181,7 +181,7 @@ def test_saves_may_come_from_many_threads(disk: Callable[..., Placed]) -> None:
 def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
     disk: Callable[..., Placed],
 ) -> None:
-    """What is in the daemon's own memory, as `placed.save` has it, takes none."""
+    """Data in the daemon's own memory, as in `placed.save`, needs no buffer."""
     placed = disk(sync=False)
     placed.save(1, 2, payload_bytes=3 * PIECE_BYTES + 5)
     buffers = placed.store.arena._buffers  # type: ignore[attr-defined]  # of the disk

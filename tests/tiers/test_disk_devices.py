@@ -14,7 +14,7 @@ from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 
 from prefixd.tiers import disk_arena
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
-from prefixd.tiers.row_table import Erasure
+from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
 # ---- devices without room
@@ -54,7 +54,7 @@ from prefixd.tiers.extents import ExtentAllocator
 small.extents = ExtentAllocator(secured, SLAB, SLAB)
 number = 0
 live = []
-# Everything that the device gave can be written, erased and written again.
+# All secured room can be written, erased and written again.
 for round in range(3):
     while small.extents.free_bytes >= 8 * SLAB:
         live += small.save(number, payload_bytes=6 * SLAB)
@@ -79,7 +79,7 @@ small.store.close()
 
 @pytest.mark.parametrize("kind", ["limit", "tmpfs"])
 def test_a_full_device_gives_what_it_has_and_goes_on(tmp_path: Path, kind: str) -> None:
-    """With a limit on the size of files, and on a small tmpfs in a namespace of its own."""
+    """With a limit on the size of files, and on a small tmpfs in a mount namespace."""
     done = subprocess.run(
         [sys.executable, "-c", LIMITED, str(tmp_path), HERE, kind],
         capture_output=True,
@@ -115,7 +115,7 @@ def test_room_is_secured_later_where_it_ended(
 
     def scarce(fd: int, offset: int, length: int) -> None:
         if not left[0]:
-            # As some file systems do, which keep what they found for a part.
+            # Some file systems keep what they reserved of a range that failed.
             real(fd, offset, length // 2)
             raise OSError(errno.ENOSPC, "No space left on device")
         left[0] -= 1
@@ -243,7 +243,7 @@ def test_a_write_that_fails_has_its_kind(
 def test_what_was_written_before_a_failed_sync_is_never_acknowledged(
     disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel tells of lost pages once, to the first sync, which may be that of another."""
+    """The kernel reports lost pages once, to the first sync, which may be for another entry."""
     placed = disk()
     early = placed.written(placed.entry(1))
     begun = placed.store.writer(placed.entry(2), b"abcd" * 2)
@@ -265,7 +265,7 @@ def test_what_was_written_before_a_failed_sync_is_never_acknowledged(
 def test_a_failed_batch_leaves_no_record_when_its_room_is_used_again(
     disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows are written, and then the sync fails: they are not acknowledged, nor trusted."""
+    """The sync fails after the rows were written: they are neither acknowledged nor used."""
     placed = disk(64)
     placed.save(0)
     writers = [placed.written(placed.entry(number)) for number in (1, 2)]
@@ -306,7 +306,7 @@ def test_a_probe_sees_a_sync_that_fails(
 def test_what_a_client_writes_meanwhile_does_not_change_what_is_checked(
     disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The checksum is that of the bytes in the file: the memory changes after each piece."""
+    """The checksum is that of the bytes in the file, although the memory changes meanwhile."""
     placed = disk()
     staging = bytearray(payload_of(1, 3 * PIECE_BYTES))
     real = disk_arena.copy_crc32c

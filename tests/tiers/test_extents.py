@@ -1,4 +1,4 @@
-"""The extent allocator against a bytearray that is searched slab by slab."""
+"""The extent allocator against a model: a bytearray that is searched slab by slab."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         one_piece = self.twin.longest_free() >= slabs
         location = self.allocator.allocate(slabs * SLAB)
         assert sum(location[1::2]) == slabs * SLAB
-        # 16 runs of one class are looked at, and here can't be more than 16 of those above 31.
+        # 16 runs of a class are tried, and there can't be more runs of over 31 slabs here.
         assert not one_piece or len(location) == 2
         self.twin.mark(location, 1)
         self.live.append(location)
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         if len(self.twin.slabs) > 200:
             return
         self.twin.slabs += bytes(slabs)
-        # What is less than a slab does not count.
+        # A part of a slab does not count.
         self.allocator.grow(len(self.twin.slabs) * SLAB + SLAB - 1)
 
     @invariant()
@@ -208,7 +208,7 @@ def test_everything_can_be_filled_and_emptied(sizes: list[int], rng: random.Rand
 
 
 def test_memory_is_that_of_its_arrays_whatever_comes_and_goes() -> None:
-    """13 bytes a slab, and what growing arrays have in reserve."""
+    """13 bytes a slab, and the spare room of growing arrays."""
     slabs = 25_000
     tracemalloc.start()
     try:

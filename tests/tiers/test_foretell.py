@@ -1,4 +1,4 @@
-"""A tier evicts only what it has to, under every policy, and says before whom."""
+"""Under every policy a tier evicts only what it has to, and can foretell the victims."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Tier:
         self.pinned: list[Resident] = []
 
     def reserve(self, key: Key, stored_bytes: int) -> tuple[Resident, list[Key]]:
-        """Who had to leave for it."""
+        """Save an entry, and return its victims."""
         coming = Resident(key, stored_bytes, ())
         gone = []
         self.ledger.prepare(coming)
@@ -68,7 +68,7 @@ def test_what_is_foretold_happens(policy: str, max_entries: int) -> None:
     foretold_evictions = 0
     for case in range(CASES):
         tier.use(chance)
-        if chance.random() < 0.3:  # one that may have been here before
+        if chance.random() < 0.3:  # one that may have been evicted before
             key, stored_bytes = Key(b"again %d" % chance.randrange(60)), chance.randint(1, 15)
             if key not in tier.entries and tier.ledger.admission(stored_bytes) in _THERE_IS_ROOM:
                 tier.publish(tier.reserve(key, stored_bytes)[0])
@@ -91,7 +91,7 @@ def test_what_is_foretold_happens(policy: str, max_entries: int) -> None:
 
 
 def test_what_fits_is_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first victim and between two: there may be millions."""
+    """Before the first victim and between two victims: they may be millions."""
     tier = _Tier("lru")
     for number in range(2):
         tier.publish(tier.reserve(Key(b"%d" % number), 40)[0])
@@ -112,7 +112,7 @@ _THERE_IS_ROOM = (Admission.FITS, Admission.AFTER_EVICTION)
 
 @EVERY_POLICY
 def test_nothing_leaves_a_tier_that_has_room(policy: str) -> None:
-    """S3FIFO's queues have shares: in a tier they are no reason to evict."""
+    """S3FIFO's queues have shares, but a tier does not evict to keep them."""
     tier = _Tier(policy)
     for number in range(BUDGET_BYTES):
         resident, gone = tier.reserve(Key(b"%d" % number), 1)

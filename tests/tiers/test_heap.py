@@ -1,4 +1,4 @@
-"""Large blocks that were freed are used again without asking the kernel for pages."""
+"""Freed large blocks are reused without new pages from the kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ledger's arithmetic against a twin that keeps every entry in a plain dict and recounts."""
+"""The ledger's arithmetic against a model: a dict of entries that is counted each time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def key(number: int) -> Key:
 
 @dataclass
 class Entry:
-    """What the twin knows of a resident."""
+    """The model of a resident."""
 
     resident: Resident
     stored_bytes: int
@@ -41,7 +41,7 @@ def resident(number: int, stored_bytes: int, location: Location = ()) -> Residen
 
 
 class Machine(RuleBasedStateMachine):
-    """Drives one ledger. `order` is every unpinned entry, least recent first."""
+    """Drives one ledger and its model. `order`: all unpinned entries, least recent first."""
 
     arena: bool
     max_entries: int
@@ -76,7 +76,7 @@ class Machine(RuleBasedStateMachine):
             return Admission.TOO_LARGE
         left_bytes = self.limit_bytes - self.used_bytes()
         left_entries = most - self.used_entries()
-        # Evict one by one, in a copy, until it fits or nobody is left.
+        # Evict one by one, in a copy, until it fits or nothing is left.
         leaving = [self.entries[name].stored_bytes for name in self.order]
         evicted = 0
         while left_bytes < stored_bytes or left_entries < entries:
@@ -230,7 +230,7 @@ def test_a_budget_that_is_not_secured_yet_is_no_room_rather_than_too_large() -> 
 
 
 def full(*stored_bytes: int) -> tuple[Ledger, ExtentAllocator, list[Resident]]:
-    """A ledger that is full of these, the first of them the next victim."""
+    """A ledger that is full of these entries. The first is the next victim."""
     extents = ExtentAllocator(sum(stored_bytes), SLAB)
     ledger = Ledger(Tier.RAM, sum(stored_bytes), LRU(sum(stored_bytes)), extents=extents)
     there = [resident(number, size_bytes) for number, size_bytes in enumerate(stored_bytes)]
@@ -270,7 +270,7 @@ def test_a_place_of_another_size_is_free() -> None:
 
 
 def test_a_place_in_pieces_is_not_left_to_others() -> None:
-    """Beside something else that is free it may be one."""
+    """It may merge with free slabs beside it."""
     ledger, extents, there = full(SLAB, SLAB, SLAB, SLAB)
     a, b, c, d = sorted(there, key=lambda one: one.location)
     for one in (a, c):

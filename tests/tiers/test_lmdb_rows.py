@@ -1,4 +1,4 @@
-"""LMDB in a process of its own: killed, stopped, lied to."""
+"""LMDB in a process of its own, which is killed, stopped, or sends nonsense."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgpack
 import pytest
-from test_row_table import row_of, rows_in
+from test_rows import row_of, rows_in
 
 from prefixd.tiers import lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows
@@ -24,7 +24,7 @@ Opened = Callable[[], LmdbRows]
 
 
 def test_both_sides_mean_the_same_rows() -> None:
-    """The process imports nothing that is heavy, so it says it again."""
+    """The process has its own copies of constants, because it must not import much."""
     assert lmdb_wire.ROW_BYTES == rows.ROW_BYTES
     script = "import prefixd.tiers.lmdb_child, sys; print('grpc' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True)
@@ -51,7 +51,7 @@ def test_a_killed_process_costs_one_call(opened_rows: Opened) -> None:
     assert {slab: row for slab, row in found.items() if slab != 2} == {1: row_of(1), 3: row_of(3)}
 
 
-#: Ends itself at one step of its work. A file remembers that it did.
+#: A process that kills itself once, at one step of its work. A file records that it did.
 ENDING = """
 import os, signal, sys
 from pathlib import Path
@@ -127,7 +127,7 @@ def test_it_ends_with_the_daemon(opened_rows: Opened, tmp_path: Path) -> None:
     watched = os.pidfd_open(int(daemon.stdout.readline()))
     try:
         daemon.kill()
-        # The next one waits for its end, by itself.
+        # The next process waits for the end of this one by itself.
         opened_rows().apply([], [(1, row_of(1))])
         assert select.select([watched], [], [], 0)[0], "it is still there"
     finally:
@@ -137,7 +137,7 @@ def test_it_ends_with_the_daemon(opened_rows: Opened, tmp_path: Path) -> None:
 
 
 def test_it_does_not_end_with_what_ends_the_daemon(opened_rows: Opened) -> None:
-    """A signal to the whole group, or from systemd, comes before the last writes."""
+    """A signal to the process group, or from systemd, comes before the last writes."""
     table = opened_rows()
     table.probe()
     pid = table.pid

@@ -1,4 +1,4 @@
-"""The LMDB file of the disk tier's rows: what is in it, and how it is replaced."""
+"""The LMDB files of the disk tier's rows: their content, and how they are replaced."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ROWS_SLABS, place_of, records_file
 from structlog.testing import capture_logs
-from test_row_table import row_of, rows_in
+from test_rows import row_of, rows_in
 
 from prefixd.tiers import lmdb_child, lmdb_wire
 from prefixd.tiers.lmdb_rows import LmdbRows
@@ -36,7 +36,7 @@ def test_every_flipped_bit_of_a_cell_is_flipped_back() -> None:
 
 
 def test_no_page_is_written_twice(opened_rows: Opened, tmp_path: Path) -> None:
-    """But for the first two, which nothing is read from again. A new file is another matter."""
+    """Except for the two meta pages, which recovery does not need."""
     table = opened_rows()
     rng = random.Random(1)
     file = records_file(tmp_path)
@@ -46,7 +46,7 @@ def test_no_page_is_written_twice(opened_rows: Opened, tmp_path: Path) -> None:
         table.apply([(rng.randrange(1, 300), None)], [(rng.randrange(1, 300), row_of(number))])
         now = records_file(tmp_path)
         data = now.read_bytes()
-        # Of what was there before the last change, up to the last page that was written.
+        # The pages from before the last change.
         if now == file:
             changes += data[2 * mmap.PAGESIZE : used] != before[2 * mmap.PAGESIZE : used]
             differing = [
@@ -64,7 +64,7 @@ def test_no_page_is_written_twice(opened_rows: Opened, tmp_path: Path) -> None:
 
 
 class Stepped:
-    """A table in this process, whose every slice is counted."""
+    """A table in this process that counts every slice."""
 
     def __init__(self, directory: Path, slabs: int) -> None:
         for number in range(2):
@@ -155,7 +155,7 @@ def test_idle_it_copies_on(stepped: Stepped) -> None:
 def test_a_copy_that_fails_costs_no_put(
     stepped: Stepped, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
-    """What was put into the spare file is not needed until it has all."""
+    """The spare file is not needed until it is complete."""
     monkeypatch.setattr(lmdb_child, "_UNSYNCED_BYTES", 1)
     table, rng = stepped.table, random.Random(3)
     held = {slab: row_of(slab) for slab in range(1, 8_000)}
@@ -182,7 +182,7 @@ def test_a_copy_that_fails_costs_no_put(
 def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
     opened_rows: Opened, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
-    """The old file holds until the new one has all, and neither brings erased rows back."""
+    """The old file is valid until the new one is complete; neither brings erased rows back."""
     slow = (
         "import prefixd.tiers.lmdb_child as child; "
         "child._MIN_SLICE_SLABS, child._IDLE_S = 1, 60; child.main()"
@@ -214,7 +214,7 @@ def test_a_process_killed_in_the_middle_of_a_copy_loses_nothing(
 def test_damage_of_what_lmdb_begins_with_costs_nothing(
     opened_rows: Opened, tmp_path: Path, page: int, seed: int
 ) -> None:
-    """While it runs: its two meta pages say where everything is, and where to write."""
+    """The two meta pages are damaged while it runs. LMDB finds everything through them."""
     table = opened_rows()
     rng = random.Random(seed)
     acknowledged: dict[int, bytes] = {}
@@ -249,7 +249,7 @@ def test_what_was_mended_is_logged(opened_rows: Opened, tmp_path: Path) -> None:
     assert [(line["event"], line["what"][:12]) for line in logs] == [
         ("records_mended", "1 rows had a")
     ]
-    # While it runs: the root page of the tree.
+    # The root page of the tree is damaged while it runs.
     with records_file(tmp_path).open("r+b") as file:
         for page in (0, 1):
             file.seek(page * mmap.PAGESIZE + 16)
@@ -286,7 +286,7 @@ def test_the_only_file_that_is_left_holds(opened_rows: Opened, tmp_path: Path) -
 def test_a_device_without_room_refuses_and_goes_on(
     opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file may grow beyond what was secured, as on a full device."""
+    """No file may grow beyond its secured size, as on a full device."""
     table = opened_rows()
     script = (
         "import resource, sys; "

@@ -1,4 +1,4 @@
-"""The order of a tier: LRU through the residents is the LRU of the replay, step by step."""
+"""The order of a tier. Its LRU equals the LRU of the replay, step by step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resident(number: int, stored_bytes: int = 1) -> Resident:
 
 
 class Both:
-    """The order as it is in a tier, and the same policy by keys; both do what they are told."""
+    """The order of a tier, and the same policy by keys. Both take the same steps."""
 
     def __init__(self) -> None:
         policy = make_policy("lru", CAPACITY)
@@ -40,7 +40,7 @@ class Both:
         self.pinned: set[int] = set()
 
     def step(self, what: str, number: int) -> None:
-        """One step that makes sense, or nothing."""
+        """Take a step, if it is valid."""
         match what:
             case "enter":
                 if number not in self.residents:
@@ -99,7 +99,7 @@ def test_it_is_so_in_the_long_run() -> None:
 
 @pytest.mark.parametrize("name", list(POLICIES))
 def test_every_policy_orders_a_tier(name: str) -> None:
-    """What it is told arrives: the first of three goes, or the one that was not used."""
+    """Every call reaches the policy: the victim is the oldest resident, or the unused one."""
     order = order_by(make_policy(name, 30))
     assert order.name == name
     assert isinstance(order, Recency) == (name == "lru")
@@ -122,7 +122,7 @@ def test_every_policy_orders_a_tier(name: str) -> None:
 
 
 def test_shares_and_ghosts_are_those_of_the_policy() -> None:
-    """S3FIFO has a queue for what is new, of a tenth, and remembers what left it."""
+    """S3FIFO has a small queue of a tenth for new keys, and remembers what left it."""
     order = order_by(make_policy("s3fifo", 100))
     first, second, again, third = (resident(*one) for one in ((1, 8), (2, 5), (1, 8), (3, 7)))
     _enter(order, first)
@@ -130,7 +130,7 @@ def test_shares_and_ghosts_are_those_of_the_policy() -> None:
     assert order.evict(second) == first.key
     _enter(order, second)
     order.prepare(again)
-    _enter(order, again)  # it was there: it goes to the main queue
+    _enter(order, again)  # a ghost: it goes to the main queue
     order.prepare(third)
     assert order.evict(third) == second.key, "room is made where it is wanted"
 
@@ -142,13 +142,13 @@ def _enter(order: Order, one: Resident) -> None:
 
 
 class Watched(Resident):
-    """One that can be referred to weakly."""
+    """A resident that supports weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 def test_who_left_is_freed_at_once_and_keeps_nobody_alive() -> None:
-    """The cycle collector does not look at them."""
+    """Without the cycle collector, which does not track residents."""
     order = order_by(make_policy("lru", CAPACITY))
     held = [Watched(key=key(number), stored_bytes=1, place=()) for number in range(4)]
     for one in held:

@@ -1,4 +1,4 @@
-"""An entry lies in so many pieces at most: what is larger waits until neighbours are free."""
+"""The most pieces of an entry. Larger entries wait until free runs are long enough."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def three_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def runs(*slabs: int) -> ExtentAllocator:
-    """Free runs of so many slabs, with an allocated one behind each."""
+    """Free runs of these lengths, each followed by an allocated slab."""
     allocator = ExtentAllocator((sum(slabs) + len(slabs)) * SLAB, SLAB)
     start = 0
     for length in slabs:
@@ -61,7 +61,7 @@ def test_some_of_what_is_free_is_as_much_as_so_few_pieces_have() -> None:
     allocator = runs(1, 4, 1, 4, 1, 3, 1)
     assert sum(allocator.allocate_some(15 * SLAB)[1::2]) == 11 * SLAB
     assert allocator.allocate_some(3 * SLAB)[1::2] == (SLAB,) * 3
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="requested"):
         allocator.allocate_some(2 * SLAB)
     allocator.check()
 
@@ -90,7 +90,7 @@ def resident(number: int, slabs: int = 1) -> Resident:
 
 
 class Full:
-    """A tier of ten entries of a slab each, by place."""
+    """A tier of ten entries of a slab each, named by their places."""
 
     def __init__(self) -> None:
         self.extents = ExtentAllocator(10 * SLAB, SLAB)
@@ -102,7 +102,7 @@ class Full:
         self.there = there
 
     def make_room(self, coming: Resident, order: list[int]) -> list[int]:
-        """Publish them in this order of use; who left, by place."""
+        """Publish them in this order of use, and return the victims by place."""
         self.ledger.publish([self.there[place] for place in order])
         by_key = {one.key: place for place, one in enumerate(self.there)}
         gone = []

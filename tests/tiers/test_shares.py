@@ -1,4 +1,4 @@
-"""A tier with shares, against a list of entries that is looked at from the start each time."""
+"""A tier with shares against a model: a list of entries that is counted each time."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ EVERY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
 def key_in(name: str, number: int) -> Key:
-    """A key of a namespace; empty: of none."""
+    """A key of a namespace. Empty: of no namespace."""
     key = Key(number.to_bytes(32, "big"))
     return SPACES[name].stored([key])[0] if name else key
 
 
 @dataclass(eq=False)
 class Held:
-    """What the model knows of an entry."""
+    """The model of an entry."""
 
     name: str
     resident: Resident
@@ -46,7 +46,7 @@ class Held:
 
 
 class Model:
-    """A ledger with shares, and beside it a list from which everything is counted again."""
+    """A ledger with shares, and a list from which everything is counted again."""
 
     def __init__(self, policy: str, shares: dict[str, int], max_entries: int = 0) -> None:
         self.shares = {"": 0} | shares
@@ -82,7 +82,7 @@ class Model:
         )
 
     def may_fix(self, name: str, size: int, count: int) -> bool:
-        """Is there room for it beside what all are sure of?"""
+        """Whether it fits beside everything that is guaranteed to others."""
         for dimension, whole in ((0, BUDGET_BYTES), (1, self.ledger.max_entries)):
             above = 0
             for each in self.shares:
@@ -97,7 +97,7 @@ class Model:
     # ---- what happens
 
     def reserve(self, name: str, size: int) -> tuple[Held, list[Key]] | None:
-        """Held, and who left for it; None: refused."""
+        """The new entry and its victims. None: it was refused."""
         self.numbers += 1
         coming = Resident(key_in(name, self.numbers), size, ())
         admission = self.ledger.admission(size, 1, coming.key)
@@ -123,7 +123,7 @@ class Model:
         return held, gone
 
     def left(self, victim: Key, for_name: str, size: int) -> None:
-        """Look whose entry it was that left, and for whom."""
+        """Check that the victim was of the right part."""
         (held,) = [h for h in self.held if h.resident.key == victim]
         assert not held.fixed
         dimension = 0 if self.free()[0] < size else 1
@@ -203,7 +203,7 @@ def act(model: Model, chance: random.Random) -> None:
 def test_nobody_pushes_another_below_its_share(
     policy: str, shares: dict[str, int], max_entries: int
 ) -> None:
-    """Whatever they save, pin and let go of; the model objects where it happens."""
+    """Random saves, pins and unpins. The model fails at the step that breaks a rule."""
     chance = random.Random(f"{policy} {shares} {max_entries}")
     model = Model(policy, shares, max_entries)
     for _ in range(STEPS):
@@ -258,7 +258,7 @@ def test_what_is_foretold_happens(policy: str) -> None:
 
 @EVERY_POLICY
 def test_the_order_without_a_comer_empties_the_tier(policy: str) -> None:
-    """As an operator asks: first those above their shares, then all the others."""
+    """For an operator: first from parts above their shares, then from all others."""
     model = Model(policy, {"a": 30, "b": 30})
     for name, count in (("a", 50), ("b", 20), ("", 30)):
         for _ in range(count):
@@ -291,7 +291,7 @@ def test_what_shares_leave_is_divided_evenly() -> None:
 
 
 def test_one_that_took_too_much_gives_what_another_is_sure_of() -> None:
-    """In whole entries: what is left of it is what fits into its share."""
+    """In whole entries: it keeps as many as fit into its share."""
     model = Model("lru", {"a": 50, "b": 50})
     for size in (49, 49):
         reserved = model.reserve("a", size)
@@ -325,7 +325,7 @@ def test_while_the_memory_is_not_there_shares_are_smaller() -> None:
 
 
 def test_entries_that_are_pinned_together_count_together() -> None:
-    """Ten may be there: `a` is sure of five, and does not use them; others may pin five."""
+    """At most ten entries. `a` is guaranteed five and uses none; others may pin five."""
     model = Model("lru", {"a": 50}, max_entries=10)
     keys = []
     for _ in range(6):

@@ -1,4 +1,4 @@
-"""Eviction orders: pure bookkeeping, used by the tiers and by the offline replay alike."""
+"""Eviction policies: pure bookkeeping, for the tiers and for the offline replay."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from .s3fifo import S3FIFO
 
 __all__ = ["ARC", "FIFO", "LFU", "LRU", "POLICIES", "S3FIFO", "EvictionPolicy", "make_policy"]
 
-#: the policies by the names that configuration files and command lines use
+#: The policies by their names in configuration files and command lines.
 POLICIES: dict[str, type[EvictionPolicy[Any]]] = {
     policy.name: policy for policy in (LRU, LFU, FIFO, S3FIFO, ARC)
 }
 
 
 def make_policy(name: str, capacity: int, *, max_ghosts: int | None = None) -> EvictionPolicy[Any]:
-    """An empty policy of that name, for a capacity in the unit of its weights.
+    """An empty policy, for a capacity in the unit of its weights.
 
-    `max_ghosts`: see `EvictionPolicy`. Raises ValueError for an unknown name, with those
-    that are known, and for a negative capacity.
+    `max_ghosts`: see `EvictionPolicy`. Raises ValueError for an unknown name, and lists the known
+    ones, and for a negative capacity.
     """
     policy = POLICIES.get(name)
     if policy is None:

@@ -1,4 +1,4 @@
-"""ARC: recency and frequency share the capacity, and ghosts say who gets more."""
+"""ARC: recency and frequency share the capacity, and ghosts decide which gets more."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from itertools import chain
 from typing import ClassVar
 
 from .base import EvictionPolicy, K
-from .queue import Queue
+from .fifo import Queue
 
 
 class ARC(EvictionPolicy[K]):
     """Megiddo and Modha, FAST'03, figure 4, with weights.
 
-    T1 holds keys accessed once, T2 keys accessed again, both least recent first; B1 and B2
-    remember what left them. `p`, a float, is the share of the capacity that T1 should have:
-    a miss found in B1 raises it by max(1, |B2| / |B1|) for each unit of weight, one found in
-    B2 lowers it by max(1, |B1| / |B2|); the sizes are those before the key leaves its ghost
-    list. |X| is a weight; with weight 1 throughout this is the published algorithm.
+    T1 has keys that were accessed once, T2 keys that were accessed again, both least recent first.
+    B1 and B2 remember keys that left them. `p`, a float, is the target weight of T1: a miss found
+    in B1 raises it by max(1, |B2| / |B1|) for each unit of weight, one found in B2 lowers it by
+    max(1, |B1| / |B2|). The sizes are those before the key leaves its ghost list. |X| is a weight;
+    with weight 1 throughout this is the published algorithm.
 
-    The published case IV deletes from the ghost lists before it replaces; here the lists are
-    cut back to |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c after the new key came in,
-    which drops the same keys. It makes the case "T1 fills the whole cache" the ordinary one:
-    T1's victim becomes a ghost and is dropped at once.
+    The published case IV deletes from the ghost lists before it replaces. Here the lists are
+    trimmed to |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c after the new key came in, which
+    drops the same keys. The case "T1 fills the whole cache" then needs no rule of its own: T1's
+    victim becomes a ghost and is dropped at once.
 
-    A pinned key is out of T1 or T2 (an access takes it from T1 to T2 all the same), still
-    counts in the list's weight, and comes back as the list's most recent. When all of the
+    A pinned key is neither in T1 nor in T2, but counts in the weight of its list, and comes back as
+    the list's most recent. An access moves it from T1 to T2 all the same. When everything in the
     list that should give is pinned, the other one gives.
     """
 
@@ -35,15 +35,15 @@ class ARC(EvictionPolicy[K]):
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
         self.p = 0.0
-        #: T1 and T2: the unpinned keys in order, least recent first
+        #: T1 and T2: key -> weight of the unpinned keys, least recent first.
         self._recent: OrderedDict[K, int] = OrderedDict()
         self._frequent: OrderedDict[K, int] = OrderedDict()
-        #: key -> weight, the pinned keys of both
+        #: key -> weight of the pinned keys of both.
         self._pinned_recent: dict[K, int] = {}
         self._pinned_frequent: dict[K, int] = {}
-        #: |T1|, pinned keys included; |T2| is the rest of `used`
+        #: |T1|, pinned keys included. |T2| is the rest of `used`.
         self._recent_weight = 0
-        #: B1 and B2
+        #: B1 and B2.
         self._recent_ghosts: Queue[K] = Queue()
         self._frequent_ghosts: Queue[K] = Queue()
 
@@ -64,7 +64,7 @@ class ARC(EvictionPolicy[K]):
         return unpinned + len(self._pinned_recent) + len(self._pinned_frequent)
 
     def keys(self) -> Iterator[K]:
-        # Admitted again they are all in T1, where the first leave first.
+        # When they are admitted again they all enter T1, where the first leave first.
         return chain(self._recent, self._pinned_recent, self._frequent, self._pinned_frequent)
 
     @property
@@ -81,13 +81,6 @@ class ARC(EvictionPolicy[K]):
         elif key in self._pinned_recent:
             weight = self._pinned_frequent[key] = self._pinned_recent.pop(key)
             self._recent_weight -= weight
-
-    def refresh(self, key: K) -> None:
-        self.moves += 1
-        if key in self._frequent:
-            self._frequent.move_to_end(key)
-        elif key in self._recent:
-            self._recent.move_to_end(key)
 
     def prepare(self, key: K, weight: int) -> None:
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
@@ -178,7 +171,7 @@ class ARC(EvictionPolicy[K]):
         twin: ARC[K] = ARC(self.capacity, max_ghosts=0)
         twin.p, twin.used, twin._recent_weight = self.p, self.used, self._recent_weight
         twin._recent, twin._frequent = self._recent.copy(), self._frequent.copy()
-        return twin  # pinned keys count in the weights, and never leave
+        return twin  # without the pinned keys, which never leave: their weights suffice
 
     def access_run(self, keys: Sequence[K]) -> int:
         if not self._is_classic():
@@ -234,7 +227,7 @@ class ARC(EvictionPolicy[K]):
         return hits
 
     def _is_classic(self) -> bool:
-        """Is this the case of the published algorithm: unit weights and no pins?"""
+        """Whether this is the published algorithm: unit weights and no pins."""
         recent, frequent = self._recent_ghosts, self._frequent_ghosts
         return (
             self.capacity > 0

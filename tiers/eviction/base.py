@@ -1,21 +1,26 @@
-"""The one interface of every eviction order.
+"""The one interface of every eviction order, and the rules that all orders share.
 
-A policy is pure bookkeeping: it holds keys and weights, never bytes, reads no clock and
-draws no random number. The same classes order the entries of a running tier (keys are
-32-byte keys, weights are stored bytes) and serve the offline replay (keys are block ids,
-every weight is 1).
+An order is pure bookkeeping: it holds keys and weights, never bytes, reads no clock and draws no
+random number. It has two forms:
 
-Who decides what: the *caller* decides when room is needed (its budget arithmetic lives in
-`tiers.ledger`), the policy decides who leaves. An admission is always
+`EvictionPolicy`, by keys
+    The five policies. The offline replay uses them as they are: keys are block ids, and every
+    weight is 1.
+`tiers.order.Order`, by residents
+    What a running tier uses. A resident is an object with its key (32 bytes) and its weight
+    (stored bytes). Any policy can stand behind it.
+
+The *caller* decides when room is needed (`tiers.ledger` has the budget arithmetic), the order
+decides who leaves. An admission is always
 
     policy.prepare(key, weight)        # the miss is announced once
     while there is no room or policy.crowded(key, weight):
         victim = policy.evict(key)     # one victim at a time
     policy.admit(key, weight)
 
-`access()` is that sequence for a caller whose only budget is the policy's own capacity. A
-running tier never asks `crowded`, for it evicts only when it is full: the queues to which a
-policy gives shares (S3FIFO does) lend each other what the others leave free.
+`access()` is that sequence for a caller whose only budget is the policy's own capacity. A running
+tier never asks `crowded`, because it evicts only when it is full. The queues of a policy that
+divides its capacity (S3FIFO) then lend each other what the others leave free.
 """
 
 from __future__ import annotations
@@ -26,12 +31,14 @@ from itertools import takewhile
 from typing import ClassVar, Generic, Protocol, TypeVar
 
 K = TypeVar("K", bound=Hashable)
+#: What is ordered: keys, or objects that have a key.
+T = TypeVar("T")
 
 
 class Rehearsal(Protocol[K]):
-    """What an admission calls of a policy, on something that only tries out what would happen.
+    """An admission that is only tried out.
 
-    The keys must be ones that the policy never had: what it remembers of evicted keys is not used.
+    The keys must be ones that the policy never had: evicted keys that it remembers are not used.
     """
 
     def prepare(self, key: K, weight: int) -> None: ...
@@ -41,12 +48,15 @@ class Rehearsal(Protocol[K]):
 
 
 class NotYet(Exception):
-    """A victim takes more looks than one call has: `evict` again goes on where this one ended."""
+    """The search for a victim has used up the looks of one call. The next `evict` continues it."""
 
 
 class Looks:
-    """How many keys that are in the way of a victim one call may put aside: any number (0) in a
-    replay; a running tier sets `most`, for it does other things in between."""
+    """How many keys in the way of a victim one call may put aside.
+
+    A replay has no limit (0). A running tier sets `most`, because it has other things to do in
+    between.
+    """
 
     __slots__ = ("_left", "most")
 
@@ -58,23 +68,85 @@ class Looks:
         self._left = self.most
 
     def take(self) -> None:
-        """One was put aside. Raises NotYet when it was the last of this call."""
+        """A key was put aside. Raises NotYet when it was the last that this call may put aside."""
         self._left -= 1
         if not self._left:
             raise NotYet
 
 
-class EvictionPolicy(ABC, Generic[K]):
+class EvictionOrder(ABC, Generic[T, K]):
+    """What both forms of an order do. T: what the caller hands over; K: its key.
+
+    All operations are O(1) amortised unless said otherwise.
+    """
+
+    @abstractmethod
+    def resize(self, capacity: int) -> None:
+        """Change the capacity. Evicts nothing: the caller does."""
+
+    @abstractmethod
+    def keys(self) -> Iterator[K]:
+        """The keys of everything that the order holds."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[K]:
+        """The keys that `evict()` would return, in that order. Changes nothing. May be O(n)."""
+
+    @abstractmethod
+    def evict(self, incoming: T | None = None) -> K | None:
+        """Remove the next victim and return its key; None when everything is pinned.
+
+        `incoming` was prepared, and is what the room is for (None: nothing in particular). Raises
+        NotYet, but only with a limit of `looks`.
+        """
+
+    @abstractmethod
+    def remove(self, item: T) -> None:
+        """Forget something that left by another way than eviction."""
+
+    @abstractmethod
+    def pin(self, item: T) -> None:
+        """Protect something from eviction until `unpin`. Not counted: the ledger counts claims
+        and calls this for the first one only."""
+
+    @abstractmethod
+    def unpin(self, item: T) -> None:
+        """The last claim is gone. Orders by recency take it back as the most recent; the others
+        give it the place that it would have had."""
+
+    @abstractmethod
+    def is_pinned(self, item: T) -> bool:
+        """Whether something in the order is protected from eviction."""
+
+    def hit(self, item: T) -> None:
+        """Count an access, of something pinned or not."""
+
+    def refresh(self, item: T) -> None:
+        """Make something the most recent without counting an access, as a claim and its release
+        would. That keeps the blocks of a chain leaf first, root last after blocks were added."""
+        if not self.is_pinned(item):
+            self.pin(item)
+            self.unpin(item)
+
+    def rehearsal(self) -> Rehearsal[K]:
+        """Try out what admissions of new keys would do.
+
+        Leaves the order as it is; it must not change meanwhile. May be O(n). An order that does
+        not depend on what comes needs no more than its victims.
+        """
+        return InOrder(self.victims())
+
+
+class EvictionPolicy(EvictionOrder[K, K], Generic[K]):
     """An eviction order over resident keys.
 
-    `capacity` is in the unit of the weights (bytes in a tier, blocks in a replay); policies
-    that size queues or ghosts by it use nothing else. `max_ghosts` bounds how many keys are
-    remembered after they left, whatever they weighed; None leaves it to the policy, whose
-    bound is a weight. Raises ValueError when either is negative.
+    `capacity` is in the unit of the weights (bytes in a tier, blocks in a replay). It is all by
+    which policies size their queues and ghosts. `max_ghosts` limits how many evicted keys are
+    remembered, whatever they weighed; with None a policy has its own limit, by weight. Raises
+    ValueError when either is negative.
 
-    All operations are O(1) amortised unless said otherwise, and no eviction ever walks over
-    pinned keys: each pinned key is met at most once per pin. One eviction may still put very many
-    keys aside that were pinned or hit; `looks` bounds how many.
+    No eviction ever walks over pinned keys: it meets each at most once per pin. One eviction may
+    still put very many keys aside that were pinned or hit; `looks` limits how many.
     """
 
     name: ClassVar[str]
@@ -86,19 +158,18 @@ class EvictionPolicy(ABC, Generic[K]):
             raise ValueError(f"the number of ghosts must not be negative, got {max_ghosts}")
         self.capacity = capacity
         self.max_ghosts = max_ghosts
-        #: weight of all resident keys, pinned ones included
+        #: Weight of all resident keys, pinned ones included.
         self.used = 0
         self.looks = Looks()
-        #: effort so far: how often a key was put into a queue or moved within one, ghosts too
+        #: Effort so far: how often a key was put into a queue or moved within one, ghosts too.
         self.moves = 0
 
     def resize(self, capacity: int) -> None:
-        """The capacity is another one from now on. Nothing leaves: that is the caller's."""
         self.capacity = capacity
 
     @abstractmethod
     def __contains__(self, key: object) -> bool:
-        """Is `key` resident (pinned or not)? Ghosts are not resident."""
+        """Whether `key` is resident, pinned or not. Ghosts are not resident."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -114,65 +185,20 @@ class EvictionPolicy(ABC, Generic[K]):
         """Keys remembered but not resident."""
         return 0
 
-    def hit(self, key: K) -> None:
-        """One access of a resident key, pinned or not."""
-
-    def refresh(self, key: K) -> None:
-        """Make a resident key the most recent without counting an access: that keeps the blocks of
-        a chain leaf first, root last after blocks were added to it."""
-
     def prepare(self, key: K, weight: int) -> None:
         """A key that is not resident is about to be admitted: adapt, trim ghosts."""
 
     def crowded(self, key: K, weight: int) -> bool:  # noqa: ARG002 (policies with shares use it)
-        """Does the policy itself want an `evict(key)` before it admits this prepared key?
+        """Whether the policy itself wants an `evict(key)` before it admits this prepared key.
 
-        When its capacity, or the share of it that this key would go to, is used up. Changes
-        nothing. True with nothing left to evict means that the key does not fit.
+        It does when its capacity, or the share of it that this key would go to, is used up.
+        Changes nothing. True with nothing left to evict means that the key does not fit.
         """
         return self.used + weight > self.capacity
 
     @abstractmethod
-    def evict(self, incoming: K | None = None) -> K | None:
-        """Remove the next victim and return it; None when every resident key is pinned. Raises
-        NotYet, with a bound of `looks` only.
-
-        `incoming` is the prepared key that the room is for (None: for no key in particular).
-        """
-
-    @abstractmethod
     def admit(self, key: K, weight: int) -> None:
         """`key` is resident from now on."""
-
-    @abstractmethod
-    def remove(self, key: K) -> None:
-        """A resident key left by another way than eviction; it is forgotten entirely."""
-
-    @abstractmethod
-    def pin(self, key: K) -> None:
-        """A resident key may not be a victim until `unpin`. Not counted: the ledger counts
-        claims and calls this for the first one only."""
-
-    @abstractmethod
-    def unpin(self, key: K) -> None:
-        """The last claim is gone. Orders with recency take the key back as most recent;
-        the others give it the place it would have had."""
-
-    @abstractmethod
-    def is_pinned(self, key: K) -> bool:
-        """May this resident key not be a victim?"""
-
-    @abstractmethod
-    def victims(self) -> Iterator[K]:
-        """The keys that `evict()` would return, in that order, changing nothing. May be O(n)."""
-
-    def rehearsal(self) -> Rehearsal[K]:
-        """Try out what the coming of new keys would do: this policy is left as it is, and must
-        not change meanwhile. May be O(n).
-
-        Policies whose order does not depend on what comes need no more than their victims.
-        """
-        return InOrder(self.victims())
 
     def access(self, key: K, weight: int = 1) -> bool:
         """Access a key and admit it if it is new: the whole protocol, within `capacity`.
@@ -195,7 +221,7 @@ class EvictionPolicy(ABC, Generic[K]):
     def access_run(self, keys: Sequence[K]) -> int:
         """`access` every key in order with weight 1 and return the number of hits.
 
-        The replay's inner loop: policies override it to do the same without the calls.
+        This is the replay's inner loop: policies override it to do the same without the calls.
         """
         return sum(map(self.access, keys))
 
@@ -204,8 +230,25 @@ class EvictionPolicy(ABC, Generic[K]):
         return sum(1 for _ in takewhile(self.__contains__, keys))
 
 
+class PinsInPlace(EvictionPolicy[K]):
+    """A policy in which a pinned key keeps its place, and evictions pass it over."""
+
+    def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
+        super().__init__(capacity, max_ghosts=max_ghosts)
+        self._pinned: set[K] = set()
+
+    def pin(self, key: K) -> None:
+        self._pinned.add(key)
+
+    def is_pinned(self, key: K) -> bool:
+        return key in self._pinned
+
+    def victims(self) -> Iterator[K]:
+        return (key for key in self.keys() if key not in self._pinned)
+
+
 class InOrder(Generic[K]):
-    """A rehearsal where nothing that comes changes who leaves."""
+    """A rehearsal for an order in which nothing that comes changes who leaves."""
 
     def __init__(self, victims: Iterator[K]) -> None:
         self._victims = victims

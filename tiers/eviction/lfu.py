@@ -1,4 +1,4 @@
-"""Least frequently used, in the strict reading: equal frequencies leave by age of admission."""
+"""Least frequently used, in the strict sense: equal frequencies leave in order of admission."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from heapq import heappop, heappush, heapreplace
 from itertools import chain
 from typing import ClassVar
 
-from .base import EvictionPolicy, K
+from .base import K, PinsInPlace
 
-#: Items of an old heap for each removal: it is gone before there is reason for another.
+#: Items of the old heap to move for each removal: enough to empty it before the next one is due.
 _TAKEN_OVER = 4
 
 
-class LFU(EvictionPolicy[K]):
-    """Evicts the key with the fewest accesses since its admission, of these the oldest.
+class LFU(PinsInPlace[K]):
+    """Evicts the key with the fewest accesses since its admission, and of these the oldest.
 
-    The order is by (frequency, admission number). A key forgets its frequency when it leaves.
-    The victim is chosen before the new key enters, so a new key is never its own victim.
+    The order is by (frequency, admission number). A key that leaves loses its frequency. The victim
+    is chosen before the new key enters, so a new key is never its own victim.
 
-    Most keys are accessed once: they wait in a queue, which is their order. A key that is hit
-    moves to a heap. A hit there only changes the key's rank; its heap item is stale until it
-    surfaces and is pushed down again. A pinned key keeps its place (for one that surfaced in
-    the meantime: its rank, pushed again at its unpin).
+    Most keys are accessed once: they wait in a queue, in order of admission. A hit moves a key to a
+    heap. A hit there only changes the key's rank; its heap item is stale until it surfaces and is
+    pushed down again. A pinned key keeps its place: if its item surfaces meanwhile, it is pushed
+    again with its rank at the unpin.
 
-    What was removed leaves its heap item behind. When most are such, the heap becomes an old one,
-    from which every removal takes some items over, until nothing is left of it.
+    A removed key leaves its heap item behind. When most items are such, the heap becomes the old
+    one, and every removal moves some items from it to a new heap, until it is empty.
 
     Hits are O(1), evictions O(log n) amortised. libCacheSim's LFU breaks ties otherwise: see
     `tests/tiers/eviction/test_peers.py`.
@@ -36,21 +36,20 @@ class LFU(EvictionPolicy[K]):
 
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
-        #: all resident keys
+        #: key -> weight of all resident keys.
         self._weights: dict[K, int] = {}
-        #: key -> admission number: never hit, not parked; oldest first, so by number too
+        #: key -> admission number of keys that were never hit and are not parked. Oldest first.
         self._once: OrderedDict[K, int] = OrderedDict()
-        #: key -> (frequency, admission number) of the others
+        #: key -> (frequency, admission number) of the others.
         self._ranks: dict[K, tuple[int, int]] = {}
-        #: (frequency, number, key), perhaps stale: here or in `_old` one for each key in `_ranks`
-        #: but the parked
+        #: (frequency, number, key), perhaps stale. Each key in `_ranks` that is not parked has one
+        #: item, here or in `_old`.
         self._heap: list[tuple[int, int, K]] = []
-        #: what is to go from an earlier heap to `_heap`
+        #: Items of an earlier heap that still have to move to `_heap`.
         self._old: list[tuple[int, int, K]] = []
-        #: items in both whose key was removed
+        #: Items in both heaps whose key was removed.
         self._dead = 0
-        self._pinned: set[K] = set()
-        #: pinned keys that surfaced: neither in `_once` nor in a heap
+        #: Pinned keys that surfaced: neither in `_once` nor in a heap.
         self._parked: set[K] = set()
         self._admissions = 0
 
@@ -80,7 +79,7 @@ class LFU(EvictionPolicy[K]):
             old, heap = self._old, self._heap
             if old and not (heap and heap[0] < old[0]):
                 heap = old
-            # A frequency of 1 in a heap is an old parked key: older than all of `_once`.
+            # An item with frequency 1 is of a key that was parked, older than all of `_once`.
             if once and not (heap and heap[0][0] == 1):
                 key, number = once.popitem(last=False)
                 if key not in self._pinned:
@@ -100,7 +99,7 @@ class LFU(EvictionPolicy[K]):
         return key
 
     def _surfaced(self, heap: list[tuple[int, int, K]]) -> bool:
-        """The first item of a heap: is its key the victim? If not, the item is put right."""
+        """Whether the key of the first heap item is the victim. If not, corrects the item."""
         frequency, number, key = heap[0]
         rank = self._ranks.get(key)
         if rank is None or rank[1] != number:
@@ -134,10 +133,10 @@ class LFU(EvictionPolicy[K]):
                 self._compact()
 
     def _compact(self) -> None:
-        """Keep the heaps no larger than about twice what lives in them."""
+        """Keep the heaps at most about twice as large as their live items."""
         if not self._old and self._dead > len(self._ranks) + 64:
             self._heap, self._old = self._old, self._heap
-        # Without its last items a heap still is one.
+        # A heap without its last item is still a heap.
         for _ in range(min(_TAKEN_OVER, len(self._old))):
             _frequency, number, key = item = self._old.pop()
             rank = self._ranks.get(key)
@@ -146,20 +145,11 @@ class LFU(EvictionPolicy[K]):
             else:
                 heappush(self._heap, item)
 
-    def pin(self, key: K) -> None:
-        self._pinned.add(key)
-
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         if key in self._parked:
             self._parked.remove(key)
             heappush(self._heap, (*self._ranks[key], key))
-
-    def is_pinned(self, key: K) -> bool:
-        return key in self._pinned
-
-    def victims(self) -> Iterator[K]:
-        return (key for key in self.keys() if key not in self._pinned)
 
     def _sorted(self) -> list[tuple[int, int, K]]:
         once = ((1, number, key) for key, number in self._once.items())

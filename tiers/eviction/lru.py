@@ -1,4 +1,9 @@
-"""Least recently used: the default order of every tier."""
+"""Least recently used, by keys. A running tier has the same rules over its residents.
+
+The two forms share one interface and its rules (`eviction.base`). Only what keeps the order
+differs: an OrderedDict here, links between the residents in `tiers.order.Recency`, whose module
+has the measurement for it.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +27,9 @@ class LRU(EvictionPolicy[K]):
 
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
-        #: key -> weight: all and only the unpinned keys, least recent first
+        #: key -> weight of all unpinned keys, least recent first
         self._order: OrderedDict[K, int] = OrderedDict()
-        #: key -> weight: all and only the pinned keys
+        #: key -> weight of all pinned keys
         self._pinned: dict[K, int] = {}
 
     def __contains__(self, key: object) -> bool:
@@ -38,11 +43,6 @@ class LRU(EvictionPolicy[K]):
 
     def hit(self, key: K) -> None:
         self.refresh(key)
-
-    def refresh(self, key: K) -> None:
-        if key in self._order:
-            self._order.move_to_end(key)
-            self.moves += 1
 
     def evict(self, incoming: K | None = None) -> K | None:  # noqa: ARG002
         if not self._order:

@@ -1,4 +1,4 @@
-"""S3-FIFO: a small queue in front of a main one, and a memory of what left."""
+"""S3-FIFO: a small queue in front of a main one, and a ghost queue of evicted keys."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from contextlib import suppress
 from itertools import chain
 from typing import ClassVar
 
-from .base import EvictionPolicy, K, NotYet
-from .queue import PinnableQueue, Queue
+from .base import K, NotYet, PinsInPlace
+from .fifo import PinnableQueue, Queue
 
 SMALL_SHARE = 0.1
 MAX_FREQUENCY = 3
 
 
-class S3FIFO(EvictionPolicy[K]):
+class S3FIFO(PinsInPlace[K]):
     """Three static queues (Yang et al., SOSP'23): most keys are seen once, and leave early.
 
-    New keys enter the small queue S, which has a tenth of the capacity (rounded, at least 1);
-    the main queue M has the rest, and as much weight as in M is remembered in the ghost queue
-    G, by key only. A hit counts up to 3 and moves nothing.
+    New keys enter the small queue S, which has a tenth of the capacity (rounded, at least 1). The
+    main queue M has the rest. The ghost queue G remembers evicted keys, up to M's capacity in
+    weight. Hits are counted up to 3, and move nothing.
 
-    - S is full: its head goes to M, with its frequency, when it was hit since it came, else
-      it is evicted into G.
-    - M is full: its head goes back to the tail with one less, until one with 0 is met, which
-      is evicted into G.
-    - A key in G leaves G and enters M with 0.
-    - What is heavier than all of M is evicted when it leaves S, hit or not. (With no main
-      queue at all that is everything.)
+    - When S is full, its head goes to M with its frequency if it was hit since it came; else it is
+      evicted into G.
+    - When M is full, its head goes back to the tail with its frequency lowered by one, until a head
+      has 0, which is evicted into G.
+    - A new key that is in G leaves G and enters M with 0.
+    - A key that is heavier than M's capacity is evicted when it leaves S, hit or not. (Without a
+      main queue that is every key.)
 
     S and M keep to their shares even when the other has room: `crowded` says so. (A running tier
     does not ask that, and evicts only when it is full.) A key that is heavier than S's share may
-    have S for itself. When all of a full queue is pinned, the other has to give. A pinned key
-    keeps its place and counts in its queue's share.
+    have S for itself. When everything in a full queue is pinned, the other has to give. A pinned
+    key counts in its queue's share.
 
     libCacheSim's S3FIFO differs in seven rules: see `tests/tiers/eviction/test_peers.py`.
     """
@@ -42,16 +42,15 @@ class S3FIFO(EvictionPolicy[K]):
     def __init__(self, capacity: int, *, max_ghosts: int | None = None) -> None:
         super().__init__(capacity, max_ghosts=max_ghosts)
         self.resize(capacity)
-        self._pinned: set[K] = set()
         self._small = PinnableQueue(self._pinned, self.looks)
         self._main = PinnableQueue(self._pinned, self.looks)
         self._ghosts: Queue[K] = Queue()
-        #: hits of resident keys, 1 to 3; 0 is left out
+        #: Hits of resident keys, 1 to 3. Keys without hits are left out.
         self._frequency: dict[K, int] = {}
-        #: weight of the key that was prepared last
+        #: Weight of the key that was prepared last.
         self._incoming = 0
-        #: what a call had no looks left for: a promotion by so much, and an eviction by whether S
-        #: gives
+        #: Work for which a call had no looks left: the weight to promote for, and whether S gives
+        #: in the eviction that was begun.
         self._promoting = 0
         self._small_gives: bool | None = None
 
@@ -67,7 +66,7 @@ class S3FIFO(EvictionPolicy[K]):
         return len(self._small) + len(self._main)
 
     def keys(self) -> Iterator[K]:
-        # Admitted again they all enter S, where the first leave first.
+        # When they are admitted again they all enter S, where the first leave first.
         return chain(self._small, self._main)
 
     @property
@@ -123,9 +122,9 @@ class S3FIFO(EvictionPolicy[K]):
         return key
 
     def _evict_small(self) -> tuple[K, int] | None:
-        """Advance S until a key leaves the cache: its head, or one of M that makes room for it.
+        """Advance S until a key leaves the cache: its head, or a key of M that makes room for it.
 
-        From M too when S has nothing (any more) to give.
+        When S has nothing to give, M does.
         """
         small, main = self._small, self._main
         while (head := small.head()) is not None:
@@ -141,7 +140,7 @@ class S3FIFO(EvictionPolicy[K]):
         return self._evict_main()
 
     def _evict_main(self) -> tuple[K, int] | None:
-        """Take the first key without hits from M; those before it lose one and requeue."""
+        """Take the first key without hits from M. Keys before it lose a hit and requeue."""
         main, frequency = self._main, self._frequency
         while (head := main.pop()) is not None:
             key, weight = head
@@ -158,7 +157,7 @@ class S3FIFO(EvictionPolicy[K]):
         return None
 
     def _promote(self, weight: int) -> None:
-        """Let S make room for `weight` by what needs no eviction: hit heads, while M has room."""
+        """Make room for `weight` in S without evictions: move hit heads to M while it has room."""
         small, main = self._small, self._main
         weight = self._promoting = max(weight, self._promoting)
         while small.weight + weight > self._small_share and (head := small.head()) is not None:
@@ -177,9 +176,9 @@ class S3FIFO(EvictionPolicy[K]):
     def _remember(self, key: K, weight: int, incoming: K | None) -> None:
         ghosts = self._ghosts
         if weight > self._main_share:
-            return  # it would only make G forget everybody else
+            return  # it would only push all other keys out of G
         if incoming is not None:
-            # It leaves G now, and for good once it is admitted: until then it does not count.
+            # `incoming` leaves G when it is admitted, so it does not count here.
             incoming_weight = ghosts.remove(incoming)
         ghosts.append(key, weight)
         self.moves += 1
@@ -203,15 +202,9 @@ class S3FIFO(EvictionPolicy[K]):
         self._frequency.pop(key, None)
         self.used -= (self._small if key in self._small else self._main).remove(key)
 
-    def pin(self, key: K) -> None:
-        self._pinned.add(key)
-
     def unpin(self, key: K) -> None:
         self._pinned.remove(key)
         (self._small if key in self._small else self._main).unpin(key)
-
-    def is_pinned(self, key: K) -> bool:
-        return key in self._pinned
 
     def victims(self) -> Iterator[K]:
         twin = self.rehearsal()
@@ -283,7 +276,7 @@ class S3FIFO(EvictionPolicy[K]):
         return hits
 
     def _is_classic(self) -> bool:
-        """Is this the case of the published algorithm: unit weights, no pins, full shares?"""
+        """Whether this is the published algorithm: unit weights, no pins, shares kept."""
         small, main, ghosts = self._small, self._main, self._ghosts
         return (
             self.capacity > 0

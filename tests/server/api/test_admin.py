@@ -21,7 +21,7 @@ from prefixd.server.api.admin import AdminService
 from prefixd.server.api.admin_views import AdminViews
 from prefixd.server.api.watching import Watching
 from prefixd.server.core import state
-from prefixd.tiers.arena_store import ARENA_FILE
+from prefixd.tiers.arena_stores import ARENA_FILE
 from prefixd.tiers.eviction import POLICIES
 from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore

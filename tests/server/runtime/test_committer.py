@@ -17,9 +17,7 @@ from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime.committer import CommitResult, Committer, Committers
-from prefixd.tiers.disk import DiskStore
-from prefixd.tiers.ram import RamStore
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
 from tests.contract.faulty import Crash, Fault, FaultyStore
 from tests.support.daemon import eventually

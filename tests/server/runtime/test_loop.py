@@ -40,7 +40,7 @@ from prefixd.server.runtime.incoming import Incoming
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.writes import Piece
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.arena_stores import ShmStore
 from prefixd.tiers.store import Damaged
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Refused, Running, answer, item, key, payload, running

@@ -20,10 +20,9 @@ from prefixd.server.core.events import TierState
 from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.slices import Slices
-from prefixd.tiers import records, row_table
-from prefixd.tiers.arena_store import ARENA_FILE
-from prefixd.tiers.row_table import RECORDS_FILE
-from prefixd.tiers.rows import ROW_BYTES
+from prefixd.tiers import records, rows
+from prefixd.tiers.arena_stores import ARENA_FILE
+from prefixd.tiers.rows import RECORDS_FILE, ROW_BYTES
 from prefixd.tiers.store import Location, RecoveryBatch, Store, StoredEntry
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.event_loop import PATIENCE_S, in_loop
@@ -400,7 +399,7 @@ def incarnation_of(file: Path) -> bytes:
 async def test_orphans_are_swept_out_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_table, "CHUNK_SLABS", 8)
+    monkeypatch.setattr(rows, "CHUNK_SLABS", 8)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         for tier in Tier:

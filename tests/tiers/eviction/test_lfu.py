@@ -1,10 +1,10 @@
-"""LFU: the fewest accesses leave, of equals the oldest admission; nothing is remembered."""
+"""LFU: keys with the fewest accesses leave, the oldest admission first. No ghosts."""
 
 from prefixd.tiers.eviction.lfu import LFU
 
 
 def evictions(lfu: LFU[int], ids: list[int]) -> list[int]:
-    """Which key left at each access, 0 for none."""
+    """The key that left at each access, 0 for none."""
     gone = []
     for key in ids:
         before = set(lfu.keys())

@@ -1,4 +1,4 @@
-"""LRU: recency, pins, and what an eviction costs with a hundred thousand pinned keys around."""
+"""LRU: recency, pins, and the cost of an eviction among a hundred thousand pinned keys."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from prefixd.tiers.eviction.lru import LRU
 
 
 class Counted:
-    """A key that counts how often any key is hashed: every look-up, move and removal."""
+    """A key that counts how often keys are hashed: every look-up, move and removal."""
 
     hashed: ClassVar[int] = 0
 
@@ -125,8 +125,8 @@ def test_no_policy_meets_a_pinned_key_twice(name: str) -> None:
     [("lru", 160), ("fifo", 160), ("s3fifo", 160), ("arc", 160), ("lfu", 330)],
 )
 def test_memory_of_a_resident_key(name: str, bytes_per_key: int) -> None:
-    """Beside the key itself and its weight, which the caller has anyway."""
-    # Its tables are as full as those of 100,000, for they double.
+    """Without the key itself and its weight, which the caller has anyway."""
+    # Tables grow by doubling: these are as full as with 100,000 keys.
     keys = [number.to_bytes(32, "big") for number in range(3_125)]
     gc.collect()
     tracemalloc.start()

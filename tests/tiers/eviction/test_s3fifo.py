@@ -35,7 +35,7 @@ def test_shares_round_as_python_does(capacity: int, small: int, main: int) -> No
     cache = S3FIFO[int](capacity)
     assert (cache._small_share, cache._main_share) == (small, main)
     cache.access_run(range(2 * capacity))
-    assert len(cache) == small  # M stays empty: nobody came twice
+    assert len(cache) == small  # M stays empty: no key came twice
 
 
 def test_two_blocks_step_by_step() -> None:

@@ -1,4 +1,4 @@
-"""What every table of rows does: the flat file, and LMDB."""
+"""What both tables of rows do: the flat file and LMDB."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ import pytest
 
 from prefixd.proto.layout import crc32c
 from prefixd.tiers.lmdb_rows import LmdbRows
-from prefixd.tiers.row_table import CHUNK_SLABS, RowFile, RowTable
-from prefixd.tiers.rows import ROW_BYTES, ZERO_ROW
+from prefixd.tiers.rows import CHUNK_SLABS, ROW_BYTES, ZERO_ROW, RowFile, RowTable
 from prefixd.tiers.store import StoreError
 
 SLABS = 3 * CHUNK_SLABS + 5
 
 
 def row_of(generation: int) -> bytes:
-    """As a row of an entry is: with its generation, and a checksum."""
+    """Like a row of an entry: with a generation and a checksum."""
     row = b"PFXE\1\0\0\0" + generation.to_bytes(8, "little")
     row += random.Random(generation).randbytes(ROW_BYTES - len(row) - 4)
     return row + crc32c(row).to_bytes(4, "little")
@@ -27,7 +26,7 @@ def row_of(generation: int) -> bytes:
 
 @pytest.fixture(params=[RowFile, LmdbRows])
 def opened(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., RowTable]]:
-    """Opens the one table of a test, closing the one before."""
+    """Opens the only table of a test, after closing the previous one."""
     made: list[RowTable] = []
 
     def open_again(slabs: int = SLABS) -> RowTable:
@@ -141,7 +140,7 @@ def test_only_a_file_of_this_user_is_taken(tmp_path: Path) -> None:
 def test_a_row_is_read_again_before_it_counts_as_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory, or a device, that gave other bytes once destroys nothing."""
+    """A single wrong reading, of memory or of a device, destroys nothing."""
     table = RowFile(tmp_path, 8, sync=False)
     damaged = bytes([row_of(2)[0] ^ 1]) + row_of(2)[1:]
     table.apply((), [(1, row_of(1)), (2, damaged)])
@@ -154,10 +153,10 @@ def test_a_row_is_read_again_before_it_counts_as_damaged(
             data[ROW_BYTES * (1 if size > ROW_BYTES else 0) + lies[1]] ^= 1
         return bytes(data)
 
-    monkeypatch.setattr("prefixd.tiers.row_table.os.pread", pread)
+    monkeypatch.setattr("prefixd.tiers.rows.os.pread", pread)
     for lies[0] in (0, 1, 2):
         assert rows_in(table) == {1: row_of(1), 2: damaged}
     lies[0] = 1_000
-    with pytest.raises(StoreError, match="the row of slab 1 is another one each time"):
+    with pytest.raises(StoreError, match="the row of slab 1 is different at each reading"):
         rows_in(table)
     table.close()

@@ -1,4 +1,7 @@
-"""What the shm and the disk store do alike: records that hold, records that are dropped."""
+"""What the contract suite does not test of the stores: records, and what only RAM and shm do.
+
+`test_disk.py` has what only the disk store does.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,9 @@ import errno
 import mmap
 import os
 import random
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,12 +31,13 @@ from helpers import (
 
 from prefixd.proto.arena_header import read_arena_incarnation
 from prefixd.proto.entry import EntryRecord, Location
+from prefixd.proto.keys import Key
 from prefixd.proto.layout import crc32c
-from prefixd.tiers.disk import DiskStore
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
+from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.records import USAGE_FILE
-from prefixd.tiers.row_table import RECORDS_FILE
-from prefixd.tiers.rows import ROW_BYTES, encode_rows
-from prefixd.tiers.shm import ShmStore
+from prefixd.tiers.rows import RECORDS_FILE, ROW_BYTES, encode_rows
 from prefixd.tiers.store import SEGMENT_BYTES, Damaged, StoreError, StoreFull, Usage
 
 Opened = Callable[..., Placed]
@@ -57,7 +63,7 @@ def own_row(entry: EntryRecord) -> bytes:
 
 
 def put_rows(placed: Placed, *rows: tuple[int, bytes]) -> None:
-    """Write rows past everything that looks at them."""
+    """Write rows without any check."""
     placed.store._records.table.apply([], rows)
 
 
@@ -74,7 +80,7 @@ def test_a_flipped_bit_in_a_record_costs_that_entry_at_most(
     placed = opened()
     recovery = placed.recover()
     if kind is DiskStore:
-        # It is flipped back.
+        # It is repaired.
         assert numbers_of(recovery.entries) == [0, 1, 2]
         return
     assert numbers_of(recovery.entries) == [0, 2]
@@ -101,7 +107,7 @@ def test_a_flipped_bit_in_usage_loses_that_hint(
 
 
 def test_flips_anywhere_cost_what_they_hit_and_never_show(opened: Opened, directory: Path) -> None:
-    """Every file, many rounds: wrong bytes are never read, and the store always opens."""
+    """In every file, for many rounds: wrong bytes are never read, and the store always opens."""
     rng = random.Random(4)
     placed = opened(256, verify_payloads=False)
     saved = {entry.key: entry for entry in placed.save(*range(40))}
@@ -155,7 +161,7 @@ def test_a_file_that_was_cut_short_loses_what_is_gone(
     end = int(path.stat().st_size * left)
     os.truncate(path, end)
     rows_end = {RECORDS_FILE: end // ROW_BYTES, "arena": end // SLAB}.get(name, 128)
-    # An arena in memory counts in pages, and has those that it shows.
+    # An arena in memory counts in pages, and has all the pages that it reports.
     kept = [
         entry
         for entry in entries
@@ -166,7 +172,7 @@ def test_a_file_that_was_cut_short_loses_what_is_gone(
     recovery = placed.recover()
     found = sorted(numbers_of(recovery.entries))
     if kind is DiskStore and name == RECORDS_FILE:
-        # The rows lie wherever LMDB put them: near the beginning.
+        # LMDB put the rows near the beginning.
         assert found == (list(range(10)) if left >= 0.4 else [])
     else:
         assert found == sorted(e.generation - 1 for e in kept)
@@ -228,7 +234,7 @@ def test_what_is_no_records_file_is_refused(opened: Opened, directory: Path) -> 
 def test_a_whole_record_of_another_kind_is_dropped(
     opened: Opened, offset: int, value: bytes, reason: str
 ) -> None:
-    """As a later version may leave them: with a checksum that matches."""
+    """Like records of a later version: the checksum matches."""
     placed = opened()
     entries = placed.save(0, 1, 2)
     row = bytearray(own_row(entries[1]))
@@ -253,7 +259,7 @@ def test_of_records_that_overlap_the_newest_holds(opened: Opened) -> None:
     old, _, new = placed.save(1, 2, 3)
     start = old.location[0]
     first: Location = (start - 2 * SLAB, 6 * SLAB)
-    # Over the end of one entry and the start of the next.
+    # It overlaps the end of one entry and the start of the next.
     forged = replace(new, key=key(9), generation=99, location=first)
     forge(placed, forged)
     recovery = opened(verify_payloads=False).recover()
@@ -277,7 +283,7 @@ def test_of_two_records_of_a_key_the_newest_holds(opened: Opened) -> None:
 
 
 def test_an_entry_whose_extents_are_those_of_another_is_dropped(opened: Opened) -> None:
-    """A continuation is believed only by the entry that wrote it."""
+    """A continuation counts only for the entry that wrote it."""
     placed = opened()
     placed.save(*range(10), payload_bytes=SLAB - 200)
     placed.save(*range(10, 20), payload_bytes=SLAB - 200)
@@ -306,7 +312,7 @@ def test_everything_together_takes_the_budget(
     placed = opened(64)
     for number in range(30):
         placed.erase(*placed.save(number))
-    # Each of the two environments ends with a page.
+    # Both LMDB files end with a whole page.
     spare_bytes = 2 * mmap.PAGESIZE if kind is DiskStore else 0
     taken_bytes = sum(path.stat().st_size for path in directory.iterdir())
     assert budget(64, kind) - spare_bytes <= taken_bytes <= budget(64, kind)
@@ -326,13 +332,13 @@ def test_a_larger_budget_keeps_the_entries(opened: Opened) -> None:
 def test_a_smaller_budget_never_serves_what_is_not_there(
     opened: Opened, kind: type[ShmStore] | type[DiskStore]
 ) -> None:
-    """The allocator begins at the end: half of the entries are beyond the new one."""
+    """The allocator starts at the end, so half of the entries are beyond the new size."""
     placed = opened(64)
     entries = placed.save(*range(10))
     placed = opened(40)
     recovery = placed.recover()
     kept = {e.generation - 1 for e in entries if sum(e.location) <= 40 * SLAB}
-    # An arena in memory that readers may have mapped is not cut, but replaced.
+    # An arena in memory is replaced, not truncated: readers may have mapped it.
     assert set(numbers_of(recovery.entries)) == (kept if kind is DiskStore else set())
     assert all(placed.is_whole(entry.record) for entry in recovery.entries)
     assert placed.numbers() == set(numbers_of(recovery.entries))
@@ -382,7 +388,7 @@ def test_only_the_daemon_can_look(opened: Opened, directory: Path) -> None:
 def test_a_device_smaller_than_a_segment_gives_what_it_has(
     directory: Path, kind: type[ShmStore] | type[DiskStore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a larger one less than a segment is left to others."""
+    """On a larger device, less than a segment is left to its other users."""
     real, room_bytes = os.posix_fallocate, 11 * 2**20
 
     def scarce(fd: int, start: int, length_bytes: int) -> None:
@@ -454,8 +460,114 @@ def test_a_closed_store_answers_with_an_error(opened: Opened) -> None:
 def test_what_an_earlier_start_left_needs_no_room_again(
     opened: Opened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However full its device is by now."""
+    """Whether its device is full or not."""
     store = opened(1024).store
     free = SimpleNamespace(f_bavail=store.record_bytes(1024), f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
     assert store._fits(SEGMENT_BYTES)
+
+
+def test_a_budget_holds_exactly_its_blocks() -> None:
+    """4,096 blocks of 4 KiB in 16 MiB: there is no header."""
+    store = RamStore(4096 * 4096, slab_bytes=4096)
+    store.arena.secure()
+    extents = ExtentAllocator(store.arena.secured_bytes, 4096, store.header_bytes)
+    entries = []
+    for number in range(4096):
+        key = Key(number.to_bytes(32, "big"))
+        location = extents.allocate(store.stored_bytes(4096, 0))
+        entries.append(
+            EntryRecord(key, Tier.RAM, SaveReason.COLD, number, 0, 4096, 512, 0, 0, location)
+        )
+        writer = store.writer(entries[-1])
+        writer.write(key * 128)
+        writer.seal()
+    assert extents.free_bytes == 0
+    for entry in entries:
+        (view,) = store.read(entry, 0, 4096)
+        assert view == entry.key * 128
+    store.close()
+
+
+def test_a_budget_is_rounded_down_to_whole_slabs() -> None:
+    store = RamStore(3 * 65536 + 100)
+    assert store.arena.size_bytes == 3 * 65536
+    assert store.stored_bytes(65536, 0) == 65536
+    assert store.stored_bytes(65536, 4) == 2 * 65536
+    store.close()
+
+
+def test_what_can_be_no_arena_is_refused() -> None:
+    with pytest.raises(StoreError, match="whole pages"):
+        RamStore(4095, slab_bytes=4096)
+    with pytest.raises(ValueError, match="power of two"):
+        RamStore(2**20, slab_bytes=1024)
+
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture
+def placed(shm: Path) -> Iterator[Placed]:
+    made = Placed(ShmStore, shm)
+    yield made
+    made.store.close()
+
+
+def test_a_payload_begins_at_the_first_byte_of_its_room(placed: Placed) -> None:
+    (entry,) = placed.save(3)
+    raw = (placed.store.directory / "arena").read_bytes()
+    assert raw[entry.location[0] :][:PAYLOAD] == payload_of(3)
+    (view,) = placed.store.read(entry, 0, PAYLOAD)
+    placed.store.arena.writable(entry.location[0], 1)[0] ^= 1  # type: ignore[attr-defined]  # of shm
+    assert view != payload_of(3), "a view is the arena itself"
+
+
+def test_what_is_forgotten_is_erased_at_once(placed: Placed) -> None:
+    entries = placed.save(1, 2)
+    placed.store.forget(entries[:1])
+    assert placed.store.unerased == 0
+    assert placed.numbers() == {2}
+
+
+WRITES = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from helpers import Placed, ShmStore
+placed = Placed(ShmStore, Path(sys.argv[1]), 4096)
+for number in range(600):
+    placed.save(number)
+    print(number, flush=True)
+"""
+
+
+def test_what_was_saved_survives_a_kill(shm: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", WRITES, str(shm), HERE],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    lines = [child.stdout.readline() for _ in range(20)]
+    child.kill()
+    lines += child.stdout.read().splitlines(keepends=True)
+    child.stdout.close()
+    child.wait()
+    saved = {int(line) for line in lines if line.endswith("\n")}
+    assert len(saved) >= 20
+    placed = Placed(ShmStore, shm, 4096)
+    try:
+        recovery = placed.recover()
+        assert not recovery.dropped
+        assert saved <= set(numbers_of(recovery.entries))
+        assert len(recovery.entries) <= len(saved) + 1
+        assert all(placed.is_whole(entry.record) for entry in recovery.entries)
+    finally:
+        placed.store.close()
+
+
+def test_what_can_be_no_store_is_refused(shm: Path) -> None:
+    (shm / "file").write_text("")
+    with pytest.raises(StoreError, match="can't make the shm tier"):
+        ShmStore(shm / "file" / "below", budget(64, ShmStore), SLAB)

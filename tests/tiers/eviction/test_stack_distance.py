@@ -1,4 +1,4 @@
-"""Sampled curves: exact at rate 1, close below it, and never larger than they may be."""
+"""Stack distances against a plain list; sampled curves: exact at rate 1, close to it below."""
 
 from __future__ import annotations
 
@@ -11,17 +11,125 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prefixd.tiers.eviction.sampled import (
+from prefixd.tiers.eviction import stack_distance
+from prefixd.tiers.eviction.lru import LRU
+from prefixd.tiers.eviction.stack_distance import (
     POSITIONS,
     SampledCurve,
+    StackDistances,
     position_of_bytes,
     position_of_int,
 )
-from prefixd.tiers.eviction.stack import StackDistances
+
+runs = st.lists(st.lists(st.integers(0, 25), max_size=12), max_size=60)
+orders = pytest.mark.parametrize("root_mru", [False, True])
+
+
+class Pile:
+    """Keys, most recent first. A key's distance is the weight down to and including it."""
+
+    def __init__(self, root_mru: bool) -> None:
+        self.root_mru = root_mru
+        self.keys: list[int] = []
+        self.weight: dict[int, int] = {}
+
+    def access(self, keys: list[int], weights: list[int] | None = None) -> list[tuple[int, int]]:
+        steps: dict[int, int] = {}
+        highest = 0
+        for count, key in enumerate(keys, 1):
+            if key not in self.keys:
+                break
+            above = self.keys[: self.keys.index(key) + 1]
+            highest = max(highest, sum(self.weight[k] for k in above))
+            steps[highest] = count
+        touches = list(zip(keys, weights or [1] * len(keys), strict=True))
+        for key, weight in reversed(touches) if self.root_mru else touches:
+            self.keys = [key] + [k for k in self.keys if k != key]
+            self.weight[key] = weight
+        return list(steps.items())
+
+
+@pytest.fixture
+def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two neighbours to a sum and few spare slots, so that all levels are used often."""
+    monkeypatch.setattr(stack_distance, "_BITS", 1)
+    monkeypatch.setattr(stack_distance, "_LAST", 1)
+    monkeypatch.setattr(stack_distance, "_SPARE_SLOTS", 3)
+
+
+def agree(runs: list[list[int]], root_mru: bool) -> None:
+    distances, pile = StackDistances[int](root_mru=root_mru), Pile(root_mru)
+    for keys in runs:
+        assert distances.access(keys) == pile.access(keys)
+        assert len(distances) == len(pile.keys)
+        assert all(key in distances for key in pile.keys)
+
+
+@orders
+@given(runs=runs)
+@settings(deadline=None)
+def test_equals_the_pile(root_mru: bool, runs: list[list[int]]) -> None:
+    agree(runs, root_mru)
+
+
+@orders
+@pytest.mark.usefixtures("small_tree")
+@given(runs=runs)
+@settings(deadline=None)
+def test_equals_the_pile_with_many_levels(root_mru: bool, runs: list[list[int]]) -> None:
+    agree(runs, root_mru)
+
+
+weighted = st.lists(
+    st.one_of(
+        st.dictionaries(st.integers(0, 15), st.integers(1, 9), max_size=8)
+        .map(dict.items)
+        .map(list),
+        st.integers(0, 15),
+    ),
+    max_size=60,
+)
+
+
+@orders
+@pytest.mark.usefixtures("small_tree")
+@given(steps=weighted)
+@settings(deadline=None)
+def test_weights_and_removals_equal_the_pile(root_mru: bool, steps: list[Any]) -> None:
+    distances, pile = StackDistances[int](root_mru=root_mru), Pile(root_mru)
+    for step in steps:
+        if isinstance(step, list):
+            keys, weights = [key for key, _ in step], [weight for _, weight in step]
+            assert distances.access(keys, weights) == pile.access(keys, weights)
+        elif step in pile.keys:
+            distances.remove(step)
+            pile.keys.remove(step)
+        assert len(distances) == len(pile.keys)
+
+
+@given(ids=st.lists(st.integers(0, 20), max_size=200))
+@settings(deadline=None)
+def test_a_distance_is_the_smallest_weighted_lru_that_hits(ids: list[int]) -> None:
+    distances = StackDistances[int]()
+    caches = [LRU[int](capacity) for capacity in range(3, 50)]
+    for key in ids:
+        weight = 1 + key % 3
+        steps = distances.access([key], [weight])
+        for cache in caches:
+            assert cache.access(key, weight) is (bool(steps) and steps[0][0] <= cache.capacity)
+
+
+@pytest.mark.usefixtures("small_tree")
+def test_memory_is_bounded_by_the_keys() -> None:
+    distances = StackDistances[int]()
+    for turn in range(500):
+        distances.access([turn % 7, turn % 5, turn % 3])
+        assert len(distances._levels[0]) <= 2 * len(distances) + 3
+        assert sum(map(len, distances._levels)) <= 2 * (2 * len(distances) + 3) + 8
 
 
 def chains(seed: int, requests: int = 3000) -> list[list[int]]:
-    """Conversations that grow by a few blocks a turn, some far more popular than others."""
+    """Conversations that grow by some blocks a turn, some far more popular than others."""
     chance = random.Random(seed)
     length = Counter[int]()
     found = []
@@ -62,7 +170,7 @@ def test_everything_sampled_is_exact(runs: list[list[int]]) -> None:
 
 
 def errors(settings: dict[str, Any], capacities: list[int]) -> list[list[float]]:
-    """Per capacity the errors of twelve samples of one trace, as shares of all accesses."""
+    """capacity -> errors of twelve samples of one trace, as shares of all accesses."""
     runs = chains(1)
     wanted = [exact_hits(runs, capacity) for capacity in capacities]
     found: list[list[float]] = [[] for _ in capacities]

@@ -1,8 +1,19 @@
-"""What stores over an arena do alike, without records and with them."""
+"""The stores of the three tiers: entries in the extents of an arena.
+
+RAM
+    A sealed memfd. It is gone with the daemon.
+shm
+    A mapped file in /dev/shm, with records beside it. It survives a restart of the daemon.
+disk
+    A file with records beside it. It survives power loss. A save costs two syncs, whatever the
+    size of its batch: one for the payloads, one for the records. Where a save takes the room of
+    evicted entries, a third one before makes their erasure durable.
+"""
 
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,14 +25,16 @@ from ..proto.errors import RecordError
 from ..proto.keys import Key
 from ..proto.layout import crc32c
 from ..proto.units import format_bytes
-from .arena import ArenaWriter, BaseArena, check_slab, whole_slabs
+from ..proto.vocabulary import Tier
+from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, BaseArena, check_slab, whole_slabs
+from .disk_arena import DiskArena
 from .files import sync_parents, write_errors
+from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows
 from .records import USAGE_BYTES, USAGE_FILE, Records
-from .row_table import RowTable
+from .rows import ROW_BYTES, RowFile, RowTable
 from .store import (
     SEGMENT_BYTES,
     SMALLEST_SEGMENT_BYTES,
-    Buffer,
     Damaged,
     EntryRef,
     EntryWriter,
@@ -40,7 +53,7 @@ class ArenaStore(Store):
     """A store whose entries lie in the extents of an arena, and nowhere else."""
 
     arena: BaseArena
-    #: the largest budget that it can have before a restart
+    #: The largest budget that the store can have before a restart.
     max_budget_bytes: int
 
     @property
@@ -55,8 +68,7 @@ class ArenaStore(Store):
         return whole_slabs(content_bytes(payload_bytes, token_ids_bytes), self.slab_bytes)
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        """On a device that is smaller than a segment, in halves of it: of a larger one less than
-        a segment is left to others."""
+        """Where the device lacks room for the first whole segment, halves of it are tried."""
         whole_bytes = segment_bytes
         while True:
             if (
@@ -72,12 +84,13 @@ class ArenaStore(Store):
                 return
             yield step
 
-    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002  # memory says so when it is asked for
-        """Does the device say that it has so much more for the arena?"""
+    def _fits(self, more_bytes: int) -> bool:  # noqa: ARG002 (memory can't be asked before)
+        """Whether the device reports room for this much more of the arena."""
         return True
 
     def _secure_rows(self, upto_bytes: int) -> None:
-        """Before so much of the arena: a slab without a place for its record is of no use."""
+        """Secure the records for this much of the arena, before the arena itself: a slab without
+        a place for its record is of no use."""
 
     def arena_bytes_of(self, budget_bytes: int) -> int:
         arena_bytes = self._arena_bytes_of(budget_bytes)
@@ -89,24 +102,29 @@ class ArenaStore(Store):
             )
         if arena_bytes < self.header_bytes + self.slab_bytes:
             least = format_bytes(self.slab_bytes)
-            raise ValueError(f"so small a {self.tier.label} tier holds no slab of {least}")
+            raise ValueError(f"a {self.tier.label} tier of this size holds no slab of {least}")
         return arena_bytes
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """What of a budget is whole slabs, unchecked."""
+        """The whole slabs of a budget, unchecked."""
         return budget_bytes - budget_bytes % self.slab_bytes
 
     def wants(self, arena_bytes: int) -> None:
         self.arena.size_bytes = max(self.arena.secured_bytes, arena_bytes)
 
     def give_back(self, location: Location) -> bool:
+        # As long as an entry's record stands, its bytes have to be there.
+        self._erase_forgotten()
         return self.arena.give_back(location)
 
     def take_back(self, location: Location) -> None:
         self.arena.take_back(location)
 
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
-        return ArenaWriter(self.arena, entry, token_ids)
+        return ArenaWriter(self.arena, entry, token_ids, self._erase_forgotten)
+
+    def _erase_forgotten(self) -> None:
+        """Erase the records of forgotten entries, if there are records. Raises StoreError."""
 
     def read(self, entry: EntryRef, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         if not 0 <= offset_bytes <= offset_bytes + length_bytes <= entry.payload_bytes:
@@ -131,19 +149,19 @@ class ArenaStore(Store):
 
 
 class RecordedStore(ArenaStore):
-    """An arena file with records beside it, in `directory`: what the shm and disk tiers are.
+    """An arena file with records beside it, in `directory`: the shm and disk tiers.
 
-    Everything together takes `budget_bytes`: the arena, whose first slab is its header, and
-    what `record_bytes` says. It can be given up to `max_budget_bytes` later. `verify_payloads`:
-    `recover` compares the checksum of every payload. One process at a time: the daemon's lock
-    file sees to it. Raises StoreError if there can't be such a store, or if the directory holds
-    one of another layout.
+    All files together take `budget_bytes`: the arena, whose first slab is its header, and
+    `record_bytes`. The budget can grow to `max_budget_bytes` later. With `sync`, writes wait for
+    the device. With `verify_payloads`, `recover` compares the checksum of every payload. Only one
+    process may use a directory at a time; the daemon's lock file sees to that. Raises StoreError
+    if there can't be such a store, or if the directory holds one of another layout.
     """
 
     recorded: ClassVar[bool] = True
-    #: Files that only earlier versions made.
+    #: Files that only earlier versions of prefixd made.
     _OLD_LAYOUTS: ClassVar[tuple[str, ...]]
-    #: What the table of rows takes, whatever the budget is, and for each slab.
+    #: What the table of rows takes: a fixed part, and a part for each slab.
     _TABLE_FIXED_BYTES: ClassVar[int]
     _TABLE_SLAB_BYTES: ClassVar[int]
 
@@ -151,15 +169,16 @@ class RecordedStore(ArenaStore):
         self,
         directory: Path,
         budget_bytes: int,
-        slab_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
         *,
-        sync: bool,
-        verify_payloads: bool,
+        sync: bool = True,
+        verify_payloads: bool = False,
         max_budget_bytes: int = 0,
     ) -> None:
         check_slab(slab_bytes)
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
+        self._sync: Final = sync
         self.verify_payloads: Final = verify_payloads
         self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
         slabs, max_slabs = self._slabs_of(budget_bytes), self._slabs_of(self.max_budget_bytes)
@@ -178,7 +197,7 @@ class RecordedStore(ArenaStore):
                     )
             self._check_slab_of(directory / ARENA_FILE)
             if sync:
-                # Who made it may have been this start, or one that did not get further.
+                # Also where it is there: the start that made it may have got no further.
                 sync_parents(directory)
         self.arena = self._open_arena(
             directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
@@ -191,40 +210,35 @@ class RecordedStore(ArenaStore):
             raise
         self._has_incarnation = False
 
-    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena: ...
 
-    def _open_table(self, slabs: int, *, sync: bool) -> RowTable:
-        raise NotImplementedError
+    @abstractmethod
+    def _open_table(self, slabs: int, *, sync: bool) -> RowTable: ...
 
     @classmethod
     def record_bytes(cls, slabs: int) -> int:
-        """What the records of so many slabs take."""
+        """What the records of this many slabs take."""
         return cls._TABLE_FIXED_BYTES + slabs * (cls._TABLE_SLAB_BYTES + USAGE_BYTES)
 
     def _slabs_of(self, budget_bytes: int) -> int:
-        """Slabs that a budget has room for, records included."""
+        """The slabs that a budget has room for, with their records."""
         return (budget_bytes - self._TABLE_FIXED_BYTES) // (
             self.slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
         )
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """The records of what was ever secured keep their room."""
+        """The records of all slabs that were ever secured keep their room."""
         slabs = self._slabs_of(budget_bytes)
         secured_slabs = self.arena.secured_bytes // self.slab_bytes
         if slabs < secured_slabs:
             slabs = (budget_bytes - self.record_bytes(secured_slabs)) // self.slab_bytes
         return slabs * self.slab_bytes
 
-    def give_back(self, location: Location) -> bool:
-        # Of an entry whose record stands its bytes have to be there.
-        self._records.flush()
-        return super().give_back(location)
-
     def _check_slab_of(self, path: Path) -> None:
-        """Raises StoreError if an arena is there and divided otherwise, before anything of it is
-        changed. A header that can't be read is no reason not to start: the records say the
-        same, each for itself."""
+        """Raises StoreError if there is an arena with other slabs, before anything of it is
+        changed. A header that can't be read does not stop the start: each record says the slab
+        size too."""
         if not path.is_file():
             return
         with suppress(RecordError), path.open("rb") as file:
@@ -238,16 +252,16 @@ class RecordedStore(ArenaStore):
     # ---- writing
 
     def _fits(self, more_bytes: int) -> bool:
-        """With the records that belong to it. What an earlier start left is there already."""
-        wanted_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
+        """Counts the records too. What an earlier start left is there already."""
+        arena_bytes = min(self.secured_bytes + more_bytes, self.size_bytes)
         held_bytes = 0
         with write_errors(f"look at {self.directory}"):
             device = os.statvfs(self.directory)
             for pattern in (ARENA_FILE, "records*", USAGE_FILE):
                 for file in self.directory.glob(pattern):
-                    with suppress(FileNotFoundError):  # LMDB has another one by now
+                    with suppress(FileNotFoundError):  # LMDB replaces its files
                         held_bytes += file.stat().st_blocks * 512
-        needed_bytes = wanted_bytes + self.record_bytes(wanted_bytes // self.slab_bytes)
+        needed_bytes = arena_bytes + self.record_bytes(arena_bytes // self.slab_bytes)
         return needed_bytes - held_bytes <= device.f_bavail * device.f_frsize
 
     def _secure_rows(self, upto_bytes: int) -> None:
@@ -260,7 +274,10 @@ class RecordedStore(ArenaStore):
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
         if not self._has_incarnation:
             raise ValueError("set_incarnation comes before the first writer")
-        return _RecordedWriter(self._records, self.arena, entry, token_ids)
+        return super().writer(entry, token_ids)
+
+    def _erase_forgotten(self) -> None:
+        self._records.flush()
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
         self._records.forget(entries)
@@ -282,7 +299,7 @@ class RecordedStore(ArenaStore):
             self._records.put([writer.entry for writer in writers])
 
     def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
-        """Make durable what these writers wrote. Raises StoreError."""
+        """Make durable what these writers wrote, where that takes a call. Raises StoreError."""
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
         self._records.record_usage(usages)
@@ -317,21 +334,124 @@ class RecordedStore(ArenaStore):
         self.arena.close()
 
 
-class _RecordedWriter(ArenaWriter):
-    """Writes nothing before the records of the entries whose room it may have are erased."""
+class RamStore(ArenaStore):
+    """An anonymous arena of `budget_bytes`, rounded down to whole slabs; the budget can grow to
+    `max_budget_bytes` later.
+
+    It needs no header, because readers of an earlier start have another memfd, and no records. So
+    an entry whose payload is whole slabs costs exactly that. Raises StoreError if there can't be
+    such an arena.
+    """
+
+    tier: ClassVar[Tier] = Tier.RAM
+    blocking: ClassVar[bool] = False
+    recorded: ClassVar[bool] = False
+    arena: Arena
+    header_bytes = 0
 
     def __init__(
-        self, records: Records, arena: BaseArena, entry: Recorded, token_ids: bytes
+        self, budget_bytes: int, slab_bytes: int = DEFAULT_SLAB_BYTES, *, max_budget_bytes: int = 0
     ) -> None:
-        super().__init__(arena, entry, token_ids)
-        self._records = records
+        check_slab(slab_bytes)
+        self.slab_bytes = slab_bytes
+        self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
+        sizes = (budget_bytes, self.max_budget_bytes)
+        size_bytes, max_bytes = (each - each % slab_bytes for each in sizes)
+        self.arena = Arena.anonymous(size_bytes, max_bytes=max_bytes)
 
-    def write(self, data: Buffer) -> None:
-        if not self.written_bytes:
-            self._records.flush()
-        super().write(data)
+    def set_incarnation(self, incarnation: bytes) -> None:
+        """Nothing to do: every start has an arena of its own."""
 
-    def room(self, most_bytes: int) -> memoryview | None:
-        if not self.written_bytes:
-            self._records.flush()
-        return super().room(most_bytes)
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        """Nothing to forget."""
+
+    @property
+    def unerased(self) -> int:
+        return 0
+
+    def apply(self, sealed: Sequence[EntryWriter]) -> None:
+        """Nothing to do: the bytes are where they belong, and nothing survives."""
+
+    def recover(self) -> Iterator[RecoveryBatch]:
+        return iter(())
+
+    def scan(self) -> Iterator[list[EntryRecord]]:
+        return iter(())
+
+    def record_usage(self, usages: Sequence[Usage]) -> None:
+        """Nothing to remember."""
+
+    def probe(self) -> None:
+        """Nothing that could fail."""
+
+
+class ShmStore(RecordedStore):
+    """The store in `directory`, below /dev/shm. It never syncs: nothing here outlives the memory
+    that it is in."""
+
+    tier: ClassVar[Tier] = Tier.SHM
+    blocking: ClassVar[bool] = False
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("usage/data.mdb",)
+    _TABLE_FIXED_BYTES: ClassVar[int] = 0
+    _TABLE_SLAB_BYTES: ClassVar[int] = ROW_BYTES
+    arena: Arena
+
+    def __init__(
+        self,
+        directory: Path,
+        budget_bytes: int,
+        slab_bytes: int = DEFAULT_SLAB_BYTES,
+        *,
+        verify_payloads: bool = True,
+        max_budget_bytes: int = 0,
+    ) -> None:
+        super().__init__(
+            directory,
+            budget_bytes,
+            slab_bytes,
+            sync=False,
+            verify_payloads=verify_payloads,
+            max_budget_bytes=max_budget_bytes,
+        )
+
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> Arena:
+        return Arena.file(path, size_bytes, max_bytes=max_bytes)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> RowFile:
+        return RowFile(self.directory, slabs, sync=sync)
+
+    def forget(self, entries: Iterable[EntryRef]) -> None:
+        """Also erases the records: that is a write to memory."""
+        super().forget(entries)
+        with suppress(StoreError):
+            self._erase_forgotten()
+
+
+class DiskStore(RecordedStore):
+    """The store in `directory`. Without `sync`, power loss may take what `apply` acknowledged.
+    Payloads are not verified at start by default, because every reader verifies them."""
+
+    tier: ClassVar[Tier] = Tier.DISK
+    blocking: ClassVar[bool] = True
+    _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ("data.mdb", "records")
+    _TABLE_FIXED_BYTES: ClassVar[int] = TABLE_FIXED_BYTES
+    _TABLE_SLAB_BYTES: ClassVar[int] = TABLE_SLAB_BYTES
+    arena: DiskArena
+
+    def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> DiskArena:
+        return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes)
+
+    def _open_table(self, slabs: int, *, sync: bool) -> LmdbRows:
+        return LmdbRows(self.directory, slabs, sync=sync)
+
+    def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
+        self.arena.sync()
+        if any(writer.failed_syncs != self.arena.failed_syncs for writer in writers):
+            raise StoreError(
+                f"a sync of {self.arena.path} failed since the payload was begun: it is not "
+                "known to be stored"
+            )
+
+    def probe(self) -> None:
+        self.arena.probe()
+        super().probe()
