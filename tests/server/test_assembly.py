@@ -13,7 +13,7 @@ from prefixd.server import assembly
 from prefixd.server.config.budgets import Plan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.tiers.arena_stores import DiskStore
+from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.ledger import Admission
 from prefixd.tiers.store import StoreError
 from tests.support.running import MACHINE
