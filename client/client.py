@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
+from ..proto.frames import TRACING_VARIABLE
 from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import (
     DEFAULT_BLOCK_TOKENS,
@@ -25,7 +26,6 @@ from ..proto.limits import (
     MAX_LEASE_MS,
     MAX_WAIT_MS,
 )
-from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import ClaimMode
 from .benefit import LoadSpeeds, MinBenefit
 from .call_queue import CallQueue

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ..proto.keys import Key
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason
 from .buffers import all_flat
 from .failures import Failures

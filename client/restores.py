@@ -9,10 +9,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final, Literal, TypeAlias
 
-from ..proto.copying import copy, copy_crc32c, crc32c_of
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes, copy, copy_crc32c, crc32c_of
 from ..proto.vocabulary import MissReason, Tier
 from .benefit import LoadSpeeds
 from .failures import Failures

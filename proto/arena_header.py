@@ -23,7 +23,7 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from .errors import RecordError
-from .layout import crc32c
+from .payload import crc32c
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -18,7 +18,7 @@ ADMIN_ADDRESS_VARIABLE: Final = "PREFIXD_ADMIN_ADDRESS"
 SOCKET_NAME: Final = "prefixd.sock"
 UNIX_SCHEME: Final = "unix:"
 #: Beside a daemon's socket stand two more, whose names have these additional endings: for what
-#: clients on its host do in place (proto/local.py), and for its operators.
+#: clients on its host do in place (proto/frames.py), and for its operators.
 LOCAL_SUFFIX: Final = ".local"
 ADMIN_SUFFIX: Final = ".admin"
 #: sun_path of Linux, without its closing zero.

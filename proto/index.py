@@ -72,16 +72,16 @@ What readers rely on:
 
 from __future__ import annotations
 
-import mmap
 import struct
-from collections.abc import Iterable
-from typing import Final, NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from mmap import mmap
+from typing import Any, Final, NamedTuple
 
 from .entry import Listed as Listed
 from .errors import RecordError
 from .keys import Key
-from .layout import crc32c
 from .limits import KEY_BYTES
+from .payload import crc32c
 
 MAGIC: Final = b"PFXINDEX"
 VERSION: Final = 1
@@ -90,7 +90,6 @@ ROW_BYTES: Final = 96
 CHECKED_BYTES: Final = 92
 HEADER_BYTES: Final = 4096
 MAX_CHAIN: Final = 16
-_REST_OF_CHAIN: Final = range(MAX_CHAIN - 1)
 #: At slabs of 64 KiB: at least 256 MiB, in the worst case of fragmentation.
 MAX_EXTENTS: Final = 4096
 #: Offsets and lengths in a row that carries on a list.
@@ -127,39 +126,13 @@ _HEADER: Final = struct.Struct(f"<8sIII{INCARNATION_BYTES}s{MULTIPLIER_BYTES}s")
 _ENTRY: Final = struct.Struct("<32sQQQQIIIHBBII")
 #: Generation, offset, length, tier and number of extents.
 _PLACE: Final = struct.Struct("<32xQ8xQQ14xBxI")
+#: A row with at most one extent, as `IndexReader` returns it.
+_ROW: Final = struct.Struct("<32sQQQQIIIHBBI8x")
 _CONTINUATION: Final = struct.Struct(f"<{WORDS_PER_ROW}QQII")
 _U32: Final = struct.Struct("<I")
-#: Number of extents and the row that carries on.
-_EXTENTS: Final = struct.Struct("<80xII")
-#: Generation, position and the row that carries on from a continuation row.
-_PART: Final = struct.Struct("<72xQII")
 _GENERATION: Final = struct.Struct(f"<{GENERATION_OFFSET}xQ")
-_generation_of: Final = _GENERATION.unpack_from
 _pack_entry: Final = _ENTRY.pack
 _pack_u32: Final = _U32.pack
-_KEY_PART: Final = slice(KEY_BYTES)
-#: Walks along a chain that keeps changing before a key counts as absent.
-_TRIES: Final = 8
-#: Equal to no shape.
-_UNSETTLED: Final = -1
-
-
-def _residue(kind: int) -> int:
-    """The CRC32C of any `CHECKED_BYTES` that end in their own checksum xor `kind`.
-
-    A CRC is linear: over a message and its own checksum it is a constant, and the xor adds the
-    same to each.
-    """
-    return crc32c(_U32.pack(kind))
-
-
-_WHOLE_ONE_EXTENT: Final = _residue(ONE_EXTENT)
-_WHOLE_EXTENTS: Final = _residue(EXTENTS)
-_WHOLE_CONTINUATION: Final = _residue(CONTINUATION)
-
-
-#: The number of a row, and the row as it was found there.
-Placed: TypeAlias = "tuple[int, bytes]"
 
 
 class IndexRow(NamedTuple):
@@ -209,6 +182,23 @@ def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
         multiplier.to_bytes(MULTIPLIER_BYTES, "little"),
     )
     return fields + _U32.pack(crc32c(fields))
+
+
+def unpack_header(buffer: mmap | bytes) -> tuple[Layout, bytes, int]:
+    """The layout, incarnation and multiplier of an index. Raises RecordError if `buffer` does not
+    hold an index of this version."""
+    if len(buffer) < HEADER_BYTES:
+        raise RecordError(f"an index of {len(buffer)} bytes")
+    fixed = buffer[: _HEADER.size]
+    magic, version, max_heads, max_rows, incarnation, multiplier = _HEADER.unpack(fixed)
+    if magic != MAGIC or version != VERSION:
+        raise RecordError(f"no index of version {VERSION}: {magic!r}, version {version}")
+    if buffer[_HEADER.size : _HEADER.size + 4] != _U32.pack(crc32c(fixed)):
+        raise RecordError("the header of the index is damaged")
+    layout = Layout(max_heads, max_rows)
+    if not max_heads or layout.size_bytes > len(buffer):
+        raise RecordError(f"an index of {len(buffer)} bytes for {max_rows} rows")
+    return layout, incarnation, int.from_bytes(multiplier, "little")
 
 
 def pack_row(entry: Listed, location: tuple[int, ...], continuation: int = 0) -> bytes:
@@ -280,217 +270,42 @@ def generation_of(row: bytes) -> int:
     return generation
 
 
-class IndexReader:
-    """Looks entries up in a mapped index. Thread-safe; takes no locks.
+# ---- many rows at once
 
-    Rows are returned packed: `unpack_row` and `generation_of` read them. Keys are `KEY_BYTES`
-    long, else struct.error is raised. No content of the file makes a method raise or loop: what is
-    damaged or revoked is not found. `live` tells whether the index as a whole may be believed.
+
+class Columns(NamedTuple):
+    """Rows of one extent each, field by field. `tiers` and `reasons` are numbers."""
+
+    keys: tuple[Key, ...]
+    generations: tuple[int, ...]
+    payload_bytes: tuple[int, ...]
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    token_counts: tuple[int, ...]
+    payload_crc32c: tuple[int, ...]
+    token_ids_bytes: tuple[int, ...]
+    layer_counts: tuple[int, ...]
+    tiers: tuple[int, ...]
+    reasons: tuple[int, ...]
+    extents: tuple[int, ...]
+
+
+def unpacked(rows: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
+    """The fields of each row, in the order of `Columns`. Raises ValueError if one has several
+    extents."""
+    packed = b"".join(rows)
+    if len(packed) != CHECKED_BYTES * len(rows):
+        raise ValueError("a row that is longer than others")
+    return _ROW.iter_unpack(packed)
+
+
+def columns_of(rows: Sequence[bytes]) -> Columns | None:
+    """Rows, as `IndexReader` gives them, all at once: a third of the time of one after the other.
+
+    None: there are none, or one of them has several extents, or none at all.
     """
-
-    def __init__(self, buffer: mmap.mmap | bytes) -> None:
-        """`buffer` stays the caller's, who keeps it mapped until `close`.
-
-        Raises RecordError if it holds no index of this version.
-        """
-        if len(buffer) < HEADER_BYTES:
-            raise RecordError(f"an index of {len(buffer)} bytes")
-        fixed = buffer[: _HEADER.size]
-        magic, version, max_heads, max_rows, incarnation, multiplier = _HEADER.unpack(fixed)
-        if magic != MAGIC or version != VERSION:
-            raise RecordError(f"no index of version {VERSION}: {magic!r}, version {version}")
-        if buffer[_HEADER.size : _HEADER.size + 4] != _U32.pack(crc32c(fixed)):
-            raise RecordError("the header of the index is damaged")
-        self.layout: Final = Layout(max_heads, max_rows)
-        if not max_heads or self.layout.size_bytes > len(buffer):
-            raise RecordError(f"an index of {len(buffer)} bytes for {max_rows} rows")
-        #: of the daemon that writes it
-        self.incarnation: Final[bytes] = incarnation
-        self._multiplier: Final = int.from_bytes(multiplier, "little")
-        self._data: Final = buffer
-        self._owned: mmap.mmap | None = None
-        with memoryview(buffer) as whole, whole[: self.layout.size_bytes] as used:
-            words = used.cast("I")
-            longs = used.cast("Q")
-            self._header: Final = longs[: HEADER_BYTES // 8]
-        heads_start = HEADER_BYTES // 4
-        self._heads: Final = words[heads_start : heads_start + max_heads]
-        self._links: Final = words[LINK_OFFSET // 4 :: ROW_BYTES // 4]
-        self._generations: Final = longs[GENERATION_OFFSET // 8 :: ROW_BYTES // 8]
-        words.release()
-        longs.release()
-
-    @classmethod
-    def attach(cls, fd: int) -> IndexReader:
-        """Map the index behind a descriptor, which stays the caller's; `close` unmaps it.
-
-        Raises RecordError, and OSError if it can't be mapped.
-        """
-        try:
-            mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
-        except ValueError as problem:  # an empty file
-            raise RecordError(f"no index: {problem}") from None
-        try:
-            reader = cls(mapping)
-        except RecordError:
-            mapping.close()
-            raise
-        reader._owned = mapping
-        return reader
-
-    @property
-    def live(self) -> bool:
-        """May the index be believed?"""
-        return self._header[STATE] == LIVE
-
-    def get(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """The row of each key, None where there is none."""
-        return [found and found[1] for found in self.find(keys)]
-
-    def contains(self, keys: Iterable[bytes]) -> list[bool]:
-        """Which keys are there."""
-        return [found is not None for found in self.find(keys)]
-
-    def has(self, key: bytes) -> bool | None:
-        """Is it there? None: the index may not be believed. What one walk can't say `find` does."""
-        seen, count, mask = self._shape()
-        data = self._data
-        bucket = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT & mask
-        number = self._heads[bucket if bucket < count else bucket & mask >> 1]
-        start = number * ROW_BYTES
-        row = data[start : start + CHECKED_BYTES] if number else b""
-        if row[_KEY_PART] != key and number:
-            # Another key of that bucket; the rest of the chain.
-            links = self._links
-            for _ in _REST_OF_CHAIN:
-                number = links[number] if number < len(links) else 0
-                start = number * ROW_BYTES
-                row = data[start : start + CHECKED_BYTES] if number else b""
-                if not number or row[_KEY_PART] == key:
-                    break
-        if self._header[STATE] != LIVE:
-            return None
-        if number and crc32c(row) == _WHOLE_ONE_EXTENT and row[_KEY_PART] == key:
-            return True
-        return bool(number or self._header[SHAPE] != seen) and any(self.contains((key,)))
-
-    def unchanged(self, rows: Iterable[Placed]) -> bool:
-        """Does each row that was found before still stand, or one of its key and generation?
-
-        True after bytes were copied: nothing was written over them before the copy was done.
-        """
-        if not self.live:
-            return False
-        # A generation is that of one entry, and its row has another one as soon as it is removed:
-        # to look into its place says as much as a look-up, at a tenth of the cost.
-        generations = self._generations
-        moved = [
-            (number, row)
-            for number, row in rows
-            if not 0 < generations[number] == _generation_of(row)[0]
-        ]
-        if not moved:
-            return self.live
-        found = self.get(row[_KEY_PART] for _, row in moved)
-        return all(
-            now is not None and generation_of(now) == generation_of(row)
-            for now, (_, row) in zip(found, moved, strict=True)
-        )
-
-    def row_at(self, number: int) -> bytes | None:
-        """The entry's row of that number, if there stands one; for those who visit all."""
-        start = number * ROW_BYTES
-        return self._complete(self._data[start : start + CHECKED_BYTES])
-
-    def close(self) -> None:
-        """Give the buffer back; nothing may be called during or after it. Idempotent."""
-        for view in (self._header, self._heads, self._links, self._generations):
-            view.release()
-        if self._owned is not None:
-            self._owned.close()
-
-    def find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
-        """One row with its place, or None, for each key. `stop_at`: the first key that is there
-        (True), or is not (False), is the last. `keys` may be lazy: none behind it is taken."""
-        # Written out, without calls: it runs for every block.
-        data, heads, links, header = self._data, self._heads, self._links, self._header
-        multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
-        key_part, whole, rows = _KEY_PART, _WHOLE_ONE_EXTENT, len(self._generations)
-        results: list[Placed | None] = []
-        add = results.append
-        live = header[STATE] == LIVE
-        seen, count, mask = self._shape()
-        for key in keys:
-            (word,) = hashed_word(key)
-            hashed = word * multiplier >> HASH_SHIFT
-            found: bytes | None = None
-            tries = _TRIES
-            while live:
-                bucket = hashed & mask
-                if bucket >= count:
-                    bucket &= mask >> 1
-                steps = MAX_CHAIN
-                number = heads[bucket]
-                if number >= rows:
-                    number = 0
-                while number:
-                    start = number * ROW_BYTES
-                    row = data[start : start + CHECKED_BYTES]
-                    if row[key_part] == key:
-                        found = row if checksum(row) == whole else self._complete(row)
-                        if found is None:
-                            seen = _UNSETTLED
-                        break
-                    steps -= 1
-                    number = links[number] if steps else 0
-                    if number >= rows:
-                        number = 0
-                if found is not None or header[SHAPE] == seen:
-                    break
-                tries -= 1
-                if not tries:
-                    break
-                seen, count, mask = self._shape()
-            if found is None:
-                add(None)
-                if stop_at is False:
-                    break
-            else:
-                add((number, found))
-                if stop_at:
-                    break
-        return results
-
-    def _shape(self) -> tuple[int, int, int]:
-        """`shape` while no row is being moved, the number of heads, and a hash's mask for them."""
-        shape = self._header[SHAPE]
-        count = min(max(shape & HEADS_MASK, 1), self.layout.max_heads)
-        mask = (1 << (count - 1).bit_length()) - 1
-        return _UNSETTLED if shape & MOVING else shape, count, mask
-
-    def _complete(self, row: bytes) -> bytes | None:
-        """The row of an entry, with the rest of its extents behind it. None if it is none, or if
-        not all of it is there."""
-        checksum = crc32c(row)
-        if checksum == _WHOLE_ONE_EXTENT:
-            return row
-        if checksum != _WHOLE_EXTENTS or len(row) != CHECKED_BYTES:
-            return None
-        generation = generation_of(row)
-        extents, number = _EXTENTS.unpack_from(row)
-        missing = 2 * (extents - 1)
-        if not 0 < missing < 2 * MAX_EXTENTS:
-            return None
-        parts = [row]
-        for position in range(-(-missing // WORDS_PER_ROW)):
-            start = number * ROW_BYTES
-            part = self._data[start : start + CHECKED_BYTES]
-            if len(part) != CHECKED_BYTES or crc32c(part) != _WHOLE_CONTINUATION:
-                return None
-            found, at, number = _PART.unpack_from(part)
-            if found != generation or at != position:
-                return None
-            words = min(missing, WORDS_PER_ROW)
-            missing -= words
-            parts.append(part[: 8 * words])
-        return b"".join(parts)
+    try:
+        columns = Columns(*zip(*unpacked(rows), strict=True))
+    except (ValueError, TypeError):
+        return None
+    return columns if columns.extents.count(1) == len(rows) else None

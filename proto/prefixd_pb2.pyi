@@ -11,7 +11,7 @@ Conventions
     `prefixd-error` (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may
     succeed later, "0": it never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
-  * An rpc may carry the metadata `traceparent` (proto/traceparent.py).
+  * An rpc may carry the metadata `traceparent` (proto/frames.py).
 """
 
 import builtins
@@ -1310,7 +1310,7 @@ class SaveHeader(google.protobuf.message.Message):
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
         namespace, and can't tell whether they are those of the key. A reader that knows it can
-        (verify_token_ids in proto/layout.py).
+        (verify_token_ids in proto/payload.py).
         """
 
     @property
@@ -2134,7 +2134,7 @@ class HandOverRequest(google.protobuf.message.Message):
     def session(self) -> Global___SessionRef: ...
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """by name, see proto/local.py; none: everything"""
+        """by name, see proto/frames.py; none: everything"""
 
     def __init__(
         self,
@@ -2154,7 +2154,7 @@ class Descriptor(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """see proto/local.py"""
+    """see proto/frames.py"""
     size_bytes: builtins.int
     """what can be mapped; 0: that is no memory"""
     def __init__(

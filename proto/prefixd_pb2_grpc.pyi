@@ -11,7 +11,7 @@ Conventions
     `prefixd-error` (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may
     succeed later, "0": it never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
-  * An rpc may carry the metadata `traceparent` (proto/traceparent.py).
+  * An rpc may carry the metadata `traceparent` (proto/frames.py).
 """
 
 import abc

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Final
 
 from ..proto.entry import EntryRecord, Recorded
-from ..proto.layout import crc32c
+from ..proto.payload import crc32c
 from ..proto.vocabulary import Tier
 from .files import open_own_file, pwrite_all, secure_range
 from .files import write_errors as errors

@@ -13,7 +13,7 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
-from ...proto.labels import printable
+from ...proto.namespaces import printable
 
 #: Tables of more rows are drawn by lines of our own, which look the same.
 MANY_ROWS: Final = 100

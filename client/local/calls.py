@@ -1,4 +1,4 @@
-"""Calls to the daemon over its local socket (proto.local), which take a fraction of gRPC's time."""
+"""Calls to the daemon over its local socket (proto.frames), which take a fraction of gRPC's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
 from ..wire.connection import Calls
@@ -27,11 +27,11 @@ class Line:
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
         """Says whose it is before anything else. Raises OSError if no daemon listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._frames = local.Frames(pb.LocalResponse.FromString)
+        self._frames = frames.Frames(pb.LocalResponse.FromString)
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(path)
-            self._socket.sendall(local.frame(pb.LocalRequest(attach=session)))
+            self._socket.sendall(frames.frame(pb.LocalRequest(attach=session)))
         except OSError:
             self._socket.close()
             raise
@@ -42,7 +42,7 @@ class Line:
             request.traceparent = parent
         with _in_our_words():
             self._socket.settimeout(timeout_s)
-            self._socket.sendall(local.frame(request))
+            self._socket.sendall(frames.frame(request))
 
     def receive(self, timeout_s: float) -> pb.LocalResponse:
         """The next response. Raises PrefixdError, also what the daemon refuses the call with."""
@@ -72,7 +72,7 @@ class Line:
             with _in_our_words():
                 # They come with the first byte of the answer.
                 data, fds, _, _ = socket.recv_fds(
-                    self._socket, _RECEIVE_BYTES, local.MAX_DESCRIPTORS
+                    self._socket, _RECEIVE_BYTES, frames.MAX_DESCRIPTORS
                 )
             for fd in fds:
                 os.set_inheritable(fd, False)  # Python 3.11 does not pass MSG_CMSG_CLOEXEC on

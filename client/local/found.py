@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Final, cast
 
-from ...proto.index import Placed, entry_of
-from ...proto.index_columns import unpacked
+from ...proto.index import entry_of, unpacked
+from ...proto.index_reader import Placed
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..results import Entry

@@ -6,9 +6,8 @@ import os
 from collections.abc import Sequence
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import address_of, addresses_of
 from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES
-from ...proto.pieces import FlatBytes, Pieces
+from ...proto.payload import FlatBytes, Pieces, address_of, addresses_of
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
 from .calls import LocalCalls

@@ -20,13 +20,13 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import TIER_OFFSET, IndexReader, Placed, place_of
-from ...proto.index_columns import Columns, columns_of
+from ...proto.index import TIER_OFFSET, Columns, columns_of, place_of
+from ...proto.index_reader import IndexReader, Placed
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import Tier
 from ..results import Entry
 from ..wire.transport import Copied
@@ -72,11 +72,11 @@ class LocalNode:
         """More of it, or something in place of what there was; descriptors are closed here."""
         self.refused.update(refused)
         attach: dict[str, Callable[[int, int], None]] = {
-            local.INDEX: self._attach_index,
-            local.RAM: partial(self._attach_memory, Tier.RAM),
-            local.SHM: partial(self._attach_memory, Tier.SHM),
-            local.DISK: self._attach_disk,
-            local.STAGING: self._attach_staging,
+            frames.INDEX: self._attach_index,
+            frames.RAM: partial(self._attach_memory, Tier.RAM),
+            frames.SHM: partial(self._attach_memory, Tier.SHM),
+            frames.DISK: self._attach_disk,
+            frames.STAGING: self._attach_staging,
         }
         for name, (fd, size_bytes) in descriptors.items():
             try:

@@ -15,10 +15,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
 from ...proto.limits import STAGED_MESSAGE_BYTES
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes, copy_crc32c
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
 from .calls import Line, LocalCalls

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto.errors import (
     DeadlineExceeded,
     LimitReached,
@@ -24,7 +24,7 @@ from ...proto.errors import (
     UnreadableMemory,
 )
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Presence, Tier
 from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
@@ -52,7 +52,7 @@ from .staging import StagingMemory
 logger = logging.getLogger("prefixd.client")
 
 #: What is read in place, and is handed over at once.
-IN_PLACE: Final = (local.INDEX, local.RAM, local.SHM, local.DISK)
+IN_PLACE: Final = (frames.INDEX, frames.RAM, frames.SHM, frames.DISK)
 #: What the hand-over may take of a call, which goes on over gRPC without it.
 HAND_OVER_S: Final = 0.5
 #: After a hand-over that took longer, calls don't try again for so long.
@@ -112,7 +112,7 @@ class LocalTransport:
         try:
             self._no_index_before_s = time.monotonic() + RETRY_HAND_OVER_S
             with node.calls.line(within_s) as line:
-                node.take(*line.hand_over(node.ref, within_s, [local.INDEX]))
+                node.take(*line.hand_over(node.ref, within_s, [frames.INDEX]))
         except (OSError, PrefixdError) as problem:
             logger.info("no new index: %s", problem)
         finally:
@@ -121,7 +121,7 @@ class LocalTransport:
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
         """This session's staging memory, which is handed over when a save first needs it: most of
         what it takes is memory that has to be put under it."""
-        if node.staging is not None or local.STAGING in node.refused:
+        if node.staging is not None or frames.STAGING in node.refused:
             return node.staging
         within_s = min(HAND_OVER_S, deadline.left_s() / 2)
         if not self._lock.acquire(timeout=within_s):
@@ -130,7 +130,7 @@ class LocalTransport:
             if node.staging is None and time.monotonic() >= self._no_staging_before_s:
                 self._no_staging_before_s = time.monotonic() + RETRY_HAND_OVER_S
                 with node.calls.line(within_s) as line:
-                    node.take(*line.hand_over(node.ref, within_s, [local.STAGING]))
+                    node.take(*line.hand_over(node.ref, within_s, [frames.STAGING]))
                 self._no_staging_before_s = 0.0
         except (OSError, PrefixdError) as problem:
             logger.info("no staging memory: %s", problem)
@@ -186,7 +186,7 @@ class LocalTransport:
         node = self._current()
         if node is None:
             why = "there is no hand-over from this daemon"
-            return dict.fromkeys((local.INDEX, local.STAGING), why)
+            return dict.fromkeys((frames.INDEX, frames.STAGING), why)
         self._staging(node, Deadline(HAND_OVER_S * 1e3))
         return dict(node.refused)
 

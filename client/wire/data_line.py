@@ -1,4 +1,4 @@
-"""The data socket of a daemon elsewhere (proto.data): small calls, and payloads without a copy of
+"""The data socket of a daemon elsewhere (proto.frames): small calls, and payloads without a copy of
 this side's own.
 
 Where a call fails on its way, its connection is closed, and the daemon gives back what it granted.
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     ClaimLost,
@@ -26,8 +26,7 @@ from ...proto.errors import (
     UnknownSession,
     from_name,
 )
-from ...proto.layout import crc32c
-from ...proto.pieces import FlatBytes, views_of
+from ...proto.payload import FlatBytes, crc32c, views_of
 from ..counters import Counters
 from .connection import Calls
 from .data_wire import NoLine, Place, connected
@@ -57,7 +56,7 @@ class DataLine:
         """Raises OSError if no daemon listens there, or none that is to be trusted, ConfigError if
         this side's files are wrong."""
         # With the first request.
-        self._greeting = data.frame(place.greeting())
+        self._greeting = frames.frame(place.greeting())
         self._wire = connected(place, timeout_s)
         self._until_s = 0.0
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -75,16 +74,16 @@ class DataLine:
         self._until_s = time.monotonic() + timeout_s
         self.moved = False
         greeting, self._greeting = self._greeting, b""
-        self._send([memoryview(greeting + data.frame(request))])
+        self._send([memoryview(greeting + frames.frame(request))])
 
     def response(self) -> pb.DataResponse:
         """The next one."""
-        self._read_ahead(data.HEAD.size)
-        (size_bytes,) = data.HEAD.unpack_from(self._ahead, self._start)
-        if size_bytes > data.MAX_MESSAGE_BYTES:
+        self._read_ahead(frames.HEAD.size)
+        (size_bytes,) = frames.HEAD.unpack_from(self._ahead, self._start)
+        if size_bytes > frames.MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"the daemon announced a message of {size_bytes} bytes")
-        self._start += data.HEAD.size
-        if size_bytes <= _AHEAD_BYTES - data.HEAD.size:
+        self._start += frames.HEAD.size
+        if size_bytes <= _AHEAD_BYTES - frames.HEAD.size:
             self._read_ahead(size_bytes)
             message = bytes(self._ahead[self._start : self._start + size_bytes])
             self._start += size_bytes
@@ -93,7 +92,7 @@ class DataLine:
             with memoryview(whole) as room:
                 self._receive(room)
             message = bytes(whole)
-        response = data.response_of(message)
+        response = frames.response_of(message)
         if response.HasField("failure"):
             failure = response.failure
             raise from_name(failure.error, failure.message, retryable=failure.retry)
@@ -111,7 +110,7 @@ class DataLine:
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
             elif not isinstance(sink, Rooms):
-                if part.length_bytes > data.PART_BYTES:
+                if part.length_bytes > frames.PART_BYTES:
                     raise PrefixdError(f"the daemon sent {part.length_bytes} bytes at once")
                 came = bytearray(part.length_bytes)
                 with memoryview(came) as room:
@@ -140,7 +139,7 @@ class DataLine:
                     if queued_bytes >= _PIECE_BYTES or len(queue) >= _GATHER - 1:
                         self._send(queue)
                         queue, queued_bytes = [], 0
-            queue.append(memoryview(data.CRC.pack(crc)))
+            queue.append(memoryview(frames.CRC.pack(crc)))
         self._send(queue)
 
     # ---- bytes

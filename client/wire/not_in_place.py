@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode
 from ..results import Entry
 from .deadline import Deadline

@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import crc32c_of
 from ...proto.errors import InvalidBatch
-from ...proto.pieces import FlatBytes, views_of
+from ...proto.payload import FlatBytes, crc32c_of, views_of
 
 _LENGTH_DELIMITED: Final = 2
 #: What a message and its part need beside the data, generously.

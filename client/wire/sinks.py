@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 
 #: Takes what arrives of a read: the position of the range, the offset from its start, and the
 #: bytes; or None instead of them, for an entry that the daemon could not read.

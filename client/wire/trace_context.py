@@ -7,18 +7,18 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Final, Protocol, TypeVar
 
-from ...proto import traceparent
+from ...proto import frames
 
 T = TypeVar("T")
 
-#: The span that calls are part of, encoded (`proto.traceparent`); empty: there is none.
+#: The span that calls are part of, encoded (`proto.frames`); empty: there is none.
 TRACEPARENT: Final[ContextVar[bytes]] = ContextVar("prefixd_traceparent", default=b"")
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
     """The metadata that tells an rpc its span; None: there is none."""
     parent = TRACEPARENT.get()
-    return ((traceparent.HEADER, parent.decode()),) if parent else None
+    return ((frames.TRACE_HEADER, parent.decode()),) if parent else None
 
 
 class CallSpans(Protocol):

@@ -20,9 +20,9 @@ from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
 from ..core import state
 from ..core.checking import MAX_PROBLEMS
+from ..core.counters import Histogram
 from ..core.entries import EntryTable
 from ..core.events import Tick
-from ..core.histogram import Histogram
 from ..runtime.latencies import Latencies
 from ..runtime.loop import Core
 from ..runtime.recounting import recount

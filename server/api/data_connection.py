@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import structlog
 
-from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     InvalidSize,
@@ -23,6 +22,7 @@ from ...proto.errors import (
     PrefixdError,
     UnknownSession,
 )
+from ...proto.frames import DATA_SMALL_REQUEST_BYTES, MAX_ATTACH_BYTES, MAX_MESSAGE_BYTES
 from ..runtime.quota import Quota
 from .access import DATA_ROLES, Access, Tokens, bearer
 from .calls import ConnectionCall, PlainCaller, Process, error_of, failure_message
@@ -189,7 +189,7 @@ class DataConnection:
     async def _prove(self) -> None:
         """Take the first request, which says whose connection this is. Raises PrefixdError."""
         size_bytes = await self._frames.head()
-        if size_bytes > data.MAX_ATTACH_BYTES:
+        if size_bytes > MAX_ATTACH_BYTES:
             raise InvalidSize("the first request proves a session, and is no longer than that")
         request = await self._frames.small(size_bytes)
         if request.WhichOneof("kind") != "attach":
@@ -344,12 +344,12 @@ class DataConnection:
             await self._answer(request)
             return
         size_bytes = await frames.head()
-        if size_bytes <= data.MAX_SMALL_REQUEST_BYTES:
+        if size_bytes <= DATA_SMALL_REQUEST_BYTES:
             await self._answer(await frames.small(size_bytes))
             return
-        if size_bytes > data.MAX_MESSAGE_BYTES:
+        if size_bytes > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
-                f"a message of {size_bytes} bytes, {data.MAX_MESSAGE_BYTES} is the most"
+                f"a message of {size_bytes} bytes, {MAX_MESSAGE_BYTES} is the most"
             )
         async with self._server.large.room(size_bytes, self._session):
             await self._answer(await frames.large(size_bytes))

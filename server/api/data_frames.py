@@ -1,4 +1,4 @@
-"""A stream of the data socket as requests and responses (proto.data).
+"""A stream of the data socket as requests and responses (proto.frames).
 
 What a client sends ahead waits in the kernel, but for one small request's worth of it. A client
 that stands still in the middle of a request, or of an answer, is given up after `stall_timeout`.
@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached
 from .parsing import parse
 from .streams import Stream
 
-_HEAD: Final = data.HEAD
+_HEAD: Final = frames.HEAD
 
 
 class HungUp(Exception):  # no failure: clients may
@@ -34,7 +34,7 @@ class DataFrames:
         self._stall_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         #: received bytes that are not parsed yet: from `_start` to `_end`
-        self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
+        self._buffer = memoryview(bytearray(_HEAD.size + frames.DATA_SMALL_REQUEST_BYTES))
         self._start = self._end = 0
         #: Did the last receive fill the buffer? Then TLS may hold bytes that no poll tells of.
         self.filled = False
@@ -138,7 +138,7 @@ class DataFrames:
     def tell_now(self, response: pb.DataResponse) -> bool:
         """Send an answer as far as it goes. False: the rest has to be flushed before anything
         else. Raises OSError."""
-        rest = memoryview(data.frame(response))
+        rest = memoryview(frames.frame(response))
         with suppress(BlockingIOError):
             rest = rest[self.stream.send([rest]) :]
         self._unsent = rest

@@ -1,5 +1,5 @@
 """The data socket: calls of clients on other hosts, and their payloads, without gRPC between
-(proto.data).
+(proto.frames).
 
 Small calls are those of `service` and `saves`, what moves payloads is in `data_calls`. Of a
 connection (`data_connection`) one request at a time is in the daemon's memory (`data_frames`); a

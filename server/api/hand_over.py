@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Collection
 from typing import Final, NamedTuple, TypeAlias
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, UnknownStaging
 from ...proto.vocabulary import Tier
@@ -68,11 +68,11 @@ class Handoff:
         self._core = core
         self._stagings = stagings
         self._features: Final[dict[str, Feature]] = {
-            local.INDEX: self._index,
-            local.RAM: self._ram,
-            local.SHM: self._shm,
-            local.DISK: self._disk,
-            local.STAGING: self._staging,
+            frames.INDEX: self._index,
+            frames.RAM: self._ram,
+            frames.SHM: self._shm,
+            frames.DISK: self._disk,
+            frames.STAGING: self._staging,
         }
 
     def pack(self, membership: Membership, wanted: Collection[str] = ()) -> Package:
@@ -88,7 +88,7 @@ class Handoff:
                 if wanted and name not in wanted:
                     continue
                 try:
-                    if bound and name != local.STAGING:
+                    if bound and name != frames.STAGING:
                         raise Missing(_OF_ALL)
                     package.add(name, give(session))
                 except (Missing, UnknownStaging, OSError) as problem:

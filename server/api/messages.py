@@ -22,7 +22,7 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, SaveStatus, Tier
-from ..core.answers import (
+from ..core.effects import (
     ClaimAnswer,
     Closed,
     FlightInfo,
@@ -30,9 +30,9 @@ from ..core.answers import (
     LookupAnswer,
     OverShare,
     Reserved,
+    SaveEnded,
     WriteOrder,
 )
-from ..core.effects import SaveEnded
 from ..core.entries import Entry
 from ..core.events import SaveItem, TierState
 

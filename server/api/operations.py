@@ -16,10 +16,9 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.keys import Key
-from ...proto.labels import check_label
-from ...proto.namespaces import tag_of
+from ...proto.namespaces import check_label, tag_of
 from ...proto.vocabulary import DeleteStatus
-from ..core.answers import DeleteAnswer
+from ..core.effects import DeleteAnswer
 from ..core.events import DeleteAsked
 from ..core.journal import EvictionCause
 from ..runtime.gate import stopping

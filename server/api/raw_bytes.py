@@ -14,10 +14,10 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Final, NamedTuple
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import unset_bytearray
 from ...proto.errors import MalformedMessage, PrefixdError
+from ...proto.payload import unset_bytearray
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import Entry
@@ -121,7 +121,7 @@ class Sending:
         if self._range == len(self.ranges):
             return False
         wanted = self.ranges[self._range]
-        length_bytes = min(data.PART_BYTES, wanted.end - self._next)
+        length_bytes = min(frames.PART_BYTES, wanted.end - self._next)
         part = pb.RawPart(
             range=wanted.number,
             offset_bytes=self._next - wanted.start,
@@ -143,7 +143,7 @@ class Sending:
         else:
             tier = wanted.entry.tier
             self.sent_bytes[tier] = self.sent_bytes.get(tier, 0) + length_bytes
-        self._queue.append(data.frame(pb.DataResponse(part=part)))
+        self._queue.append(frames.frame(pb.DataResponse(part=part)))
         self._queue.extend(views)
         self._queued_bytes += len(self._queue[-1 - len(views)]) + part.length_bytes
         if self._next == wanted.end:
@@ -178,7 +178,7 @@ class Receiving:
         #: the write before which the current turn ends at the latest
         self._end = 0
         self._received_bytes = 0
-        self._crc = bytearray(data.CRC.size)
+        self._crc = bytearray(frames.CRC.size)
         #: how much came of the CRC32C behind the current payload
         self._crc_bytes = 0
         #: for bytes that can't be received into an arena directly
@@ -228,7 +228,7 @@ class Receiving:
         """What one call of the kernel brings. Raises OSError, PrefixdError."""
         write = self._all[self._at]
         payload_bytes = write.entry.payload_bytes - self._received_bytes
-        room, direct = self._room(write, min(payload_bytes, data.PART_BYTES))
+        room, direct = self._room(write, min(payload_bytes, frames.PART_BYTES))
         buffers: list[memoryview] = [room] if payload_bytes else []
         if len(room) >= payload_bytes:
             buffers.append(memoryview(self._crc)[self._crc_bytes :])
@@ -241,7 +241,7 @@ class Receiving:
             self._store(write, room[:taken_bytes], direct=direct)
         self._received_bytes += taken_bytes
         self._crc_bytes += came_bytes - taken_bytes
-        if self._crc_bytes == data.CRC.size:
+        if self._crc_bytes == frames.CRC.size:
             self._finish(write)
 
     def _room(self, write: Write, most_bytes: int) -> tuple[memoryview, bool]:
@@ -269,7 +269,7 @@ class Receiving:
             write.fail(problem)
 
     def _finish(self, write: Write) -> None:
-        (payload_crc32c,) = data.CRC.unpack(self._crc)
+        (payload_crc32c,) = frames.CRC.unpack(self._crc)
         self._at += 1
         self._received_bytes = self._crc_bytes = 0
         if write.problem is not None or write.stopping:
@@ -281,4 +281,4 @@ class Receiving:
 
 
 def _sent_bytes(write: Write) -> int:
-    return write.entry.payload_bytes + data.CRC.size
+    return write.entry.payload_bytes + frames.CRC.size

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final, TypeVar
 
-from ...proto import data
+from ...proto import frames
 
 T = TypeVar("T")
 
@@ -212,8 +212,8 @@ def listening_at(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # What is accepted inherits them: bytes in flight are bounded, and the kernel's own.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SOCKET_BYTES)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, data.SOCKET_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, frames.SOCKET_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, frames.SOCKET_BYTES)
         listening.setblocking(False)
         listening.bind(address)
         listening.listen(_BACKLOG)

@@ -20,10 +20,10 @@ from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
-from . import adoption, read_rules, reserving, resizing, save_rules
-from .answers import Answer, Opened, Refused
+from . import reads, reservations, saves, tier_changes
 from .checking import ITEMS_A_STEP, Recount
-from .effects import Effect, RecordUsage, Reply
+from .counters import AGE_BOUNDS_NS, Histogram, TierCounters
+from .effects import Answer, Effect, Opened, RecordUsage, Refused, Reply
 from .events import (
     ArenaGrown,
     BytesRead,
@@ -57,9 +57,8 @@ from .events import (
     WriteSealed,
     WriteStopped,
 )
-from .histogram import AGE_BOUNDS_NS, Histogram
 from .journal import EvictionCause, Journal
-from .reserving import Footprint
+from .reservations import Footprint
 from .sessions import Session
 from .tables import (
     EndSession,
@@ -68,7 +67,6 @@ from .tables import (
     Reserve,
     StateConfig,
     Tables,
-    TierCounters,
     Timer,
     Unpin,
     Wake,
@@ -170,21 +168,21 @@ class MetaState:
             case SessionLost():
                 self._session_lost(transition, event.session, event.why, closed=event.closed)
             case KeysTouched():
-                read_rules.touched(transition, event)
+                reads.touched(transition, event)
             case KeysSuspected():
-                read_rules.suspected(transition, event)
+                reads.suspected(transition, event)
             case RequestDropped():
                 transition.unpark(event.request)
                 if event.request in t.reserving:
                     t.reserving[event.request].dropped = True
             case WriteSealed():
-                save_rules.sealed(transition, event, self._blocking)
+                saves.sealed(transition, event, self._blocking)
             case WriteStopped():
-                save_rules.stopped(transition, event)
+                saves.stopped(transition, event)
             case Committed():
-                save_rules.committed(transition, event)
+                saves.committed(transition, event)
             case CommitFailed():
-                save_rules.commit_failed(transition, event)
+                saves.commit_failed(transition, event)
             case EntryDamaged():
                 entry = t.entries.find(event.key)
                 if entry is not None and entry.generation == event.generation:
@@ -202,7 +200,7 @@ class MetaState:
             case BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case TierRecovered():
-                adoption.recovered(transition, event, self._footprints, self._numbers)
+                tier_changes.recovered(transition, event, self._footprints, self._numbers)
             case LimitsChanged():
                 t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
             case Tick():
@@ -236,24 +234,24 @@ class MetaState:
             case SessionOpened():
                 return self._open_session(transition, question)
             case LookupAsked():
-                return read_rules.lookup(transition, question)
+                return reads.lookup(transition, question)
             case ClaimAsked():
-                return read_rules.claim(transition, question)
+                return reads.claim(transition, question)
             case ReleaseAsked():
-                return read_rules.release(transition, question)
+                return reads.release(transition, question)
             case DeleteAsked():
-                return read_rules.delete(transition, question)
+                return reads.delete(transition, question)
             case ReserveAsked():
-                reserving.reserve(transition, question)
+                reservations.reserve(transition, question)
                 return None
             case CancelAsked():
-                return save_rules.cancel(transition, question)
+                return saves.cancel(transition, question)
             case WriteBegan():
-                return save_rules.began(transition, question)
+                return saves.began(transition, question)
             case EvictAsked():
-                return resizing.evict(transition, question)
+                return tier_changes.evict(transition, question)
             case ResizeAsked():
-                return resizing.resize(transition, question)
+                return tier_changes.resize(transition, question)
             case _:
                 assert_never(question)
 
@@ -309,7 +307,7 @@ class MetaState:
             if waiting is None:
                 continue
             self._answer(transition, waiting.question)
-            took += read_rules.keys_asked(waiting.question)
+            took += reads.keys_asked(waiting.question)
             if request in t.reserving:
                 # Before the next one is told: it may have to wait for what this one saves.
                 t.backlog.appendleft(t.backlog.pop())
@@ -318,7 +316,7 @@ class MetaState:
 
     def _reserve(self, transition: Transition, job: Reserve, steps: int) -> tuple[bool, int]:
         items = 1 + steps // _STEPS_OF_AN_ITEM
-        items -= reserving.go_on_reserving(transition, job, self._footprints, items)
+        items -= reservations.go_on_reserving(transition, job, self._footprints, items)
         return job.asked.request not in transition.tables.reserving, items * _STEPS_OF_AN_ITEM
 
     def _refresh(self, transition: Transition, job: Refresh, steps: int) -> tuple[bool, int]:
@@ -341,7 +339,7 @@ class MetaState:
             elif (token := next(job.tokens, None)) is not None:
                 reservation = t.reservations.get(token)
                 if reservation is not None:
-                    save_rules.lose(transition, reservation, job.why, tell=False)
+                    saves.lose(transition, reservation, job.why, tell=False)
             else:
                 del t.ending[job.session.session]
                 return True, took
@@ -418,7 +416,7 @@ class MetaState:
                     if waiting is not None:
                         t.counters.waits_timed_out += 1
                         self._answer(transition, waiting.question)
-                        steps -= read_rules.keys_asked(waiting.question)
+                        steps -= reads.keys_asked(waiting.question)
                 case _:
                     assert_never(timer)
             # What was due before the next deadline happens before it.
@@ -456,4 +454,4 @@ class MetaState:
         if reservation.expires_ns > at_ns:
             transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
         else:
-            save_rules.lose(transition, reservation, "its time to live ran out", tell=True)
+            saves.lose(transition, reservation, "its time to live ran out", tell=True)

@@ -17,10 +17,10 @@ from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve
 from ...tiers.ledger import Ledger
-from .answers import Reserved
+from .counters import Counters, Histogram, TierCounters
+from .effects import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
-from .histogram import Histogram
 from .journal import EvictionCause, Happening, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session
 
@@ -131,58 +131,6 @@ class Timer(IntEnum):
     CLAIM = 1
     RESERVATION = 2
     WAITING = 3
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What happened in a tier since the start."""
-
-    hits: int = 0
-    hit_tokens: int = 0
-    saves: int = 0
-    saved_bytes: int = 0
-    read_bytes: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    corrupt: int = 0
-    recovered_entries: int = 0
-    recovered_bytes: int = 0
-    dropped_at_start: int = 0
-    #: a gauge, not a counter: payload bytes of the entries that are published now
-    payload_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start, over all tiers."""
-
-    lookups: int = 0
-    lookup_keys: int = 0
-    lookup_hits: int = 0
-    claims: int = 0
-    claims_empty: int = 0
-    claimed_entries: int = 0
-    releases: int = 0
-    claims_lost: int = 0
-    reservations: int = 0
-    duplicate_saves: int = 0
-    in_flight_refusals: int = 0
-    too_large_refusals: int = 0
-    no_room_refusals: int = 0
-    quota_refusals: int = 0
-    closed_refusals: int = 0
-    reservations_lost: int = 0
-    crc_mismatches: int = 0
-    length_mismatches: int = 0
-    failed_saves: int = 0
-    waits: int = 0
-    waits_timed_out: int = 0
-    touches: int = 0
-    suspects: int = 0
-    deletes: int = 0
-    sessions_opened: int = 0
-    sessions_ended: int = 0
-    sessions_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterable
 from typing import Final
 
-from ..core.tables import TierCounters
+from ..core.counters import TierCounters
 
 #: Objects more than were freed again, after which the youngest are looked at. Python's own 700 are
 #: fewer than one batch of a recovery has: each of them was looked at, for a quarter of its time.

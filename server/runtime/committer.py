@@ -12,7 +12,7 @@ import structlog
 
 from ...proto.limits import LATENCY_BOUNDS_NS
 from ...tiers.store import EntryWriter, Store, StoreError, StoreFull, Usage
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from .clock import Clock
 from .tracing import Step
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from typing import Final
 
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from .clock import Clock
 
 #: The loop is asked this often to show that it runs.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...proto.limits import LATENCY_BOUNDS_NS
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from .clock import Clock
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import EntryRef, EntryWriter, Store, Usage
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from .clock import Clock
 from .committer import CommitResult, Committer
 

@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import Store
-from ..core.answers import Answer, WriteOrder
+from ..core.effects import Answer, WriteOrder
 from ..core.events import Question
 from ..core.state import MetaState
 from .clock import Clock

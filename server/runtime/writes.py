@@ -10,8 +10,7 @@ import structlog
 from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.vocabulary import SaveStatus
 from ...tiers.store import Buffer, Store, StoreError
-from ..core.answers import WriteOrder
-from ..core.effects import SaveEnded
+from ..core.effects import SaveEnded, WriteOrder
 
 log = structlog.get_logger("prefixd.writes")
 

@@ -27,7 +27,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode
-from ..core.answers import Opened
+from ..core.effects import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.threads import ended_within

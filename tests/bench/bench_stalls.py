@@ -42,7 +42,7 @@ from prefixd.server.api.admin import AdminService
 from prefixd.server.api.calls import Caller
 from prefixd.server.api.sessions import ServiceConfig
 from prefixd.server.api.usage import UsageBook
-from prefixd.server.core.answers import (
+from prefixd.server.core.effects import (
     ClaimAnswer,
     LookupAnswer,
     Opened,

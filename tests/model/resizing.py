@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.model.machine import MetaStateMachine

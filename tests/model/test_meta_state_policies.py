@@ -8,7 +8,7 @@ import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
-from prefixd.server.core.answers import WriteOrder
+from prefixd.server.core.effects import WriteOrder
 from prefixd.server.core.sessions import Stage
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy
 from prefixd.tiers.ledger import Admission

@@ -7,7 +7,7 @@ from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.entries import Entry

@@ -7,9 +7,8 @@ from hashlib import sha256
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.labels import check_label
 from prefixd.proto.limits import KEY_BYTES
-from prefixd.proto.namespaces import TAG_BYTES, Namespace, tag_of
+from prefixd.proto.namespaces import TAG_BYTES, Namespace, check_label, tag_of
 
 KEYS = [Key(sha256(b"%d" % number).digest()) for number in range(1000)]
 

@@ -26,7 +26,7 @@ from helpers import (
 
 from prefixd.proto.arena_header import read_arena_incarnation
 from prefixd.proto.entry import EntryRecord, Location
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.tiers.disk import DiskStore
 from prefixd.tiers.records import USAGE_FILE
 from prefixd.tiers.row_table import RECORDS_FILE

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.row_table import CHUNK_SLABS, RowFile, RowTable
 from prefixd.tiers.rows import ROW_BYTES, ZERO_ROW

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from prefixd.client.wire.packing import pack
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from tests.support.fakes import payloads
 
 

@@ -20,7 +20,7 @@ from prefixd.client.counters import Counters
 from prefixd.client.wire import channel
 from prefixd.client.wire.channel import Security
 from prefixd.client.wire.data_transport import DataTransport
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.server.api import data_connection as connections
@@ -123,12 +123,12 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
             read = pb.ReadRequest(session=session.ref, claim_id=claim.claim.claim_id, ranges=ranges)
             await line.send(read=read)
             assert await line.parts(100) == [*many.values()]
-            for byte in data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
+            for byte in frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.results
             # More than is taken in at a time: what TLS holds back no poll tells of.
-            asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
-            ahead = 3 * data.MAX_SMALL_REQUEST_BYTES // len(asked)
+            asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+            ahead = 3 * frames.DATA_SMALL_REQUEST_BYTES // len(asked)
             await line.send_bytes(asked * ahead)
             for _ in range(ahead):
                 assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]

@@ -19,8 +19,7 @@ from prefixd.proto.errors import (
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api import messages
 from prefixd.server.api.service import _CLAIM_MODES
-from prefixd.server.core.answers import ClaimAnswer, FlightInfo, LookupAnswer, WriteOrder
-from prefixd.server.core.effects import SaveEnded
+from prefixd.server.core.effects import ClaimAnswer, FlightInfo, LookupAnswer, SaveEnded, WriteOrder
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
 from tests.support.columns import Item, StagedPart, columns, staged

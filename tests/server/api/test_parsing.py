@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.proto import data, limits
+from prefixd.proto import frames, limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import MalformedMessage
 from prefixd.server.api.parsing import LOOKED_THROUGH_BYTES, MOST_FIELDS, fields_of, parse
@@ -131,7 +131,7 @@ async def test_every_transport_refuses_them(tmp_path: Path) -> None:
             assert why in told.failure.message
         request = nested(pb.DataRequest.DESCRIPTOR, "read", "ranges", empties=200_000)
         async with data_connection(daemon, session) as far:
-            await far.send_bytes(data.HEAD.pack(len(request)) + request)
+            await far.send_bytes(frames.HEAD.pack(len(request)) + request)
             with pytest.raises(Refused, match=why):
                 await far.response()
         assert await session.restore(key(1)) == payload(1)

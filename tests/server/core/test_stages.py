@@ -12,7 +12,7 @@ import pytest
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.save_rules import advance
+from prefixd.server.core.saves import advance
 from prefixd.server.core.sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 
 #: Rows are stages, columns are signals; `-` cannot happen.

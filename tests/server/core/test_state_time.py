@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.vocabulary import ClaimMode, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names, stored

@@ -11,10 +11,10 @@ import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession
 from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core import reserving, transition
+from prefixd.server.core import reservations, transition
 from prefixd.server.core.entries import Entry
 from prefixd.tiers import extents
 from prefixd.tiers.eviction import make_policy
@@ -269,7 +269,7 @@ def test_the_chains_of_many_saves_are_used_in_steps(
 
 
 def test_the_chains_that_a_session_holds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserving, "MOST_CHAINED_KEYS", 30)
+    monkeypatch.setattr(reservations, "MOST_CHAINED_KEYS", 30)
     driver = large(2_000)
     session = driver.open()
     tokens = reserve_with_chains(driver, session, 3)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixd.server.core.tables import TierCounters
+from prefixd.server.core.counters import TierCounters
 from prefixd.server.runtime import collector
 from prefixd.server.runtime.collector import Freezer
 

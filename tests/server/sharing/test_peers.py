@@ -10,7 +10,7 @@ from typing import Any
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.wire.channel import Security
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.peers import DaemonPeer
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
 from tests.support.daemon import tcp_address, tcp_daemon

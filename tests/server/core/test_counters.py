@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from prefixd.proto.limits import LATENCY_BOUNDS_NS
-from prefixd.server.core.histogram import AGE_BOUNDS_NS, Histogram
+from prefixd.server.core.counters import AGE_BOUNDS_NS, Histogram
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 

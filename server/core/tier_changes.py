@@ -1,22 +1,26 @@
-"""What a start finds in a store becomes entries again, while the daemon serves. Pure."""
+"""Changes of a whole tier: recovery after a start, eviction by operators, another budget. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from ...proto.entry import EntryRecord
+from ...proto.errors import LimitReached, UnknownTier
+from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Ledger
 from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
-from . import save_rules
-from .effects import Erase, IndexPut
+from .effects import Erase, EvictAnswer, IndexPut, ResizeAnswer
 from .entries import Entry
-from .events import TierRecovered
-from .journal import Happening
-from .reserving import Footprint
-from .transition import Transition
+from .events import EvictAsked, ResizeAsked, TierRecovered
+from .journal import EvictionCause, Happening
+from .reservations import Footprint
+from .saves import lose
+from .transition import Refusal, Transition
+
+# ---- recovery
 
 
 def recovered(
@@ -86,7 +90,7 @@ def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
         transition.drop(there, Happening.REPLACED)
     flight = t.in_flight.get(record.key)
     why = f"the same entry was found in the {tier.label} tier"
-    return flight is None or save_rules.lose(transition, flight, why, tell=True)
+    return flight is None or lose(transition, flight, why, tell=True)
 
 
 def _last_used_ns(transition: Transition, ledger: Ledger) -> int:
@@ -141,3 +145,97 @@ def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[
         head.token_ids_bytes,
         stored.hits,
     )
+
+
+# ---- eviction and resize by operators
+
+
+def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
+    """The next victims, until so many bytes are free of them."""
+    ledger = _ledger(transition, asked.tier)
+    entries = freed_bytes = 0
+    for _ in range(asked.max_entries):
+        if freed_bytes >= asked.free_bytes:
+            break
+        try:
+            victim = ledger.next_victim(below_shares=True)
+        except NotYet:
+            continue
+        if victim is None:
+            return EvictAnswer(entries, freed_bytes, more=False)
+        entries += 1
+        freed_bytes += transition.evict(victim, asked.cause).stored_bytes
+    return EvictAnswer(entries, freed_bytes, more=True)
+
+
+def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
+    """One step towards another budget.
+
+    A larger one holds at once; its room comes with `ArenaGrown` and `SlabsRestored`. For a
+    smaller one the next victims leave, exactly those that are too many, and what they leave is
+    retired; the budget holds once all of that is. Until then the tier is full at every step, so
+    that no save takes what was made free, but where that lies in very many pieces: one step retires
+    as many as an entry may have.
+    """
+    ledger = _ledger(transition, asked.tier)
+    target_bytes = asked.arena_bytes - ledger.header_bytes
+    entries = freed_bytes = 0
+    more = False
+    retired: tuple[int, ...] = ()
+    excess_bytes = ledger.limit_bytes - target_bytes
+    if excess_bytes > 0:
+        _check_pins(ledger, target_bytes)
+        _check_shares(ledger, target_bytes)
+        # Queues with shares have those of the new size from the first victim on.
+        ledger.policy.resize(asked.budget_bytes)
+        for _ in range(asked.max_entries):
+            if ledger.free_bytes >= excess_bytes:
+                break
+            try:
+                victim = ledger.next_victim()
+            except NotYet:
+                more = True
+                continue
+            if victim is None:
+                break
+            entries += 1
+            freed_bytes += transition.evict(victim, EvictionCause.RESIZE).stored_bytes
+        free_bytes = min(ledger.free_bytes, excess_bytes)
+        if free_bytes > 0:
+            retired = ledger.retire(free_bytes)
+    done = ledger.limit_bytes <= target_bytes
+    if done:
+        ledger.resize(asked.budget_bytes, asked.arena_bytes)
+    return ResizeAnswer(entries, freed_bytes, retired, done, more)
+
+
+def _check_pins(ledger: Ledger, target_bytes: int) -> None:
+    """Raises Refusal where what is claimed does not fit any more."""
+    if ledger.pinned_bytes > target_bytes:
+        raise Refusal(
+            LimitReached(
+                f"claims pin {ledger.pinned_bytes} bytes ({format_bytes(ledger.pinned_bytes)}) of "
+                f"the {ledger.tier.label} tier, and {format_bytes(target_bytes)} would be left for "
+                "entries; try again when they are released"
+            )
+        )
+
+
+def _check_shares(ledger: Ledger, target_bytes: int) -> None:
+    """Raises Refusal where the tier would be smaller than what namespaces are sure of."""
+    if ledger.shares is not None and ledger.shares.share_bytes > target_bytes:
+        share_bytes, option = ledger.shares.share_bytes, f"{ledger.tier.label}.shares"
+        raise Refusal(
+            LimitReached(
+                f"{option} gives {share_bytes} bytes ({format_bytes(share_bytes)}) of the "
+                f"{ledger.tier.label} tier to namespaces, and {format_bytes(target_bytes)} would "
+                "be left for entries"
+            )
+        )
+
+
+def _ledger(transition: Transition, tier: Tier) -> Ledger:
+    ledger = transition.tables.ledgers.get(tier)
+    if ledger is None:
+        raise Refusal(UnknownTier(f"this daemon has no {tier.label} tier"))
+    return ledger

@@ -10,7 +10,7 @@ import pytest
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import events as ev
 from prefixd.server.core.journal import EvictionCause
 from prefixd.tiers import extents

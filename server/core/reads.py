@@ -8,7 +8,7 @@ from typing import Final
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
-from .answers import (
+from .effects import (
     ClaimAnswer,
     DeleteAnswer,
     FlightInfo,
@@ -16,8 +16,8 @@ from .answers import (
     LookupAnswer,
     ReleaseAnswer,
     ReleaseOutcome,
+    Verify,
 )
-from .effects import Verify
 from .entries import Entry
 from .events import (
     ClaimAsked,

@@ -10,23 +10,14 @@ from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
-from .answers import (
-    Answer,
-    Closed,
-    OverShare,
-    Refused,
-    ReserveAnswer,
-    Reserved,
-    WriteOrder,
-)
-from .effects import Reply
+from .effects import Answer, Closed, OverShare, Refused, Reply, ReserveAnswer, Reserved, WriteOrder
 from .entries import Entry
 from .events import (
     ReserveAsked,
 )
 from .journal import EvictionCause
-from .read_rules import awaited, find
-from .save_rules import lose, order_of
+from .reads import awaited, find
+from .saves import lose, order_of
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 from .tables import Reserve, StateConfig, Timer, WaitMode
 from .transition import Refusal, Transition

@@ -13,11 +13,15 @@ from operator import attrgetter
 from ...proto.errors import UnknownReservation
 from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.ledger import Admission
-from .answers import (
+from .effects import (
     CancelAnswer,
+    Commit,
+    IndexPut,
+    SaveEnded,
+    StopWriting,
+    TellReservationLost,
     WriteOrder,
 )
-from .effects import Commit, IndexPut, SaveEnded, StopWriting, TellReservationLost
 from .events import (
     CancelAsked,
     CommitFailed,

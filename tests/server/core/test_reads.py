@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import ClaimMode, DeleteStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.support.state_driver import Driver, key, keys, stored
