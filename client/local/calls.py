@@ -1,4 +1,4 @@
-"""Calls to the daemon over its local socket (proto.frames), which take a fraction of gRPC's time."""
+"""Calls to the daemon over its local socket (proto.frames), in a fraction of the time of gRPC."""
 
 from __future__ import annotations
 

@@ -18,10 +18,9 @@ from typing import Any, Final, cast
 
 import structlog
 
-from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
-from ...proto.frames import Frames, frame
+from ...proto.frames import LOCAL_SMALL_REQUEST_BYTES, Frames, frame
 from ..runtime.quota import Quota
 from .access import Access
 from .calls import Caller, ConnectionCall, Process, failure_of, remove_leftover, staged_of
@@ -254,7 +253,7 @@ class _Connection(asyncio.BufferedProtocol):
         self._held_up = False
         while self._may_take() and not self._turn.over:
             size_bytes = self._frames.next_bytes
-            large = size_bytes > frames.LOCAL_SMALL_REQUEST_BYTES
+            large = size_bytes > LOCAL_SMALL_REQUEST_BYTES
             if large and not self._admitted(size_bytes):
                 self._held_up = True
                 break
@@ -283,7 +282,7 @@ class _Connection(asyncio.BufferedProtocol):
         if self._session is None:
             raise InvalidSize(
                 f"a request of {size_bytes} bytes on a connection of no session, which takes "
-                f"{frames.LOCAL_SMALL_REQUEST_BYTES}; attach it first"
+                f"{LOCAL_SMALL_REQUEST_BYTES}; attach it first"
             )
         if self._large is None:
             self._large = self._loop.create_future()
@@ -386,7 +385,7 @@ class _Connection(asyncio.BufferedProtocol):
 
     def _release(self) -> None:
         """What was taken is answered, or in other hands."""
-        if self._large is not None and self._answering_bytes > frames.LOCAL_SMALL_REQUEST_BYTES:
+        if self._large is not None and self._answering_bytes > LOCAL_SMALL_REQUEST_BYTES:
             self._large.set_result(None)
             self._large = None
         self._answering_bytes = 0
@@ -397,9 +396,7 @@ class _Connection(asyncio.BufferedProtocol):
         while self._requests and self._writable.is_set():
             request, size_bytes = self._requests[0]
             # What is large has room that the task gives back.
-            if size_bytes > frames.LOCAL_SMALL_REQUEST_BYTES or not self._waits_for_nothing(
-                request
-            ):
+            if size_bytes > LOCAL_SMALL_REQUEST_BYTES or not self._waits_for_nothing(request):
                 return
             self._requests.popleft()
             self._ahead_bytes -= size_bytes
