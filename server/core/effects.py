@@ -28,7 +28,7 @@ from .events import TierState
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The whole question is refused."""
+    """The question is refused as a whole."""
 
     error: PrefixdError
 
@@ -40,13 +40,13 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class FlightInfo:
-    """Who saves a key at this moment, and since when."""
+    """The owner of the save of a key that is in flight, and the age of that save."""
 
     owner: str
     age_ns: int
 
 
-#: One key of a lookup: published, in flight, or absent (None).
+#: The result for one key of a lookup: published, in flight, or absent (None).
 Found: TypeAlias = Entry | FlightInfo | None
 
 
@@ -57,7 +57,7 @@ class LookupAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ClaimAnswer:
-    """`claim` 0: nothing was there. `claimed[i]` says whether `results[i]` is part of it."""
+    """`claim` is 0 if no entry was there. `claimed[i]`: `results[i]` is part of the claim."""
 
     claim: int
     lease_ns: int
@@ -66,7 +66,7 @@ class ClaimAnswer:
 
 
 class ReleaseOutcome(Enum):
-    """The values are those of the wire."""
+    """What became of a release. The values are those of the wire."""
 
     RELEASED = 1
     ALREADY = 2
@@ -90,8 +90,8 @@ class CancelAnswer:
 
 
 class WriteOrder(NamedTuple):
-    """A granted reservation: what is to be written, and where (`entry.location`). Until it is
-    published, the checksum of the entry is its writer's to set."""
+    """A granted reservation: what to write, and where (`entry.location`). The writer sets the
+    checksum of the entry before it is published."""
 
     token: int
     entry: Entry
@@ -104,7 +104,7 @@ class WriteOrder(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """The tier takes no saves at this moment."""
+    """The tier takes no saves at the moment."""
 
     tier: Tier
     state: TierState
@@ -112,13 +112,14 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class OverShare:
-    """The room is there, and others are sure of it. `for_ever`: of too much for all time."""
+    """The room is there, but the shares of other namespaces guarantee it to them. `for_ever`: the
+    entry is larger than what the shares leave."""
 
     tier: Tier
     for_ever: bool
 
 
-#: One item of a reservation: granted, or how it ended before it began.
+#: The result for one item of a save: granted, or why not.
 Reserved: TypeAlias = WriteOrder | FlightInfo | SaveStatus | Closed | OverShare
 
 
@@ -130,7 +131,7 @@ class ReserveAnswer:
 
 @dataclass(frozen=True, slots=True)
 class EvictAnswer:
-    """What left, in entries and stored bytes. `more`: there is still something that could."""
+    """What was evicted, in entries and stored bytes. `more`: more could be evicted."""
 
     entries: int
     freed_bytes: int
@@ -139,9 +140,11 @@ class EvictAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ResizeAnswer:
-    """What left on the way, and which slabs nobody gets any more. `done`: the tier has the size;
-    else it is to be asked again, after a while if nothing was retired: saves are under way. `more`:
-    at once, the next victim was looked for."""
+    """What was evicted in this step, and which slabs were retired: no entry gets them any more.
+
+    `done`: the tier has its new size. Otherwise repeat the question: at once with `more`, as the
+    search for a victim was cut short; after a while if nothing was retired, as saves are under way.
+    """
 
     entries: int
     freed_bytes: int
@@ -169,7 +172,7 @@ Answer: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a question; every question gets exactly one, unless it was dropped."""
+    """The answer to a question. Every question gets exactly one, unless it was dropped."""
 
     request: int
     answer: Answer
@@ -179,12 +182,12 @@ class IndexPut(NamedTuple):
     """Make an entry visible to readers of the index."""
 
     entry: Entry
-    #: the key before it in the chain that it was saved with, empty for the first; None: not known
+    #: The key before it in the chain that it was saved with; empty for the first, None if unknown.
     parent: bytes | None = None
 
 
 class IndexDelete(NamedTuple):
-    """Make an entry invisible, before anything else happens to its room."""
+    """Make an entry invisible to readers, before anything else happens to its room."""
 
     entry: Entry
 
@@ -194,7 +197,7 @@ class IndexDelete(NamedTuple):
 
 
 class Erase(NamedTuple):
-    """A store forgets entries: their room may be written again."""
+    """Have a store forget entries. Their room may be written again."""
 
     tier: Tier
     entries: Sequence[EntryRef]
@@ -202,7 +205,7 @@ class Erase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A blocking store makes sealed writes durable; answered by Committed or CommitFailed."""
+    """Have a blocking store make sealed writes durable. Ends with Committed or CommitFailed."""
 
     tier: Tier
     tokens: tuple[int, ...]
@@ -210,13 +213,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StopWriting:
-    """The reservation is lost while its bytes arrive: stop, then say WriteStopped."""
+    """A reservation was lost while its bytes arrive: stop the writer. Ends with WriteStopped."""
 
     token: int
 
 
 class SaveEnded(NamedTuple):
-    """How the saves of reservations ended, all of them alike, for whoever sends their bytes."""
+    """These saves ended, all with the same outcome. For the code that receives their bytes."""
 
     tokens: Sequence[int]
     outcome: SaveStatus
@@ -225,14 +228,14 @@ class SaveEnded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read an entry and compare its CRC32C; if it does not match, say EntryDamaged."""
+    """Read an entry and compare its CRC32C. Ends with EntryDamaged if it does not match."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class RecordUsage:
-    """A store remembers use, for the eviction order after a restart."""
+    """Have a store record uses, for the eviction order after a restart."""
 
     tier: Tier
     usages: tuple[Usage, ...]

@@ -1,11 +1,11 @@
-"""`MetaState`: the only thing that changes what prefixd knows.
+"""`MetaState`: the only code that changes the daemon's tables.
 
-It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Everything that
-happens goes in as an event through `apply`, and comes out as a list of effects. One process
-has one `MetaState`, and one event loop calls it: that is the whole of prefixd's concurrency.
+It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Whatever happens is an
+event that is passed to `apply`, which returns a list of effects. A process has one `MetaState`, and
+one event loop calls it, so nothing here needs a lock.
 
-No event takes long: what may concern many entries, claims or requests is left for later beyond
-`StateConfig.max_steps`. `busy` says that something is left, and `WorkLeft` goes on with it.
+No event takes long. Work that may concern many entries, claims or requests goes to a backlog, of
+which an event does `StateConfig.max_steps`. `busy` tells that some is left; `WorkLeft` goes on.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from .events import (
     WriteSealed,
     WriteStopped,
 )
-from .journal import EvictionCause, Journal
+from .journal import EvictionCause, Happening, Journal
 from .reservations import Footprint
 from .sessions import Session
 from .tables import (
@@ -73,15 +73,16 @@ from .tables import (
 )
 from .transition import Refusal, Transition
 
-#: To find room for an item of a save takes as long as so many other steps.
+#: Finding room for one item of a save takes as long as this many other steps.
 _STEPS_OF_AN_ITEM: Final = 16
 
 
 class MetaState:
     """The tables of the daemon and the rules by which they change.
 
-    `ledgers` are the tiers; `footprints` say what an entry costs in each; a tier in `blocking`
-    publishes only after its store said `Committed`. `stamp_ns` is the time of this start.
+    `ledgers` has an item for each tier. `footprints` tell the stored bytes of an entry in each. A
+    tier in `blocking` publishes an entry only after `Committed`. `stamp_ns` is the time of this
+    start.
     """
 
     def __init__(
@@ -105,13 +106,13 @@ class MetaState:
             }
         self._footprints = dict(footprints)
         self._blocking = blocking
-        #: numbers of adopted entries that repeat, see `SaveBatch`
+        #: Numbers that adopted entries share, see `SaveBatch.numbers`.
         self._numbers: dict[int, int] = {}
 
     # ---- the one door
 
     def apply(self, event: Event) -> list[Effect]:
-        """Let something happen; returns what is to be done about it, in order."""
+        """Apply an event to the tables. Returns its effects, in the order to carry them out."""
         if isinstance(event, Tick):
             self.tables.credit_ns += event.late_ns
         transition = Transition(self.tables, event.now_ns)
@@ -124,20 +125,20 @@ class MetaState:
 
     @property
     def busy(self) -> bool:
-        """Is there work left for `WorkLeft`?"""
+        """Whether `WorkLeft` is due: some work is left."""
         return bool(self.tables.backlog or self.tables.unobserved)
 
     def next_deadline_ns(self) -> int | None:
-        """When a Tick is due at the latest, if nothing else happens."""
+        """When the next deadline ends, and with it a `Tick` is due."""
         timer = self.tables.next_timer()
         return None if timer is None else timer[0] + self.tables.credit_ns
 
     def recount(self, items_a_step: int = ITEMS_A_STEP) -> Recount:
-        """A recount of everything in steps, between which events may be applied."""
+        """A recount of all tables in steps; events may be applied between them."""
         return Recount(self.tables, items_a_step)
 
     def check(self) -> list[str]:
-        """Recount everything at once; what does not add up, in sentences."""
+        """Recount all tables at once. Returns each mismatch as a sentence."""
         with self.recount() as recount:
             for _ in recount.steps():
                 pass
@@ -145,25 +146,15 @@ class MetaState:
 
     def _happen(self, transition: Transition, event: Event) -> None:
         t = transition.tables
+        if isinstance(event, Question):
+            self._answer(transition, event)
+            self._begin_wait(transition, event)
+            return
         match event:
-            case (
-                SessionOpened()
-                | LookupAsked()
-                | ClaimAsked()
-                | ReleaseAsked()
-                | DeleteAsked()
-                | ReserveAsked()
-                | CancelAsked()
-                | WriteBegan()
-                | EvictAsked()
-                | ResizeAsked()
-            ):
-                self._answer(transition, event)
-                self._begin_wait(transition, event)
             case HeartbeatCame():
                 session = t.sessions.get(event.session)
                 if session is not None:
-                    # Served time steps back when a delay is noticed only after it.
+                    # A delay that is noticed late makes served time step back.
                     session.heartbeat_ns = max(session.heartbeat_ns, transition.served_ns)
             case SessionLost():
                 self._session_lost(transition, event.session, event.why, closed=event.closed)
@@ -186,7 +177,8 @@ class MetaState:
             case EntryDamaged():
                 entry = t.entries.find(event.key)
                 if entry is not None and entry.generation == event.generation:
-                    transition.drop_damaged(entry)
+                    transition.drop(entry, Happening.DAMAGED)
+                    t.tier_counters[entry.tier].corrupt += 1
             case ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
             case SlabsRestored():
@@ -222,7 +214,7 @@ class MetaState:
             transition.effects.append(Reply(question.request, answer))
 
     def _begin_wait(self, transition: Transition, question: Question) -> None:
-        """A question that is not answered yet has a deadline from now on."""
+        """Set the deadline of a question that was not answered at once."""
         waiting = transition.tables.waiting.get(question.request)
         if waiting is not None:
             in_ns = waiting.question.wait_until_ns - transition.now_ns
@@ -258,7 +250,7 @@ class MetaState:
     # ---- work that was left for later
 
     def _work(self, transition: Transition, steps: int) -> int:
-        """Up to so many steps of it, about; returns how many are left."""
+        """Do about `steps` of the backlog. Returns how many steps are left over."""
         backlog = transition.tables.backlog
         while backlog and steps > 0:
             job = backlog[0]
@@ -282,7 +274,7 @@ class MetaState:
             steps -= took
         return steps
 
-    # Each of these says whether it is done, and how many steps it took.
+    # Each of these returns whether the job is done, and how many steps it took.
 
     def _unpin(self, transition: Transition, job: Unpin, steps: int) -> tuple[bool, int]:
         left = max(0, job.left - steps)
@@ -309,7 +301,7 @@ class MetaState:
             self._answer(transition, waiting.question)
             took += reads.keys_asked(waiting.question)
             if request in t.reserving:
-                # Before the next one is told: it may have to wait for what this one saves.
+                # Reserve before the next waiter: it may have to wait for what this one saves.
                 t.backlog.appendleft(t.backlog.pop())
                 break
         return False, took
@@ -333,7 +325,7 @@ class MetaState:
                     took += waiting.waited_keys
                     gone = UnknownSession(f"session {job.session.session} ended: {job.why}")
                     transition.effects.append(Reply(request, Refused(gone)))
-            # Before its saves: those who wait for them may need the room of its claims.
+            # Claims before saves: requests that wait for these saves may need the claims' room.
             elif (claim := next(job.claims, None)) is not None:
                 transition.drop_claim(claim)
             elif (token := next(job.tokens, None)) is not None:
@@ -351,7 +343,7 @@ class MetaState:
         by_tier: dict[Tier, list[Usage]] = {}
         some = list(islice(job.entries, steps))
         for entry in some:
-            # What was used again since is handed over with the next flush.
+            # An entry that was used again since then goes with the next flush.
             if entry.published and entry.key not in t.unrecorded:
                 usage = Usage(entry, entry.last_used_ns, entry.hits)
                 by_tier.setdefault(entry.tier, []).append(usage)
@@ -378,7 +370,7 @@ class MetaState:
     def _session_lost(
         self, transition: Transition, session_id: int, why: str, *, closed: bool = False
     ) -> None:
-        """Nothing happens in it any more; what it holds is taken back in the background."""
+        """End a session. The backlog takes back what it holds."""
         t = transition.tables
         session = t.sessions.pop(session_id, None)
         if session is None:
@@ -404,54 +396,56 @@ class MetaState:
         while steps > 0 and (due := t.next_timer()) and due[0] <= transition.served_ns:
             at_ns, timer, number = t.pop_timer()
             steps -= 1
-            match timer:
-                case Timer.SESSION:
-                    self._session_due(transition, number, at_ns)
-                case Timer.CLAIM:
-                    self._claim_due(transition, number, at_ns)
-                case Timer.RESERVATION:
-                    self._reservation_due(transition, number, at_ns)
-                case Timer.WAITING:
-                    waiting = transition.unpark(number)
-                    if waiting is not None:
-                        t.counters.waits_timed_out += 1
-                        self._answer(transition, waiting.question)
-                        steps -= reads.keys_asked(waiting.question)
-                case _:
-                    assert_never(timer)
-            # What was due before the next deadline happens before it.
+            deadline_ns = self._deadline_ns(timer, number, at_ns)
+            if deadline_ns is not None and deadline_ns > at_ns:
+                # Set again even if it is due by now: however late a tick comes, deadlines end in
+                # their order.
+                t.set_timer(deadline_ns, timer, number)
+            elif deadline_ns is not None:
+                steps -= self._expire(transition, timer, number)
+            # The work that this left is done before the next deadline ends.
             steps = self._work(transition, steps)
 
-    # What was renewed gets a new timer even if that is due by now, too: however late a tick
-    # comes, things happen in the order in which they were due.
+    def _deadline_ns(self, timer: Timer, number: int, at_ns: int) -> int | None:
+        """The current deadline of what a timer was set for, in served time. None if that has
+        ended."""
+        t = self.tables
+        match timer:
+            case Timer.SESSION:
+                session = t.sessions.get(number)
+                lost_after_ns = t.config.session_lost_after_ns
+                return None if session is None else session.heartbeat_ns + lost_after_ns
+            case Timer.CLAIM:
+                claim = t.claims.get(number)
+                session = None if claim is None else t.sessions.get(claim.session)
+                if claim is None or session is None:
+                    return None
+                return max(claim.taken_ns, session.heartbeat_ns) + claim.lease_ns
+            case Timer.RESERVATION:
+                reservation = t.reservations.get(number)
+                return None if reservation is None else reservation.expires_ns
+            case Timer.WAITING:
+                return at_ns if number in t.waiting else None
+            case _:
+                assert_never(timer)
 
-    def _session_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        session = transition.tables.sessions.get(number)
-        if session is None:
-            return
-        due_ns = session.heartbeat_ns + transition.tables.config.session_lost_after_ns
-        if due_ns > at_ns:
-            transition.tables.set_timer(due_ns, Timer.SESSION, number)
-        else:
-            self._session_lost(transition, number, "its heartbeats stopped")
-
-    def _claim_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        t = transition.tables
-        claim = t.claims.get(number)
-        session = None if claim is None else t.sessions.get(claim.session)
-        if claim is None or session is None:
-            return
-        due_ns = max(claim.taken_ns, session.heartbeat_ns) + claim.lease_ns
-        if due_ns > at_ns:
-            t.set_timer(due_ns, Timer.CLAIM, number)
-        else:
-            transition.lose_claim(number, "its lease ran out")
-
-    def _reservation_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        reservation = transition.tables.reservations.get(number)
-        if reservation is None:
-            return
-        if reservation.expires_ns > at_ns:
-            transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
-        else:
-            saves.lose(transition, reservation, "its time to live ran out", tell=True)
+    def _expire(self, transition: Transition, timer: Timer, number: int) -> int:
+        """End what has reached its deadline. Returns how many more steps that took."""
+        t = self.tables
+        match timer:
+            case Timer.SESSION:
+                self._session_lost(transition, number, "its heartbeats stopped")
+            case Timer.CLAIM:
+                transition.lose_claim(number, "its lease ran out")
+            case Timer.RESERVATION:
+                why = "its time to live ran out"
+                saves.lose(transition, t.reservations[number], why, tell=True)
+            case Timer.WAITING:
+                waiting = transition.unpark(number)
+                assert waiting is not None
+                t.counters.waits_timed_out += 1
+                self._answer(transition, waiting.question)
+                return reads.keys_asked(waiting.question)
+            case _:
+                assert_never(timer)
+        return 0

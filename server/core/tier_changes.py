@@ -29,10 +29,10 @@ def recovered(
     footprints: Mapping[Tier, Footprint],
     numbers: dict[int, int],
 ) -> None:
-    """Adopt what survived and was not deleted meanwhile. Each entry is more recent than all before
-    it: where there is no room for it, they make some.
+    """Adopt the entries that a store found and that were not deleted meanwhile. Each entry is more
+    recent than all before it, so earlier ones are evicted where there is no room for it.
 
-    `numbers`: those of adopted entries that repeat, see `SaveBatch`.
+    `numbers`: numbers that adopted entries share, see `SaveBatch.numbers`.
     """
     t, tier = transition.tables, event.tier
     counters, ledger, footprint = t.tier_counters[tier], t.ledgers[tier], footprints[tier]
@@ -43,7 +43,7 @@ def recovered(
         key = record.key
         there = t.entries.find(key)
         if there is not None and (there.tier, there.generation) == (tier, record.generation):
-            continue  # a recovery that failed begins again
+            continue  # a recovery that failed starts again from the beginning
         cost = footprint(record.payload_bytes, record.token_ids_bytes)
         fits = ledger.fits(cost, placed=True)
         saved_again = there is not None or key in t.in_flight
@@ -60,12 +60,12 @@ def recovered(
             transition.effects.append(Erase(tier, (record,)))
             continue
         if saved_again:
-            # With the save that gave way its batch may have ended, which is a use of the rest.
+            # The batch of the save that gave way may have ended, which refreshes its other entries.
             last_ns = max(last_ns, _last_used_ns(transition, ledger))
         entry = _entry_of(stored, tier, cost, numbers)
-        # In its tier's order and by its stamp it is the most recent so far, also where two starts
-        # gave out the same stamp because the clock was set back in between, and where some of
-        # what came before it was used since.
+        # It is the most recent entry so far, by its place in the eviction order and by its stamp:
+        # also if two starts gave out the same stamp because the clock was set back in between, and
+        # if entries before it were used since.
         last_ns = entry.last_used_ns = max(entry.last_used_ns, last_ns + 1)
         t.adopted_ns = max(t.adopted_ns, entry.generation)
         entry.location = record.location
@@ -79,9 +79,12 @@ def recovered(
 
 
 def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
-    """What was saved again before its record was read goes if it is where less survives, and what
-    is being saved in any case: nobody was told yet that it is there. False: it stays, and the
-    record goes."""
+    """Make way for a record whose key was saved again before the record was read.
+
+    A published entry is dropped if its tier survives less than the recovering one. A save in flight
+    is lost, as no client was told of it yet, unless it is being committed. False: the other one
+    stays, and the record is dropped.
+    """
     t = transition.tables
     there = t.entries.find(record.key)
     if there is not None:
@@ -94,7 +97,7 @@ def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
 
 
 def _last_used_ns(transition: Transition, ledger: Ledger) -> int:
-    """Of the entry that would be evicted last."""
+    """The last use of the entry that would be evicted last."""
     last_ns = transition.tables.recovered_ns.get(ledger.tier, 0)
     for order in ledger.policy.orders():
         latest = order.latest() if isinstance(order, Recency) else None
@@ -109,13 +112,13 @@ def _has_room(ledger: Ledger, cost: int) -> bool:
 
 
 def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> bool:
-    """False: nothing may leave for it, where others have shares."""
+    """Evict for an adopted entry. False: the shares of other namespaces allow no eviction."""
     t = transition.tables
     while not ledger.fits(adopted.stored_bytes, placed=True):
         try:
             victim = ledger.next_victim(adopted=adopted)
         except NotYet:
-            continue  # at once: of what was just adopted little was used
+            continue  # at once: few of the adopted entries were used, so the search is short
         if victim is None:
             assert ledger.shares is not None, "the ledger promised room"
             return False
@@ -129,7 +132,7 @@ def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> boo
 
 def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
     head, once = stored.record, numbers.setdefault
-    # By position: by name it takes a microsecond more, for every entry.
+    # Positional arguments, because keywords take a microsecond more for every entry.
     return Entry(
         head.key,
         once(stored_bytes, stored_bytes),
@@ -151,7 +154,7 @@ def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[
 
 
 def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
-    """The next victims, until so many bytes are free of them."""
+    """Evict the next victims until they free `free_bytes`."""
     ledger = _ledger(transition, asked.tier)
     entries = freed_bytes = 0
     for _ in range(asked.max_entries):
@@ -169,13 +172,14 @@ def evict(transition: Transition, asked: EvictAsked) -> EvictAnswer:
 
 
 def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
-    """One step towards another budget.
+    """Take one step towards another budget.
 
-    A larger one holds at once; its room comes with `ArenaGrown` and `SlabsRestored`. For a
-    smaller one the next victims leave, exactly those that are too many, and what they leave is
-    retired; the budget holds once all of that is. Until then the tier is full at every step, so
-    that no save takes what was made free, but where that lies in very many pieces: one step retires
-    as many as an entry may have.
+    A larger budget holds at once; its room comes with `ArenaGrown` and `SlabsRestored`.
+
+    For a smaller one exactly as many of the next victims leave as are too many. The slabs that they
+    free are retired, and the budget holds once enough of them are. The tier is full at every step,
+    so that no save takes the freed slabs. The exception are freed bytes in very many pieces, as one
+    step retires no more pieces than an entry may have.
     """
     ledger = _ledger(transition, asked.tier)
     target_bytes = asked.arena_bytes - ledger.header_bytes
@@ -186,7 +190,7 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     if excess_bytes > 0:
         _check_pins(ledger, target_bytes)
         _check_shares(ledger, target_bytes)
-        # Queues with shares have those of the new size from the first victim on.
+        # Policies with queues of fixed shares use those of the new size from the first victim on.
         ledger.policy.resize(asked.budget_bytes)
         for _ in range(asked.max_entries):
             if ledger.free_bytes >= excess_bytes:
@@ -210,7 +214,7 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
 
 
 def _check_pins(ledger: Ledger, target_bytes: int) -> None:
-    """Raises Refusal where what is claimed does not fit any more."""
+    """Raises Refusal if claims pin more than the new size."""
     if ledger.pinned_bytes > target_bytes:
         raise Refusal(
             LimitReached(
@@ -222,7 +226,7 @@ def _check_pins(ledger: Ledger, target_bytes: int) -> None:
 
 
 def _check_shares(ledger: Ledger, target_bytes: int) -> None:
-    """Raises Refusal where the tier would be smaller than what namespaces are sure of."""
+    """Raises Refusal if the shares of namespaces are larger than the new size."""
     if ledger.shares is not None and ledger.shares.share_bytes > target_bytes:
         share_bytes, option = ledger.shares.share_bytes, f"{ledger.tier.label}.shares"
         raise Refusal(

@@ -37,14 +37,9 @@ def test_a_session_that_is_not_there_refuses_the_question(driver: Driver) -> Non
     assert isinstance(refusal.value.error, UnknownSession)
 
 
-def pending(driver: Driver, names: str) -> dict[int, int]:
-    saves = [driver.tables.in_flight[one] for one in keys(names)]
-    return {save.token: place for place, save in enumerate(saves)}
-
-
 def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None:
     transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
-    assert transition.park(question, WaitMode.ALL, pending(driver, "c d"))
+    assert transition.park(question, WaitMode.ALL, keys("c d"))
     saves = [driver.tables.in_flight[key(name)] for name in "cd"]
     assert [list(save.waiters) for save in saves] == [[question.request], [question.request]]
     assert driver.tables.waited_keys == 2
@@ -58,7 +53,7 @@ def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None
 
 def test_a_question_waits_no_longer_than_it_says(driver: Driver) -> None:
     question = lookup(driver, until_ns=10)
-    assert not Transition(driver.tables, 10).park(question, WaitMode.ALL, pending(driver, "c"))
+    assert not Transition(driver.tables, 10).park(question, WaitMode.ALL, keys("c"))
     assert not driver.tables.waiting
 
 
@@ -82,7 +77,7 @@ def test_a_save_that_ends_takes_those_along_that_matter_no_more(
     driver.reserve(1, "e f")
     saves = [driver.tables.in_flight[one] for one in keys("c d e f")]
     transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
-    assert transition.park(question, mode, pending(driver, "c d e f"))
+    assert transition.park(question, mode, keys("c d e f"))
     answered = transition.save_ended(question.request, saves[place].token, saved=saved)
     if left:
         assert answered is None
@@ -97,7 +92,7 @@ def test_a_save_that_ends_takes_those_along_that_matter_no_more(
 def test_a_use_counts_and_a_refresh_does_not(driver: Driver) -> None:
     transition = Transition(driver.tables, 10)
     entry = driver.entry("b")
-    transition.refresh(entry)
+    transition.refresh_all((entry,))
     assert (entry.hits, driver.order()) == (0, "a b")
     refreshed_ns = entry.last_used_ns
     transition.use(driver.entry("a"))
@@ -113,7 +108,7 @@ def test_use_is_remembered_where_an_entry_outlives_the_daemon(driver: Driver, ti
     transition = Transition(driver.tables, 10)
     for name in "feg":
         transition.use(driver.entry(name))
-    transition.refresh(driver.entry("f"))
+    transition.refresh_all((driver.entry("f"),))
     unrecorded = () if tier is Tier.RAM else keys("e g f")
     assert tuple(driver.tables.unrecorded) == unrecorded
 
