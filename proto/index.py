@@ -1,8 +1,9 @@
-"""The index: where the bytes of every published entry lie, readable without asking the daemon.
+"""The format of the index: where the bytes of every published entry lie.
 
-A hash table in a sealed memfd. The daemon's event loop alone writes it (`server.runtime.index`);
-a client gets the descriptor, maps it read-only, and takes no lock. A row that is found is right.
-A reader that is overtaken by changes again and again may miss a row, as if it were not cached.
+The index is a hash table in a sealed memfd. Only the daemon's event loop writes it
+(`server.runtime.index`). A client gets the descriptor, maps it read-only, and takes no lock
+(`proto.index_reader`). A row that is found is right. A reader that is overtaken by changes again
+and again may miss a row, as if the entry were not cached.
 
 The file has a size from the start and is sparse: memory grows with the entries. It is a header,
 the heads of the hash chains (u32 row numbers), and rows of 96 bytes. Row n lies at byte 96 * n;
@@ -18,11 +19,11 @@ row number 0 ends a chain. Integers are little-endian.
         20     16  raw   incarnation of the daemon that writes it
         36     16  u128  random odd multiplier of the hash
         52      4  u32   CRC32C of bytes 0..51
-       128      8  u64   state: LIVE, or nothing in the index may be believed
+       128      8  u64   state: LIVE, or the index is not valid
        136      8  u64   shape: number of heads (32 bits), a bit that is set while rows are moved
                          between chains (MOVING), and a count of changes (31 bits)
 
-    heads: H u32 from byte 4096. Rows: R of them, from the first multiple of 96 behind the heads.
+    H heads of 4 bytes from byte 4096; R rows from the first multiple of 96 after the heads.
 
     row of an entry
          0     32  raw   key
@@ -37,37 +38,37 @@ row number 0 ends a chain. Integers are little-endian.
         78      1  u8    tier
         79      1  u8    save reason
         80      4  u32   number of extents
-        84      4  u32   row that carries on the list of extents, or 0
+        84      4  u32   row that continues the list of extents, or 0
         88      4  u32   CRC32C of bytes 0..87, xor the kind of row
         92      4  u32   next row of the hash chain, not covered by the checksum
 
-    row that carries on a list of extents
+    row that continues a list of extents
          0     72  u64   offsets and lengths, nine numbers
         72      8  u64   generation of the entry
         80      4  u32   position of this row in the list, from 0
-        84      4  u32   row that carries on from here, or 0
+        84      4  u32   row that continues the list after this one, or 0
         88      4  u32   CRC32C of bytes 0..87, xor the kind of row
         92      4  u32   not used
 
 Hash: the first 8 bytes of the key as an integer, times the multiplier, without the 64 low bits.
 Linear hashing: with n heads, take the hash modulo the next power of two (at or above n), and if
-there is no such head yet, modulo half of that. A head more divides one chain in two, so the table
-grows by small steps. Clients choose keys, and one on this host can read the multiplier, therefore
-a chain has at most MAX_CHAIN rows; an entry that finds its chain full is not listed.
+there is no such head yet, modulo half of that. Each new head divides one chain in two, so the table
+grows in small steps. Clients choose keys, and a client on this host can read the multiplier.
+Therefore a chain has at most MAX_CHAIN rows, and an entry whose chain is full is not listed.
 
 What readers rely on:
 
-- A row is written whole before it is linked, and is never changed while it is linked: a new
-  generation is a new row in the place of the old one. Links and heads are aligned 4-byte stores.
+- A row is complete before it is linked, and never changes while it is linked: a new generation is a
+  new row in place of the old one. Links and heads are aligned 4-byte stores.
 - A row is unlinked, and its generation zeroed, before `IndexWriter.delete` returns and the extents
-  can be reused. A reader that copied the bytes and *then* finds the row, or its generation in its
-  place, has a good copy.
+  can be reused. A reader that copies the bytes and *then* finds the row, or its generation at the
+  same place, has a good copy.
 - A reader may hold the number of a row that was removed and used again. It then sees another key,
-  or bytes of both that the checksum refuses. Not having found its key, it looks at `shape`; if
-  that changed, its walk may have been led astray and it tries again, a bounded number of times.
-- Stores become visible in program order, and loads are done in it, as on x86-64. On other
-  processors the checksum still refuses mixtures.
-- A writer that dies at any instruction leaves good rows, and misses.
+  or bytes of both rows, which the checksum refuses. If it does not find its key and `shape` has
+  changed, its walk may have followed a moved row, and it tries again, a bounded number of times.
+- Stores become visible in program order, and loads happen in it, as on x86-64. On other processors
+  the checksum still refuses mixtures.
+- A writer that dies at any instruction leaves rows that are right, and misses.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ from .payload import crc32c
 MAGIC: Final = b"PFXINDEX"
 VERSION: Final = 1
 ROW_BYTES: Final = 96
-#: What a reader copies of a row: all but the link, which may change while the row stands.
+#: The part of a row that a reader copies: all but the link, which may change while the row is used.
 CHECKED_BYTES: Final = 92
 HEADER_BYTES: Final = 4096
 MAX_CHAIN: Final = 16
-#: At slabs of 64 KiB: at least 256 MiB, in the worst case of fragmentation.
+#: With slabs of 64 KiB this is enough for 256 MiB in the worst fragmentation.
 MAX_EXTENTS: Final = 4096
-#: Offsets and lengths in a row that carries on a list.
+#: Offsets and lengths in a row that continues a list.
 WORDS_PER_ROW: Final = 9
 
 #: Positions in the header, as u64.
@@ -103,16 +104,16 @@ REVOKED: Final = 0
 HEADS_MASK: Final = 2**32 - 1
 MOVING: Final = 1 << 32
 
-#: Kinds of row. Each has its own checksum, so one comparison says that a row is whole and of
-#: which kind it is: an entry with one extent at most, with more, or the rest of such a list.
-#: They differ in half of their bits, so that no small damage turns one into another.
+#: Kinds of row: an entry with one extent at most, an entry with more, the rest of such a list. Each
+#: kind alters the checksum, so one comparison tells that a row is complete and of which kind it
+#: is. They differ in half of their bits, so that no small damage turns one into another.
 ONE_EXTENT: Final = 0x3333_3333
 EXTENTS: Final = 0x5555_5555
 CONTINUATION: Final = 0x6666_6666
 
 INCARNATION_BYTES: Final = 16
 MULTIPLIER_BYTES: Final = 16
-#: The part of a key that is hashed, and what of the product is not used.
+#: The part of a key that is hashed, and the low bits of the product, which are not used.
 HASHED: Final = struct.Struct(f"<Q{KEY_BYTES - 8}x")
 HASH_SHIFT: Final = 64
 
@@ -136,7 +137,7 @@ _pack_u32: Final = _U32.pack
 
 
 class IndexRow(NamedTuple):
-    """A row, unpacked. See the table above; `tier` and `reason` are numbers of the vocabulary."""
+    """An unpacked row, see the table above. `tier` and `reason` are numbers of the vocabulary."""
 
     key: Key
     generation: int
@@ -151,7 +152,7 @@ class IndexRow(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where things lie in an index of some size."""
+    """The positions in an index of some size."""
 
     max_heads: int
     max_rows: int
@@ -168,7 +169,7 @@ class Layout(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Of the file: whole pages."""
+        """The size of the file: whole pages."""
         return -(-self.end_row * ROW_BYTES // HEADER_BYTES) * HEADER_BYTES
 
 
@@ -202,8 +203,8 @@ def unpack_header(buffer: mmap | bytes) -> tuple[Layout, bytes, int]:
 
 
 def pack_row(entry: Listed, location: tuple[int, ...], continuation: int = 0) -> bytes:
-    """The row of an entry without its link. `location`: that of the entry, which takes a call to
-    find. Raises struct.error for a number that has no room."""
+    """The row of an entry without its link. `location` is that of the entry, which takes a call to
+    look up. Raises struct.error for a number that does not fit."""
     offset, length = location[:2] or (0, 0)
     fields = _pack_entry(
         entry.key,
@@ -220,7 +221,7 @@ def pack_row(entry: Listed, location: tuple[int, ...], continuation: int = 0) ->
         len(location) // 2,
         continuation,
     )
-    # Written out, without a call: it runs for every block that is saved.
+    # Written out without a call: it runs for every block that is saved.
     return fields + _pack_u32(crc32c(fields) ^ (EXTENTS if len(location) > 2 else ONE_EXTENT))
 
 
@@ -234,7 +235,7 @@ def pack_continuation(
 
 
 def unpack_row(row: bytes) -> IndexRow:
-    """What a row says, as `IndexReader` gives it. Raises RecordError if it has no row's length."""
+    """Unpack a row as `IndexReader` returns it. Raises RecordError if its length is wrong."""
     if len(row) < CHECKED_BYTES:
         raise RecordError(f"an index row of {len(row)} bytes")
     key, generation, payload, offset, length, tokens, crc, ids, layers, tier, reason, extents, _ = (
@@ -250,20 +251,20 @@ def unpack_row(row: bytes) -> IndexRow:
 
 
 def place_of(row: bytes) -> tuple[int, int, tuple[int, ...]]:
-    """What a copy needs of a row, as `IndexReader` gives it: generation, tier, location."""
+    """Generation, tier and location of a row as `IndexReader` returns it: what a copy needs."""
     generation, offset, length, tier, extents = _PLACE.unpack_from(row)
     if extents == 1:
         return generation, tier, (offset, length)
     return generation, tier, unpack_row(row).location
 
 
-#: What a row says of its entry but for where it lies: key, generation, payload bytes, token count,
-#: CRC32C of the payload, bytes of token ids, layer count, tier, reason.
+#: The fields of a row without its location: key, generation, payload bytes, token count, CRC32C of
+#: the payload, bytes of token ids, layer count, tier, reason.
 entry_of: Final = struct.Struct("<32sQQ16xIIIHBB").unpack_from
 
 
 def generation_of(row: bytes) -> int:
-    """Of a packed row. Raises RecordError if it has no row's length."""
+    """The generation in a packed row. Raises RecordError if the row is too short."""
     if len(row) < CHECKED_BYTES:
         raise RecordError(f"an index row of {len(row)} bytes")
     generation: int = _GENERATION.unpack_from(row)[0]
@@ -274,7 +275,7 @@ def generation_of(row: bytes) -> int:
 
 
 class Columns(NamedTuple):
-    """Rows of one extent each, field by field. `tiers` and `reasons` are numbers."""
+    """The fields of rows with one extent each, by field. `tiers` and `reasons` are numbers."""
 
     keys: tuple[Key, ...]
     generations: tuple[int, ...]
@@ -291,7 +292,7 @@ class Columns(NamedTuple):
 
 
 def unpacked(rows: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-    """The fields of each row, in the order of `Columns`. Raises ValueError if one has several
+    """The fields of each row, in the order of `Columns`. Raises ValueError if a row has several
     extents."""
     packed = b"".join(rows)
     if len(packed) != CHECKED_BYTES * len(rows):
@@ -300,9 +301,10 @@ def unpacked(rows: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
 
 
 def columns_of(rows: Sequence[bytes]) -> Columns | None:
-    """Rows, as `IndexReader` gives them, all at once: a third of the time of one after the other.
+    """The columns of rows as `IndexReader` returns them. It takes a third of the time of unpacking
+    them one by one.
 
-    None: there are none, or one of them has several extents, or none at all.
+    None if there are no rows, or if one of them does not have exactly one extent.
     """
     try:
         columns = Columns(*zip(*unpacked(rows), strict=True))

@@ -52,8 +52,8 @@ _PART: Final = struct.Struct("<72xQII")
 def _residue(kind: int) -> int:
     """The CRC32C of any `CHECKED_BYTES` that end in their own checksum xor `kind`.
 
-    A CRC is linear: over a message and its own checksum it is a constant, and the xor adds the
-    same to each.
+    A CRC is linear: that of a message and its own checksum is a constant, and the xor adds the same
+    to each.
     """
     return crc32c(kind.to_bytes(4, "little"))
 
@@ -66,13 +66,13 @@ _WHOLE_CONTINUATION: Final = _residue(CONTINUATION)
 class IndexReader:
     """Looks entries up in a mapped index. Thread-safe; takes no locks.
 
-    Rows are returned packed: `unpack_row` and `generation_of` read them. Keys are `KEY_BYTES`
-    long, else struct.error is raised. No content of the file makes a method raise or loop: what is
-    damaged or revoked is not found. `live` tells whether the index as a whole may be believed.
+    It returns packed rows, for `unpack_row` and `generation_of`. A key that is not `KEY_BYTES` long
+    raises struct.error. No content of the file makes a method raise or loop: damaged
+    rows, and all rows of a revoked index, are not found. `live` tells whether the index is valid.
     """
 
     def __init__(self, buffer: mmap.mmap | bytes) -> None:
-        """`buffer` stays the caller's, who keeps it mapped until `close`.
+        """The caller owns `buffer`, and keeps it mapped until `close`.
 
         Raises RecordError if it does not hold an index of this version.
         """
@@ -96,7 +96,7 @@ class IndexReader:
 
     @classmethod
     def attach(cls, fd: int) -> IndexReader:
-        """Map the index behind a descriptor, which stays the caller's; `close` unmaps it.
+        """Map the index behind a descriptor, which the caller owns; `close` unmaps it.
 
         Raises RecordError, and OSError if it can't be mapped.
         """
@@ -114,7 +114,7 @@ class IndexReader:
 
     @property
     def live(self) -> bool:
-        """May the index be believed?"""
+        """Whether the index is valid: it was not revoked."""
         return self._header[STATE] == LIVE
 
     def get(self, keys: Iterable[bytes]) -> list[bytes | None]:
@@ -122,11 +122,12 @@ class IndexReader:
         return [found and found[1] for found in self.find(keys)]
 
     def contains(self, keys: Iterable[bytes]) -> list[bool]:
-        """Which keys are there."""
+        """Whether each key is there."""
         return [found is not None for found in self.find(keys)]
 
     def has(self, key: bytes) -> bool | None:
-        """Is it there? None: the index may not be believed. What one walk can't say `find` does."""
+        """Whether a key is there; None if the index is not `live`. If one walk along the chain does
+        not settle it, `find` does."""
         seen, count, mask = self._shape()
         data = self._data
         bucket = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT & mask
@@ -134,7 +135,7 @@ class IndexReader:
         start = number * ROW_BYTES
         row = data[start : start + CHECKED_BYTES] if number else b""
         if row[_KEY_PART] != key and number:
-            # Another key of that bucket; the rest of the chain.
+            # The chain begins with another key. Search the rest of it.
             links = self._links
             for _ in _REST_OF_CHAIN:
                 number = links[number] if number < len(links) else 0
@@ -149,14 +150,14 @@ class IndexReader:
         return bool(number or self._header[SHAPE] != seen) and any(self.contains((key,)))
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
-        """Does each row that was found before still stand, or one of its key and generation?
+        """Whether each row that was found before is there, or one of the same key and generation.
 
-        True after bytes were copied: nothing was written over them before the copy was done.
+        If so after a copy of an entry's bytes, nothing overwrote them before the copy was done.
         """
         if not self.live:
             return False
-        # A generation is that of one entry, and its row has another one as soon as it is removed:
-        # to look into its place says as much as a look-up, at a tenth of the cost.
+        # No two entries share a generation, and a removed row loses its own at once. So comparing
+        # the generation in its place says as much as a look-up, at a tenth of the cost.
         generations = self._generations
         moved = [
             (number, row)
@@ -172,21 +173,21 @@ class IndexReader:
         )
 
     def row_at(self, number: int) -> bytes | None:
-        """The entry's row of that number, if there stands one; for those who visit all."""
+        """The entry's row of that number, or None. For walks over all rows."""
         start = number * ROW_BYTES
         return self._complete(self._data[start : start + CHECKED_BYTES])
 
     def close(self) -> None:
-        """Give the buffer back; nothing may be called during or after it. Idempotent."""
+        """Release the buffer. No other call may run during or after it. Idempotent."""
         for view in (self._header, self._heads, self._links, self._generations):
             view.release()
         if self._owned is not None:
             self._owned.close()
 
     def find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
-        """One row with its place, or None, for each key. `stop_at`: the first key that is there
-        (True), or is not (False), is the last. `keys` may be lazy: none behind it is taken."""
-        # Written out, without calls: it runs for every block.
+        """The number and row of each key, or None. `stop_at`: end with the first key that is there
+        (True) or is not (False). `keys` may be lazy: no key after it is taken."""
+        # Written out without calls: it runs for every block.
         data, heads, links, header = self._data, self._heads, self._links, self._header
         multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
         key_part, whole, rows = _KEY_PART, _WHOLE_ONE_EXTENT, len(self._generations)
@@ -236,15 +237,15 @@ class IndexReader:
         return results
 
     def _shape(self) -> tuple[int, int, int]:
-        """`shape` while no row is being moved, the number of heads, and a hash's mask for them."""
+        """The shape (`_UNSETTLED` while rows are moved), the number of heads, and the hash mask."""
         shape = self._header[SHAPE]
         count = min(max(shape & HEADS_MASK, 1), self.layout.max_heads)
         mask = (1 << (count - 1).bit_length()) - 1
         return _UNSETTLED if shape & MOVING else shape, count, mask
 
     def _complete(self, row: bytes) -> bytes | None:
-        """The row of an entry, with the rest of its extents behind it. None if it is none, or if
-        not all of it is there."""
+        """The row of an entry, followed by the rest of its extents. None if it is not the row of an
+        entry, or is incomplete."""
         checksum = crc32c(row)
         if checksum == _WHOLE_ONE_EXTENT:
             return row
