@@ -393,11 +393,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     """
 
     Pull: _CachePullType
-    """Fetches entries that other nodes share and this node lacks, and saves them here. With
-    CLAIM_MODE_RUN it fetches those before the first key that no node has. With CLAIM_MODE_FIRST it
-    fetches the first key that a node has, of those before the first key that is here already.
-    Answers when they are published, or when wait_ms is over. Without a shared engine it answers 0
-    at once.
+    """Fetches entries that other nodes share and this node lacks, and saves them here. For a run it
+    fetches those before the first key that no node has. For a first match it fetches the first key
+    that a node has, of those before the first key that is here already. Answers when they are
+    published, or when wait_ms is over. Without a shared engine it answers 0 at once.
     Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
     """
 
@@ -576,11 +575,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.PullRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.PullResponse, collections.abc.Awaitable[prefixd_pb2.PullResponse]]:
-        """Fetches entries that other nodes share and this node lacks, and saves them here. With
-        CLAIM_MODE_RUN it fetches those before the first key that no node has. With CLAIM_MODE_FIRST it
-        fetches the first key that a node has, of those before the first key that is here already.
-        Answers when they are published, or when wait_ms is over. Without a shared engine it answers 0
-        at once.
+        """Fetches entries that other nodes share and this node lacks, and saves them here. For a run it
+        fetches those before the first key that no node has. For a first match it fetches the first key
+        that a node has, of those before the first key that is here already. Answers when they are
+        published, or when wait_ms is over. Without a shared engine it answers 0 at once.
         Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """
 

@@ -1,4 +1,4 @@
-"""Would the model notice? All the budget arithmetic is broken, one place at a time; it has to."""
+"""Breaks the budget arithmetic, one place at a time. The model has to notice each mistake."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ OFF_BY_ONE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
 }
-#: Change nothing; `tests.tiers.test_foretell` holds them against what happens. And what is so large
-#: that it may be in too many pieces is in `tests.tiers.test_pieces`.
+#: Methods that change nothing: `tests.tiers.test_foretell` compares them with what happens. Entries
+#: that may be in too many pieces are tested in `tests.tiers.test_pieces`.
 NOT_ARITHMETIC = {"foretell", "_fitting", "_has_pieces"}
-#: Where the two are equal it is all the same; and to LRU its capacity is.
-#: A tier that is full of entries and has exactly the bytes is seldom: `tests.tiers.test_shares`.
+#: Comparisons where equality makes no difference, and the capacity of LRU, which makes none. A tier
+#: that is full of entries and has exactly the bytes is rare: `tests.tiers.test_shares`.
 NO_DIFFERENCE = {
     "who.stored_bytes < self.free_bytes",
     "self.share_bytes >= limit_bytes",
@@ -39,7 +39,7 @@ NO_DIFFERENCE = {
     "fixed_entries >= share_entries",
     "capacity_bytes + self.share_bytes",
 }
-#: Of an assertion, and of a tier that grows: the ram tier, which has no header.
+#: In an assertion, and of a tier that grows: that is the RAM tier, which has no header.
 NOT_MET = {
     ("resize", "self.limit_bytes - self._header_bytes"),
     ("grow", "self.arena_bytes + self._header_bytes"),
@@ -49,14 +49,14 @@ OTHER_SIGN: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, as
 
 @dataclass
 class Mutation:
-    """A method of the ledger, or of what shares there are, with one thing in it broken."""
+    """A method of the ledger or of the shares with one mistake in it."""
 
     of: type
     method: str
     old: str
     new: str
     broken: Any
-    #: which one it is of those that read alike
+    #: counts mutations that read alike
     number: int = 1
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Mutation:
 
     @property
     def machine(self) -> type[MetaStateMachine]:
-        """That meets it."""
+        """The machine that exercises the method."""
         if self.of is Ledger and self.method in OF_RESIZES:
             return ResizingMachine
         if self.method == "may_pin":
@@ -75,7 +75,7 @@ class Mutation:
 
 
 def damage(node: ast.AST) -> bool:
-    """Break a node if it is arithmetic: a sum left out, a comparison off by one, a sign turned."""
+    """Break a node if it is arithmetic: omit a sum, shift a comparison by one, or turn a sign."""
     match node:
         case ast.AugAssign():
             node.value = ast.Constant(0)
@@ -113,16 +113,16 @@ def mutations(of: type) -> Iterator[Mutation]:
 
 
 MUTATIONS = [m for of in (Ledger, Shares, Standing) for m in mutations(of)]
-#: By mistake: steps that show it. `python -m tests.model.teeth` writes them anew.
+#: Steps that show each mistake. `python -m tests.model.teeth` writes them anew.
 STEPS = stored()
-#: These need an operator who makes tiers smaller and larger.
+#: Methods that need an operator who resizes tiers.
 OF_RESIZES = {"grow", "resize", "retire", "next_restored", "restore"}
-#: These need a tier that has shares.
+#: Methods that need a tier with shares.
 OF_SHARES = {"next_victim"}
 
 
 def test_all_of_the_arithmetic_is_broken_once() -> None:
-    """What every method books is there: sums of bytes and of numbers, and how they are compared."""
+    """The mutations include every sum of bytes and of numbers, and their comparisons."""
     broken = {(mutation.method, mutation.new) for mutation in MUTATIONS}
     for method in ("reserve", "cancel", "publish"):
         assert (method, f"self.reserved_bytes {'+-'[method != 'reserve']}= 0") in broken
@@ -140,8 +140,8 @@ def test_no_steps_are_kept_of_what_is_no_mistake_any_more() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_model_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the steps that are stored, which show nothing where nothing is broken; by random ones
-    where none are, and in the long form in any case."""
+    """By the stored steps, which pass if nothing is broken. By random steps if none are stored, and
+    always in the long form."""
     steps = None if LONG else STEPS.get(str(mutation))
     if steps is not None:
         run(steps)

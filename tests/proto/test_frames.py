@@ -99,7 +99,7 @@ def test_bytes_that_are_no_message_are_refused() -> None:
 
 
 def test_whatever_is_asked_is_answered_in_kind() -> None:
-    """But for what is not answered; and only an answer can be a failure."""
+    """Except for kinds without an answer. Only a response can be a failure."""
 
     def kinds(message: type[pb.LocalRequest] | type[pb.LocalResponse]) -> dict[str, int]:
         return {each.name: each.number for each in message.DESCRIPTOR.oneofs_by_name["kind"].fields}
@@ -116,7 +116,7 @@ def test_descriptors_of_a_whole_hand_over_fit_into_it() -> None:
 
 # ---- trace context
 
-#: The example of the standard.
+#: The example in the standard.
 EXAMPLE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

@@ -1,4 +1,4 @@
-"""Rows all at once say the same as one after the other."""
+"""Columns of rows have the same fields as rows that are unpacked one by one."""
 
 from __future__ import annotations
 

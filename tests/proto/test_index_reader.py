@@ -1,4 +1,4 @@
-"""The index as a reader sees it: right rows or none, whatever the file holds."""
+"""The index reader: it finds right rows or none, whatever the file holds."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Image:
         return self.memory.find(key) // ROW_BYTES
 
     def check(self) -> int:
-        """Look everything up, every way: right or absent. Returns the number of hits."""
+        """Look every key up in every way: each is right or absent. Returns the number of hits."""
         found = self.reader.get(KEYS)
         for row, right in zip(found, self.rows, strict=True):
             assert row is None or row == right
@@ -167,7 +167,7 @@ def test_what_was_put_is_found_and_nothing_else(reader: IndexReader) -> None:
 
 
 def found_of(reader: IndexReader, keys: Sequence[Key]) -> list[Placed]:
-    """What is there of the keys."""
+    """The keys that are there."""
     return [found for found in reader.find(keys) if found is not None]
 
 
@@ -207,7 +207,7 @@ def test_unchanged_means_the_same_generation(writer: IndexWriter, reader: IndexR
     keys = KEYS[:8]
     rows = found_of(reader, keys)
     assert reader.unchanged(rows)
-    # Listed anew, with its rows in other places.
+    # Listed again, with its rows in other places.
     for key, row in zip(keys, rows, strict=True):
         writer.delete(key)
         assert not reader.unchanged([row])
@@ -313,7 +313,7 @@ def test_links_that_lead_nowhere_are_misses(image: Image, link: str) -> None:
 def test_no_number_of_heads_leads_out_of_the_file(image: Image, count: int) -> None:
     memoryview(image.memory).cast("Q")[SHAPE] = count
     hits = image.check()
-    # There can be no more heads than are in use here, and there is no index without one.
+    # No more heads than are in use here, and never none.
     assert hits < ENTRIES if count in (0, 1) else hits == ENTRIES
 
 
@@ -337,7 +337,7 @@ def test_a_removed_row_is_not_believed_where_a_link_still_leads_to_it(
 
 
 def test_a_continuation_row_is_no_entry(image: Image) -> None:
-    """A client can choose a key that is equal to the first extents of a list."""
+    """A client can choose a key that equals the first extents in a continuation row."""
     number = image.words()[image.number_of(KEYS[MANY]) * ROW_BYTES // 4 + CONTINUATION_OFFSET // 4]
     key = image.memory[number * ROW_BYTES : number * ROW_BYTES + 32]
     for bucket in range(image.reader.layout.max_heads):

@@ -1,4 +1,4 @@
-"""What a payload may look like, its checksum, its pieces, and copies of it."""
+"""Payloads: layout, token ids, checksum, pieces, and copies."""
 
 from __future__ import annotations
 
@@ -101,8 +101,8 @@ def test_a_crc_goes_on_where_it_stopped(data: bytes, cut: int) -> None:
 
 
 def test_a_big_crc_lets_other_threads_run() -> None:
-    # Nobody is asked to give the interpreter away, so that the main thread gets as far as
-    # stop.set() only if a checksum does so by itself.
+    # No thread has to yield within the switch interval, so the main thread reaches stop.set() only
+    # if a checksum releases the GIL.
     big = memoryview(bytes(8 << 20)).toreadonly()
     started, stop = threading.Event(), threading.Event()
     rounds = 0
@@ -146,7 +146,7 @@ def test_the_checksum_has_one_source() -> None:
         for d in ("proto", "tiers", "server", "client", "connectors")
         for p in (root / d).rglob("*.py")
     ]
-    # The process of the LMDB rows imports nothing of ours, for its memory and its start.
+    # The process of the LMDB rows imports nothing of this package, to start fast and stay small.
     assert importers_of("fastcrc", paths) == {"payload.py", "lmdb_wire.py"}
 
 
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_refused(operation: object, length_bytes: int) -> N
 def test_large_copies_go_through_a_function_that_releases_the_gil(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pythonapi_flag = 0x4  # set on functions that ctypes calls while it holds the GIL
+    pythonapi_flag = 0x4  # set on functions that ctypes calls with the GIL held
     assert not ctypes.memmove._flags_ & pythonapi_flag  # type: ignore[attr-defined]
     moved: list[int] = []
     memmove = ctypes.memmove

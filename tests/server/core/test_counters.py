@@ -1,4 +1,4 @@
-"""Histograms: what is in which bucket."""
+"""Histograms: which values are in which bucket."""
 
 from __future__ import annotations
 

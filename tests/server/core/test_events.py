@@ -1,4 +1,4 @@
-"""The words between the state and its surroundings: events, effects, answers."""
+"""Events, effects and answers: complete unions of frozen values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixd.proto.vocabulary import ClaimMode, DeleteStatus, SaveStatus
 from prefixd.server.core import effects, events
 
 UNIONS = {events: events.Event, effects: effects.Effect | effects.Answer}
-#: What occurs within others.
+#: Parts of others, which are in no union.
 PARTS = {
     events: {events.SaveItem},
     effects: {effects.FlightInfo, effects.Closed, effects.OverShare},

@@ -1,4 +1,4 @@
-"""What a session holds, little of it and much."""
+"""What a session pins, few entries and many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The moves that several helpers of the state share, by themselves."""
+"""The changes that several rules of the state share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.state_driver import Driver, erased, key, keys, names
 
 @pytest.fixture
 def driver() -> Driver:
-    """Session 1 has saved a and b; c and d are reserved."""
+    """Session 1 has saved a and b, and has reserved c and d."""
     driver = Driver()
     driver.open()
     driver.save(1, "a b")
