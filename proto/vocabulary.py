@@ -5,20 +5,22 @@ from __future__ import annotations
 from enum import IntEnum, StrEnum
 
 
-class Tier(IntEnum):
+class _Labelled(IntEnum):
+    @property
+    def label(self) -> str:
+        """The name for people, in lower case: `ram`, `cold`, `too_large`."""
+        return self.name.lower()
+
+
+class Tier(_Labelled):
     """The three tiers in which an entry can be stored."""
 
     RAM = 1
     SHM = 2
     DISK = 3
 
-    @property
-    def label(self) -> str:
-        """The name for people: `ram`, `shm`, `disk`."""
-        return self.name.lower()
 
-
-class SaveReason(IntEnum):
+class SaveReason(_Labelled):
     """Why a state is saved."""
 
     COLD = 1
@@ -32,11 +34,6 @@ class SaveReason(IntEnum):
     SHUTDOWN = 5
     """The engine is about to stop."""
 
-    @property
-    def label(self) -> str:
-        """The name for people: `cold`, `continued`, ..."""
-        return self.name.lower()
-
 
 class ClaimMode(IntEnum):
     """Which keys of a claim to pin."""
@@ -49,7 +46,7 @@ class ClaimMode(IntEnum):
     """Each one that is present."""
 
 
-class SaveStatus(IntEnum):
+class SaveStatus(_Labelled):
     """How the save of a key ended. The daemon reports values below 100. Values from 100 on are the
     client's own and not part of the contract."""
 
@@ -69,10 +66,6 @@ class SaveStatus(IntEnum):
     """No daemon answers, or it is stopping."""
     DEADLINE = 102
     """It took too long. It may still be published."""
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
 
 
 class DeleteStatus(IntEnum):

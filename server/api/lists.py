@@ -192,8 +192,8 @@ class Lists:
             stage=r.stage.name.lower(),
             age_ms=_ms(served_ns - r.reserved_ns),
             ttl_left_ms=_ms(r.expires_ns - served_ns),
-            payload_bytes=r.payload_bytes,
-            stored_bytes=r.stored_bytes,
+            payload_bytes=r.entry.payload_bytes,
+            stored_bytes=r.entry.stored_bytes,
             waiters=len(r.waiters),
         )
 

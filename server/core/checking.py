@@ -147,7 +147,7 @@ class Recount:
 
     def _count_reserved(self, reservation: Reservation, sign: int = 1) -> None:
         count = self._counts[reservation.tier]
-        count.reserved_bytes += sign * reservation.stored_bytes
+        count.reserved_bytes += sign * reservation.entry.stored_bytes
         count.reservations += sign
         count.shares.charge(reservation.entry, sign, sign)
         self._place(count, reservation.entry, sign)
@@ -297,7 +297,7 @@ class Recount:
         waits = [t.waiting[each].waited_keys for each in session.waits if each in t.waiting]
         if session.waited_keys != sum(waits):
             self._say(f"session {number} is charged {session.waited_keys} waited keys, not its own")
-        held = [t.reservations[token] for token in session.tokens if token in t.reservations]
+        held = [t.reservations[token].entry for token in session.tokens if token in t.reservations]
         reserved_bytes = sum(session.reserved_bytes.values())
         if reserved_bytes != sum(map(_STORED_BYTES, held)):
             self._say(

@@ -8,6 +8,7 @@ from typing import Final
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
+from . import events as ev
 from .effects import (
     ClaimAnswer,
     DeleteAnswer,
@@ -19,34 +20,18 @@ from .effects import (
     Verify,
 )
 from .entries import Entry
-from .events import (
-    ClaimAsked,
-    DeleteAsked,
-    KeysSuspected,
-    KeysTouched,
-    LookupAsked,
-    ReleaseAsked,
-    ReserveAsked,
-    TierState,
-)
 from .journal import Happening
 from .sessions import Claim, Session
-from .tables import Timer, WaitMode
+from .tables import Timer
 from .transition import Refusal, Transition
 
 #: Deletes that are remembered while a tier does not serve: some megabytes.
 MAX_DELETED: Final = 65_536
 
-_WAIT_MODES = {
-    ClaimMode.RUN: WaitMode.RUN,
-    ClaimMode.FIRST: WaitMode.FIRST,
-    ClaimMode.ANY: WaitMode.ALL,
-}
 
-
-def keys_asked(question: LookupAsked | ClaimAsked | ReserveAsked) -> int:
+def keys_asked(question: ev.LookupAsked | ev.ClaimAsked | ev.ReserveAsked) -> int:
     """The cost of an answer to it, in backlog steps."""
-    if isinstance(question, ReserveAsked):
+    if isinstance(question, ev.ReserveAsked):
         return len(question.ancestors) + len(question.items)
     return len(question.keys)
 
@@ -70,15 +55,15 @@ def _readable(transition: Transition, key: Key) -> Found:
     """The same for a reader of its bytes: an entry of a tier that hangs is not there."""
     found = find(transition, key)
     closed = transition.tables.closed
-    if closed and isinstance(found, Entry) and closed.get(found.tier) is TierState.HUNG:
+    if closed and isinstance(found, Entry) and closed.get(found.tier) is ev.TierState.HUNG:
         return None
     return found
 
 
-def lookup(transition: Transition, asked: LookupAsked) -> LookupAnswer | None:
+def lookup(transition: Transition, asked: ev.LookupAsked) -> LookupAnswer | None:
     """Look keys up, without any effect on the eviction order. None: waits for keys in flight."""
     mode = ClaimMode.RUN if asked.stop_at_first_absent else ClaimMode.ANY
-    if transition.park(asked, _WAIT_MODES[mode], asked.keys):
+    if transition.park(asked, mode, asked.keys):
         return None
     results = _select(transition, asked.keys, mode)
     counters = transition.tables.counters
@@ -88,7 +73,7 @@ def lookup(transition: Transition, asked: LookupAsked) -> LookupAnswer | None:
     return LookupAnswer(tuple(results))
 
 
-def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
+def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
     """Pin the entries that `mode` selects. None: waits for keys in flight."""
     t = transition.tables
     session = transition.session(asked.session)
@@ -96,7 +81,7 @@ def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
         raise Refusal(
             LimitReached(f"this session holds {len(session.claims)} claims; release some first")
         )
-    if transition.park(asked, _WAIT_MODES[asked.mode], asked.keys):
+    if transition.park(asked, asked.mode, asked.keys):
         return None
     results = _select(transition, asked.keys, asked.mode)
     # Whatever the mode, the results end with the last key that it wants: it wants all of them.
@@ -133,7 +118,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
         if entry not in parts[hash(entry.key) & mask]:
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
-        _check_shares(transition, tier, entries)
+        _check_namespace_shares(transition, tier, entries)
         pinned_bytes = session.pinned_bytes.get(tier, 0)
         most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
@@ -148,7 +133,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
             )
 
 
-def _check_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
+def _check_namespace_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
     """Raises Refusal if pins would take room that the shares of other namespaces guarantee."""
     t = transition.tables
     ledger = t.ledgers[tier]
@@ -181,7 +166,7 @@ def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> lis
     return results
 
 
-def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
+def release(transition: Transition, asked: ev.ReleaseAsked) -> ReleaseAnswer:
     """Release claims. A repeated release changes nothing. A loss is reported every time, because
     the answer that reported it first may not have arrived."""
     t = transition.tables
@@ -208,7 +193,7 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
     return ReleaseAnswer(tuple(results))
 
 
-def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
+def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
     """Drop entries by key. Keys can't be guessed: a client that names one can compute it or was
     told it.
 
@@ -243,7 +228,7 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
     return DeleteAnswer(tuple(results))
 
 
-def touched(transition: Transition, event: KeysTouched) -> None:
+def touched(transition: Transition, event: ev.KeysTouched) -> None:
     """Count reads without a claim as accesses."""
     found = (transition.tables.entries.find(key) for key in event.keys)
     read = [entry for entry in found if entry is not None]
@@ -252,7 +237,7 @@ def touched(transition: Transition, event: KeysTouched) -> None:
     transition.tables.counters.touches += len(read)
 
 
-def suspected(transition: Transition, event: KeysSuspected) -> None:
+def suspected(transition: Transition, event: ev.KeysSuspected) -> None:
     """A reader saw a wrong checksum. The daemon reads the bytes itself before it drops an entry."""
     for key in dict.fromkeys(event.keys):
         entry = transition.tables.entries.find(key)

@@ -6,19 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
-from ...proto.vocabulary import SaveStatus, Tier
+from ...proto.vocabulary import ClaimMode, SaveStatus, Tier
 from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
 from .effects import Answer, Closed, OverShare, Refused, Reply, ReserveAnswer, Reserved, WriteOrder
 from .entries import Entry
-from .events import (
-    ReserveAsked,
-)
+from .events import ReserveAsked
 from .journal import EvictionCause
 from .reads import find
 from .saves import lose, order_of
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
-from .tables import Reserve, StateConfig, Timer, WaitMode
+from .tables import Reserve, StateConfig, Timer
 from .transition import Refusal, Transition
 
 _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
@@ -46,7 +44,7 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
         chained = f"chains of {session.chained_keys} keys"
         raise Refusal(LimitReached(f"this session's saves hold {chained}; finish some"))
     mine = [item.key for item in asked.items]
-    if transition.park(asked, WaitMode.ALL, mine):
+    if transition.park(asked, ClaimMode.ANY, mine):
         return
     chain = (*asked.ancestors, *mine)
     # Entries of this chain become the most recent before anything is evicted for the rest of it.

@@ -12,7 +12,7 @@ from operator import attrgetter
 
 from ...proto.errors import UnknownReservation
 from ...proto.vocabulary import SaveStatus, Tier
-from ...tiers.ledger import Admission
+from . import events as ev
 from .effects import (
     CancelAnswer,
     Commit,
@@ -22,14 +22,6 @@ from .effects import (
     TellReservationLost,
     WriteOrder,
 )
-from .events import (
-    CancelAsked,
-    CommitFailed,
-    Committed,
-    WriteBegan,
-    WriteSealed,
-    WriteStopped,
-)
 from .journal import Happening
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Session, Signal, Stage
 from .transition import Refusal, Transition
@@ -38,7 +30,6 @@ from .transition import Refusal, Transition
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
-_FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
 
 _batch_of = attrgetter("batch")
 
@@ -56,7 +47,7 @@ def order_of(r: Reservation) -> WriteOrder:
 # ---- write
 
 
-def began(transition: Transition, event: WriteBegan) -> WriteOrder:
+def began(transition: Transition, event: ev.WriteBegan) -> WriteOrder:
     """The first byte for a reservation arrived. Returns where to write it."""
     session = transition.session(event.session)
     mine = event.token in session.tokens
@@ -77,7 +68,7 @@ def began(transition: Transition, event: WriteBegan) -> WriteOrder:
     return order_of(reservation)
 
 
-def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]) -> None:
+def sealed(transition: Transition, event: ev.WriteSealed, blocking: frozenset[Tier]) -> None:
     """All bytes arrived: publish or commit those whose checksum matches what the client sent."""
     commits: dict[Tier, list[int]] = {}
     reservations = transition.tables.reservations
@@ -111,7 +102,7 @@ def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]
         transition.effects.append(Commit(tier, tuple(tokens)))
 
 
-def stopped(transition: Transition, event: WriteStopped) -> None:
+def stopped(transition: Transition, event: ev.WriteStopped) -> None:
     """A writer gave up. The room of its reservation becomes free."""
     reservation = transition.tables.reservations[event.token]
     match event.outcome:
@@ -123,12 +114,12 @@ def stopped(transition: Transition, event: WriteStopped) -> None:
     _end(transition, reservation, event.outcome, event.why)
 
 
-def committed(transition: Transition, event: Committed) -> None:
+def committed(transition: Transition, event: ev.Committed) -> None:
     reservations = transition.tables.reservations
     _publish_all(transition, [reservations[token] for token in event.tokens])
 
 
-def commit_failed(transition: Transition, event: CommitFailed) -> None:
+def commit_failed(transition: Transition, event: ev.CommitFailed) -> None:
     outcome = SaveStatus.DEVICE_FULL if event.device_full else SaveStatus.FAILED
     for token in event.tokens:
         reservation = transition.tables.reservations[token]
@@ -235,7 +226,7 @@ def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bo
     return True
 
 
-def cancel(transition: Transition, asked: CancelAsked) -> CancelAnswer:
+def cancel(transition: Transition, asked: ev.CancelAsked) -> CancelAnswer:
     session = transition.session(asked.session)
     reservations = transition.tables.reservations
     return CancelAnswer(

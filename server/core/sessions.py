@@ -117,14 +117,6 @@ class Reservation:
     def tier(self) -> Tier:
         return self.entry.tier
 
-    @property
-    def payload_bytes(self) -> int:
-        return self.entry.payload_bytes
-
-    @property
-    def stored_bytes(self) -> int:
-        return self.entry.stored_bytes
-
 
 class Pins:
     """The entries that the claims of a session pin, and how many of its claims pin each.

@@ -20,43 +20,11 @@ from ...proto.vocabulary import Tier
 from ...tiers.eviction.sampled import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
+from . import events as ev
 from . import reads, reservations, saves, tier_changes
 from .checking import ITEMS_A_STEP, Recount
 from .counters import AGE_BOUNDS_NS, Histogram, TierCounters
 from .effects import Answer, Effect, Opened, RecordUsage, Refused, Reply
-from .events import (
-    ArenaGrown,
-    BytesRead,
-    CancelAsked,
-    ClaimAsked,
-    CommitFailed,
-    Committed,
-    DeleteAsked,
-    EntryDamaged,
-    Event,
-    EvictAsked,
-    HeartbeatCame,
-    KeysSuspected,
-    KeysTouched,
-    LimitsChanged,
-    LookupAsked,
-    Question,
-    ReleaseAsked,
-    RequestDropped,
-    ReserveAsked,
-    ResizeAsked,
-    SessionLost,
-    SessionOpened,
-    SlabsRestored,
-    Tick,
-    TierChanged,
-    TierRecovered,
-    TierState,
-    WorkLeft,
-    WriteBegan,
-    WriteSealed,
-    WriteStopped,
-)
 from .journal import EvictionCause, Happening, Journal
 from .reservations import Footprint
 from .sessions import Session
@@ -111,9 +79,9 @@ class MetaState:
 
     # ---- the one door
 
-    def apply(self, event: Event) -> list[Effect]:
+    def apply(self, event: ev.Event) -> list[Effect]:
         """Apply an event to the tables. Returns its effects, in the order to carry them out."""
-        if isinstance(event, Tick):
+        if isinstance(event, ev.Tick):
             self.tables.credit_ns += event.late_ns
         transition = Transition(self.tables, event.now_ns)
         if self.tables.unobserved:
@@ -144,68 +112,68 @@ class MetaState:
                 pass
         return recount.problems
 
-    def _happen(self, transition: Transition, event: Event) -> None:
+    def _happen(self, transition: Transition, event: ev.Event) -> None:
         t = transition.tables
-        if isinstance(event, Question):
+        if isinstance(event, ev.Question):
             self._answer(transition, event)
             self._begin_wait(transition, event)
             return
         match event:
-            case HeartbeatCame():
+            case ev.HeartbeatCame():
                 session = t.sessions.get(event.session)
                 if session is not None:
                     # A delay that is noticed late makes served time step back.
                     session.heartbeat_ns = max(session.heartbeat_ns, transition.served_ns)
-            case SessionLost():
+            case ev.SessionLost():
                 self._session_lost(transition, event.session, event.why, closed=event.closed)
-            case KeysTouched():
+            case ev.KeysTouched():
                 reads.touched(transition, event)
-            case KeysSuspected():
+            case ev.KeysSuspected():
                 reads.suspected(transition, event)
-            case RequestDropped():
+            case ev.RequestDropped():
                 transition.unpark(event.request)
                 if event.request in t.reserving:
                     t.reserving[event.request].dropped = True
-            case WriteSealed():
+            case ev.WriteSealed():
                 saves.sealed(transition, event, self._blocking)
-            case WriteStopped():
+            case ev.WriteStopped():
                 saves.stopped(transition, event)
-            case Committed():
+            case ev.Committed():
                 saves.committed(transition, event)
-            case CommitFailed():
+            case ev.CommitFailed():
                 saves.commit_failed(transition, event)
-            case EntryDamaged():
+            case ev.EntryDamaged():
                 entry = t.entries.find(event.key)
                 if entry is not None and entry.generation == event.generation:
                     transition.drop(entry, Happening.DAMAGED)
                     t.tier_counters[entry.tier].corrupt += 1
-            case ArenaGrown():
+            case ev.ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
-            case SlabsRestored():
+            case ev.SlabsRestored():
                 t.ledgers[event.tier].restore(event.location)
-            case TierChanged():
+            case ev.TierChanged():
                 t.closed.pop(event.tier, None)
-                if event.state is not TierState.SERVING:
+                if event.state is not ev.TierState.SERVING:
                     t.closed[event.tier] = event.state
                 elif not t.closed:
                     t.deleted.clear()
-            case BytesRead():
+            case ev.BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
-            case TierRecovered():
+            case ev.TierRecovered():
                 tier_changes.recovered(transition, event, self._footprints, self._numbers)
-            case LimitsChanged():
+            case ev.LimitsChanged():
                 t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
-            case Tick():
+            case ev.Tick():
                 self._tick(transition)
                 if event.flush and t.unrecorded:
                     t.backlog.append(FlushUsage(iter(t.unrecorded.values())))
                     t.unrecorded = {}
-            case WorkLeft():
+            case ev.WorkLeft():
                 pass
             case _:
                 assert_never(event)
 
-    def _answer(self, transition: Transition, question: Question) -> None:
+    def _answer(self, transition: Transition, question: ev.Question) -> None:
         try:
             answer = self._ask(transition, question)
         except Refusal as refusal:
@@ -213,7 +181,7 @@ class MetaState:
         if answer is not None:
             transition.effects.append(Reply(question.request, answer))
 
-    def _begin_wait(self, transition: Transition, question: Question) -> None:
+    def _begin_wait(self, transition: Transition, question: ev.Question) -> None:
         """Set the deadline of a question that was not answered at once."""
         waiting = transition.tables.waiting.get(question.request)
         if waiting is not None:
@@ -221,28 +189,28 @@ class MetaState:
             transition.arm(in_ns, Timer.WAITING, question.request)
             transition.tables.counters.waits += 1
 
-    def _ask(self, transition: Transition, question: Question) -> Answer | None:
+    def _ask(self, transition: Transition, question: ev.Question) -> Answer | None:
         match question:
-            case SessionOpened():
+            case ev.SessionOpened():
                 return self._open_session(transition, question)
-            case LookupAsked():
+            case ev.LookupAsked():
                 return reads.lookup(transition, question)
-            case ClaimAsked():
+            case ev.ClaimAsked():
                 return reads.claim(transition, question)
-            case ReleaseAsked():
+            case ev.ReleaseAsked():
                 return reads.release(transition, question)
-            case DeleteAsked():
+            case ev.DeleteAsked():
                 return reads.delete(transition, question)
-            case ReserveAsked():
+            case ev.ReserveAsked():
                 reservations.reserve(transition, question)
                 return None
-            case CancelAsked():
+            case ev.CancelAsked():
                 return saves.cancel(transition, question)
-            case WriteBegan():
+            case ev.WriteBegan():
                 return saves.began(transition, question)
-            case EvictAsked():
+            case ev.EvictAsked():
                 return tier_changes.evict(transition, question)
-            case ResizeAsked():
+            case ev.ResizeAsked():
                 return tier_changes.resize(transition, question)
             case _:
                 assert_never(question)
@@ -353,7 +321,7 @@ class MetaState:
 
     # ---- sessions
 
-    def _open_session(self, transition: Transition, asked: SessionOpened) -> Opened:
+    def _open_session(self, transition: Transition, asked: ev.SessionOpened) -> Opened:
         t = transition.tables
         held = len(t.sessions) + len(t.ending)
         if held >= t.config.max_sessions:

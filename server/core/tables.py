@@ -9,12 +9,12 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import Protocol, TypeAlias, assert_never
 
 from ...proto import limits
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.eviction.sampled import SampledCurve
 from ...tiers.ledger import Ledger
 from .counters import Counters, Histogram, TierCounters
@@ -25,22 +25,14 @@ from .journal import EvictionCause, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session
 
 
-class WaitMode(Enum):
-    """Which saves in flight can still change the answer to a question that waits for them."""
-
-    ALL = auto()
-    #: Those before the first that failed.
-    RUN = auto()
-    #: Those before the first that was published.
-    FIRST = auto()
-
-
 @dataclass(slots=True, eq=False)
 class Waiting:
     """A question that waits for saves in flight. It is answered when none of them is left."""
 
     question: LookupAsked | ClaimAsked | ReserveAsked
-    mode: WaitMode
+    #: Which of these saves can still change the answer. `RUN`: those before the first that failed.
+    #: `FIRST`: those before the first that was published. `ANY`: all of them.
+    mode: ClaimMode
     #: Token of each awaited save -> position of its key in the question, ascending. A save is
     #: removed when it ends, or when its outcome no longer matters.
     pending: dict[int, int]

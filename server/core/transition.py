@@ -12,14 +12,14 @@ from typing import Final
 from ...proto import limits
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
 from .sessions import Claim, Reservation, Session
-from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, WaitMode, Wake
+from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, Wake
 
 #: Used for every key of a claim. Enum attribute lookup is slow, so it is cached here.
 _RAM: Final = Tier.RAM
@@ -67,7 +67,7 @@ class Transition:
     def park(
         self,
         question: LookupAsked | ClaimAsked | ReserveAsked,
-        mode: WaitMode,
+        mode: ClaimMode,
         keys: Sequence[Key],
     ) -> bool:
         """Let a question about `keys` wait for the saves in flight that can change its answer.
@@ -109,7 +109,7 @@ class Transition:
                 session.waits.pop(request, None)
         return waiting
 
-    def _awaited(self, keys: Sequence[Key], mode: WaitMode) -> dict[int, int]:
+    def _awaited(self, keys: Sequence[Key], mode: ClaimMode) -> dict[int, int]:
         """The saves in flight that can change the answer to a question about `keys`: token ->
         position of the key."""
         t = self.tables
@@ -118,7 +118,7 @@ class Transition:
             flight = t.in_flight.get(key)
             if flight is not None:
                 pending.setdefault(flight.token, position)
-            elif mode is not WaitMode.ALL and (key in t.entries) == (mode is WaitMode.FIRST):
+            elif mode is not ClaimMode.ANY and (key in t.entries) == (mode is ClaimMode.FIRST):
                 break
         return pending
 
@@ -149,8 +149,8 @@ class Transition:
         position = pending.pop(token, None)
         if position is None:
             return None
-        decides = (waiting.mode is WaitMode.RUN and not saved) or (
-            waiting.mode is WaitMode.FIRST and saved
+        decides = (waiting.mode is ClaimMode.RUN and not saved) or (
+            waiting.mode is ClaimMode.FIRST and saved
         )
         if decides:
             # The keys behind this one no longer change the answer.

@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.errors import UnknownSession
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core.events import LookupAsked
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.core.sessions import Claim
-from prefixd.server.core.tables import WaitMode
 from prefixd.server.core.transition import Refusal, Transition
 from tests.support.state_driver import Driver, erased, key, keys, names
 
@@ -39,7 +38,7 @@ def test_a_session_that_is_not_there_refuses_the_question(driver: Driver) -> Non
 
 def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None:
     transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
-    assert transition.park(question, WaitMode.ALL, keys("c d"))
+    assert transition.park(question, ClaimMode.ANY, keys("c d"))
     saves = [driver.tables.in_flight[key(name)] for name in "cd"]
     assert [list(save.waiters) for save in saves] == [[question.request], [question.request]]
     assert driver.tables.waited_keys == 2
@@ -53,26 +52,26 @@ def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None
 
 def test_a_question_waits_no_longer_than_it_says(driver: Driver) -> None:
     question = lookup(driver, until_ns=10)
-    assert not Transition(driver.tables, 10).park(question, WaitMode.ALL, keys("c"))
+    assert not Transition(driver.tables, 10).park(question, ClaimMode.ANY, keys("c"))
     assert not driver.tables.waiting
 
 
 @pytest.mark.parametrize(
     ("mode", "place", "saved", "left"),
     [
-        (WaitMode.ALL, 1, True, [0, 2, 3]),
-        (WaitMode.ALL, 1, False, [0, 2, 3]),
-        (WaitMode.RUN, 1, True, [0, 2, 3]),
-        (WaitMode.RUN, 1, False, [0]),
-        (WaitMode.FIRST, 1, True, [0]),
-        (WaitMode.FIRST, 1, False, [0, 2, 3]),
-        (WaitMode.RUN, 0, False, []),
-        (WaitMode.FIRST, 0, True, []),
-        (WaitMode.RUN, 3, False, [0, 1, 2]),
+        (ClaimMode.ANY, 1, True, [0, 2, 3]),
+        (ClaimMode.ANY, 1, False, [0, 2, 3]),
+        (ClaimMode.RUN, 1, True, [0, 2, 3]),
+        (ClaimMode.RUN, 1, False, [0]),
+        (ClaimMode.FIRST, 1, True, [0]),
+        (ClaimMode.FIRST, 1, False, [0, 2, 3]),
+        (ClaimMode.RUN, 0, False, []),
+        (ClaimMode.FIRST, 0, True, []),
+        (ClaimMode.RUN, 3, False, [0, 1, 2]),
     ],
 )
 def test_a_save_that_ends_takes_those_along_that_matter_no_more(
-    driver: Driver, mode: WaitMode, place: int, saved: bool, left: list[int]
+    driver: Driver, mode: ClaimMode, place: int, saved: bool, left: list[int]
 ) -> None:
     driver.reserve(1, "e f")
     saves = [driver.tables.in_flight[one] for one in keys("c d e f")]
