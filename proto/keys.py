@@ -406,8 +406,12 @@ def block_key(parent: Key, index: int, tokens: Tokens) -> Key:
 
 def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
     """`block_key` of a complete or padded block whose tokens are 32-bit little-endian already."""
+    try:
+        position = _U32.pack(index)
+    except struct.error:
+        raise InvalidSize(f"a block index is in 0 ... 2^32 - 1, not {index}") from None
     digest = hashlib.sha256(parent)
-    digest.update(_block_index(index))
+    digest.update(position)
     digest.update(raw)
     return Key(digest.digest())
 
@@ -465,10 +469,3 @@ def _chain(
     if include_partial and whole_tokens < len(tokens):
         raw = bytes(token_bytes(tokens[whole_tokens:]))
         yield block_key_of_bytes(key, index, raw.ljust(block_tokens * TOKEN_BYTES, _PADDING[:1]))
-
-
-def _block_index(index: int) -> bytes:
-    try:
-        return _U32.pack(index)
-    except struct.error:
-        raise InvalidSize(f"a block index is in 0 ... 2^32 - 1, not {index}") from None

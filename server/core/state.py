@@ -116,7 +116,11 @@ class MetaState:
         t = transition.tables
         if isinstance(event, ev.Question):
             self._answer(transition, event)
-            self._begin_wait(transition, event)
+            waiting = t.waiting.get(event.request)
+            if waiting is not None:
+                in_ns = waiting.question.wait_until_ns - transition.now_ns
+                transition.arm(in_ns, Timer.WAITING, event.request)
+                t.counters.waits += 1
             return
         match event:
             case ev.HeartbeatCame():
@@ -180,14 +184,6 @@ class MetaState:
             answer = Refused(refusal.error)
         if answer is not None:
             transition.effects.append(Reply(question.request, answer))
-
-    def _begin_wait(self, transition: Transition, question: ev.Question) -> None:
-        """Set the deadline of a question that was not answered at once."""
-        waiting = transition.tables.waiting.get(question.request)
-        if waiting is not None:
-            in_ns = waiting.question.wait_until_ns - transition.now_ns
-            transition.arm(in_ns, Timer.WAITING, question.request)
-            transition.tables.counters.waits += 1
 
     def _ask(self, transition: Transition, question: ev.Question) -> Answer | None:
         match question:

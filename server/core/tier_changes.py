@@ -51,11 +51,8 @@ def recovered(
             key in t.deleted
             or not (fits or _has_room(ledger, cost))
             or (saved_again and not _gives_way(transition, record, tier))
+            or not (fits or _make_room(transition, ledger, Resident(key, cost, ())))
         ):
-            counters.dropped_at_start += 1
-            transition.effects.append(Erase(tier, (record,)))
-            continue
-        if not fits and not _make_room(transition, ledger, Resident(key, cost, ())):
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
             continue
