@@ -71,7 +71,7 @@ def layer_slice(payload_bytes: int, layer_count: int, layer: int) -> slice:
 
 
 def check_token_ids(token_ids_bytes: int) -> None:
-    """Raises `InvalidSize` unless a record may carry so many bytes of token ids."""
+    """Raises `InvalidSize` unless an entry can have this many bytes of token ids."""
     if token_ids_bytes > MAX_TOKEN_IDS_BYTES or token_ids_bytes % TOKEN_BYTES:
         raise InvalidSize(
             f"token ids are at most {MAX_TOKEN_IDS_BYTES} bytes, {TOKEN_BYTES} each, "

@@ -68,19 +68,15 @@ class EvictionCause(StrEnum):
     PRESSURE = "pressure"
     """Memory was short."""
 
-    @property
-    def happening(self) -> Happening:
-        """The entry of the journal for it."""
-        return _HAPPENINGS[self]
 
-
-_HAPPENINGS: Final = {
+#: How the journal records an eviction.
+HAPPENINGS: Final = {
     EvictionCause.SAVE: Happening.EVICTED_FOR_SAVE,
     EvictionCause.OPERATOR: Happening.EVICTED_BY_OPERATOR,
     EvictionCause.RESIZE: Happening.EVICTED_BY_RESIZE,
     EvictionCause.PRESSURE: Happening.EVICTED_UNDER_PRESSURE,
 }
-CAUSES: Final = {happening: cause for cause, happening in _HAPPENINGS.items()}
+CAUSES: Final = {happening: cause for cause, happening in HAPPENINGS.items()}
 
 
 class Happened(NamedTuple):

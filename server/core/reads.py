@@ -84,7 +84,7 @@ def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
     if transition.park(asked, asked.mode, asked.keys):
         return None
     results = _select(transition, asked.keys, asked.mode)
-    # Whatever the mode, the results end with the last key that it wants: it wants all of them.
+    # Every entry in the results is claimed: they end with the last key that the mode wants.
     claimed = tuple([isinstance(found, Entry) for found in results])
     entries = tuple([found for found in results if isinstance(found, Entry)])
     t.counters.claims += 1

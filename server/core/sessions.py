@@ -101,7 +101,7 @@ class Reservation:
     reserved_ns: int
     #: Until the first byte arrives, at most `StateConfig.unwritten_ttl_ns` after `reserved_ns`.
     expires_ns: int
-    #: As the client requested. It counts once the first byte has arrived.
+    #: As the client requested. It applies once the first byte has arrived.
     ttl_ns: int
     #: The key before it in its chain; empty for the first.
     parent: bytes = b""

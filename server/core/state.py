@@ -1,4 +1,4 @@
-"""`MetaState`: the only code that changes the daemon's tables.
+"""`MetaState`: every change of the daemon's tables goes through it.
 
 It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Whatever happens is an
 event that is passed to `apply`, which returns a list of effects. A process has one `MetaState`, and

@@ -21,7 +21,7 @@ from .counters import Counters, Histogram, TierCounters
 from .effects import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
-from .journal import EvictionCause, Journal
+from .journal import HAPPENINGS, EvictionCause, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session
 
 
@@ -249,7 +249,7 @@ class Tables:
     def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
         """Count an eviction. `session`: the one whose save needs the room."""
         tier = entry.tier
-        self.journal.note(cause.happening, (entry,), now_ns, session)
+        self.journal.note(HAPPENINGS[cause], (entry,), now_ns, session)
         counters = self.tier_counters[tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes
