@@ -855,8 +855,8 @@ class AdminServicer(object):
     def Resize(self, request, context):
         """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
         the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
-        Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (limit_reached: claims or saves hold too
-        much, or another resize is under way; device_full).
+        It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+        and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

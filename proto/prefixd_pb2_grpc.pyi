@@ -1185,8 +1185,8 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     Resize: _AdminResizeType
     """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
     the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
-    Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (limit_reached: claims or saves hold too
-    much, or another resize is under way; device_full).
+    It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+    and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
     """
 
     Drain: _AdminDrainType
@@ -1461,8 +1461,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
         """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
         the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
-        Errors: INVALID_ARGUMENT (tier, size), RESOURCE_EXHAUSTED (limit_reached: claims or saves hold too
-        much, or another resize is under way; device_full).
+        It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+        and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
         """
 
     @abc.abstractmethod

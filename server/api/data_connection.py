@@ -82,7 +82,7 @@ class DataConnections:
         self.unproved: Final[dict[DataConnection, None]] = {}
         #: by session
         self.attached: Final[dict[int, set[DataConnection]]] = {}
-        #: room for requests above MAX_SMALL_REQUEST_BYTES, which are received once they have it
+        #: room for requests above DATA_SMALL_REQUEST_BYTES, which are received once they have it
         self.large: Final = Quota("requests", config.max_local_bytes, config.stall_timeout_s)
         #: connections that were refused: too many, or none that proved a session
         self.refusals = 0
