@@ -12,7 +12,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ..proto.errors import CallerError, InvalidSize
-from ..proto.pieces import FlatBytes, Pieces
+from ..proto.payload import FlatBytes, Pieces
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -18,6 +18,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import CallerError, ConfigError, InvalidSize
+from ..proto.frames import TRACING_VARIABLE
 from ..proto.keys import Key
 from ..proto.limits import (
     DEFAULT_DEADLINE_MS,
@@ -25,7 +26,6 @@ from ..proto.limits import (
     DEFAULT_SHARED_WAIT_MS,
     MAX_LEASE_MS,
 )
-from ..proto.traceparent import TRACING_VARIABLE
 from ..proto.vocabulary import SaveReason, Tier
 from .context import CallContext
 from .counters import Counters, Snapshot

@@ -7,10 +7,8 @@ import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..proto.copying import prefault
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
-from ..proto.layout import layer_slice
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes, layer_slice, prefault
 from ..proto.vocabulary import ClaimMode, MissReason
 from .buffers import all_flat
 from .claims import HitFacts, Pins

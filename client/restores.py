@@ -11,10 +11,9 @@ from functools import partial
 from itertools import accumulate
 from typing import Final, Literal, TypeAlias, get_args
 
-from ..proto.copying import copy, copy_crc32c, crc32c_of
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes, copy, copy_crc32c, crc32c_of
 from ..proto.vocabulary import MissReason, Tier
 from .context import Failures
 from .policy import LoadSpeeds

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
 from ..proto.keys import Key, check_key, token_bytes
-from ..proto.layout import check_layout, check_token_ids
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes, check_layout, check_token_ids
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
 from .context import CallContext

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..proto.keys import Key
 from ..proto.limits import MAX_TOLD_KEYS
-from ..proto.pieces import FlatBytes
+from ..proto.payload import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason, Presence
 from .buffers import all_flat
 from .context import CallContext

@@ -25,7 +25,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from ..proto.errors import PrefixdError
-from ..proto.traceparent import TraceParent, encode
+from ..proto.frames import TraceParent, encode_traceparent
 from ..proto.vocabulary import ClaimMode, MissReason
 from .hits import Hit, Reader
 from .saves import Reservation, Writer
@@ -86,7 +86,7 @@ class OtelCalls:
         with _span(f"call.{name}", SpanKind.CLIENT) as span:
             own = span.get_span_context()
             parent = TraceParent(own.trace_id, own.span_id, own.trace_flags.sampled)
-            before = TRACEPARENT.set(encode(parent))
+            before = TRACEPARENT.set(encode_traceparent(parent))
             try:
                 return ask()
             finally:

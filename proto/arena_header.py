@@ -1,4 +1,4 @@
-"""The first page of the shm and disk arenas: which start of the daemon writes to the file.
+"""The header of the shm and disk arenas, which tells which start of the daemon writes to the file.
 
 Offsets are from the start of the file, integers are little-endian.
 
@@ -12,9 +12,9 @@ Offsets are from the start of the file, integers are little-endian.
         36   2012  raw   zeros
       2048   2048  raw   written by the daemon's probes; no meaning
 
-The daemon writes its incarnation before it writes anything else to the file. A reader whose
-index belongs to another start therefore sees, after its copy, that the bytes may be newer than
-the rows that led to them.
+The daemon writes its incarnation before it writes anything else to the file. So a reader whose
+index belongs to another start sees after its copy that the bytes may be newer than the index rows
+that led to them.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import struct
 from typing import TYPE_CHECKING, Final
 
 from .errors import RecordError
-from .layout import crc32c
+from .payload import crc32c
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-#: What a reader needs of the file. No slab is smaller.
+#: The page that a reader needs. No slab is smaller.
 ARENA_HEADER_BYTES: Final = 4096
 INCARNATION_BYTES: Final = 16
 #: Where the daemon's probes write.
@@ -41,7 +41,7 @@ _CRC: Final = struct.Struct("<I")
 
 
 def encode_arena_header(incarnation: bytes, slab_bytes: int) -> bytes:
-    """Everything before the page's zeros. Raises ValueError for a wrong incarnation."""
+    """The header up to the zeros of its page. Raises ValueError if the incarnation is malformed."""
     if len(incarnation) != INCARNATION_BYTES:
         raise ValueError(f"an incarnation has {INCARNATION_BYTES} bytes, not {len(incarnation)}")
     fields = _FIELDS.pack(_MAGIC, _VERSION, slab_bytes, incarnation)
@@ -51,16 +51,16 @@ def encode_arena_header(incarnation: bytes, slab_bytes: int) -> bytes:
 def read_arena_incarnation(buffer: Buffer) -> bytes:
     """The incarnation in the header that `buffer` begins with.
 
-    `buffer` is a mapping of the arena or a copy of its first page. Raises `RecordError` for
-    anything but a whole header of this version.
+    `buffer` is a mapping of the arena or a copy of its first page. Raises `RecordError` unless it
+    begins with a complete header of this version.
     """
     return decode_arena_header(buffer)[0]
 
 
 def decode_arena_header(buffer: Buffer) -> tuple[bytes, int]:
-    """The incarnation and the bytes of a slab. Raises `RecordError`."""
+    """The incarnation and the bytes of a slab. Raises `RecordError` as `read_arena_incarnation`."""
     view = memoryview(buffer)
-    # One copy, so that what is checked is what is used while the daemon writes.
+    # A copy, because the daemon may write between the check and the use.
     header = bytes(view[: _FIELDS.size + _CRC.size])
     if len(header) < _FIELDS.size + _CRC.size:
         raise RecordError(f"an arena's header is cut off: {len(header)} bytes")

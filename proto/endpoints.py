@@ -1,4 +1,4 @@
-"""Where a daemon listens unless it is told otherwise, and how addresses are written.
+"""Addresses: how they are written, and where a daemon listens by default.
 
 An address is `unix:/path/of/socket` or `host:port`; a bare absolute path is a Unix socket.
 """
@@ -13,24 +13,24 @@ from typing import Final
 from .errors import ConfigError
 
 ADDRESS_VARIABLE: Final = "PREFIXD_ADDRESS"
-#: Where operators are served, if that is configured apart from the address.
+#: The address that serves operators, if it is configured separately.
 ADMIN_ADDRESS_VARIABLE: Final = "PREFIXD_ADMIN_ADDRESS"
 SOCKET_NAME: Final = "prefixd.sock"
 UNIX_SCHEME: Final = "unix:"
-#: Beside a daemon's socket stand two more, whose names have these additional endings: for what
-#: clients on its host do in place (proto/local.py), and for its operators.
+#: A daemon has two more sockets beside its own, whose names end with these: the local socket
+#: (proto/frames.py), and the one for operators.
 LOCAL_SUFFIX: Final = ".local"
 ADMIN_SUFFIX: Final = ".admin"
-#: sun_path of Linux, without its closing zero.
+#: The size of sun_path on Linux, without the final zero.
 MAX_SOCKET_PATH_BYTES: Final = 107
 
 
 def default_address(environ: Mapping[str, str] | None = None, uid: int | None = None) -> str:
-    """The address that daemon, clients and prefixctl agree on without any configuration.
+    """The address that the daemon, clients and prefixctl use without any configuration.
 
     `$PREFIXD_ADDRESS` if it is set; else a socket in `$XDG_RUNTIME_DIR/prefixd`; else in
-    `/run/prefixd` for root and in `/tmp/prefixd-<uid>` for everybody else. Nothing is created.
-    Raises ConfigError if the variable holds no address.
+    `/run/prefixd` for root and in `/tmp/prefixd-<uid>` for other users. Creates nothing. Raises
+    ConfigError if the variable is not an address.
     """
     environ = os.environ if environ is None else environ
     uid = os.getuid() if uid is None else uid
@@ -46,10 +46,10 @@ def default_address(environ: Mapping[str, str] | None = None, uid: int | None = 
 
 
 def normalize_address(address: str, *, listening: bool = False) -> str:
-    """`unix:/absolute/path` or `host:port`, from either, a bare path or `unix:///path`.
+    """An address as `unix:/absolute/path` or `host:port`. Also takes a bare path and `unix:///path`.
 
-    `listening`: port 0 is allowed, for a port that the kernel chooses. Raises ConfigError when
-    it is no address, a port is out of range, or a socket path is longer than the kernel takes.
+    `listening` allows port 0, which lets the kernel choose a port. Raises ConfigError if `address`
+    is not an address, its port is out of range, or its path is longer than the kernel takes.
     """
     text = address.strip()
     if text.startswith(("/", "./", "../", "~/")):
@@ -73,14 +73,14 @@ def normalize_address(address: str, *, listening: bool = False) -> str:
 
 
 def admin_address(address: str) -> str | None:
-    """Where the operators of the daemon at `address` are served, unless it is configured otherwise.
-    None: not from here, for it is a TCP address, and operators are served on the daemon's host."""
+    """The default address for operators of the daemon at `address`. None for a TCP address, because
+    operators are served on the daemon's host only."""
     path = socket_path(address)
     return None if path is None else f"{UNIX_SCHEME}{path}{ADMIN_SUFFIX}"
 
 
 def socket_path(address: str) -> Path | None:
-    """The file of a Unix-socket address; None for a TCP one."""
+    """The path of a Unix socket address; None for a TCP address."""
     address = normalize_address(address)
     if address.startswith(UNIX_SCHEME):
         return Path(address.removeprefix(UNIX_SCHEME))

@@ -1,4 +1,4 @@
-"""The fields of an entry, written down once: for stores, records, the index and the server."""
+"""The fields of an entry, defined once for stores, records, the index and the server."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Final, Protocol, TypeAlias
 from .keys import Key
 from .vocabulary import SaveReason, Tier
 
-#: Where an entry lies in an arena: offset, length, offset, length ... in bytes. Lengths are
-#: multiples of the slab.
+#: The extents of an entry in an arena: offset, length, offset, length ... in bytes. Lengths are
+#: multiples of the slab size.
 Location: TypeAlias = tuple[int, ...]
 
 
 @dataclass(slots=True, unsafe_hash=True)
 class EntryRecord:
-    """An entry as it is stored. A value: nothing of it changes but for the checksum, which the
-    writer sets that seals it. (Frozen ones take six times as long to make, for every block.)
+    """An entry as it is stored. Immutable but for the checksum, which the writer sets when it seals
+    the entry. (A frozen dataclass takes six times as long to create, for every block.)
 
-    At `location` lies the payload, from the first byte of the first extent on, and behind it
-    the token ids with their checksum (`content_bytes`), in every tier.
+    `location` holds the payload, from the first byte of the first extent on, followed by the token
+    ids with their checksum (`content_bytes`). This is the same in every tier.
     """
 
     key: Key
@@ -35,12 +35,12 @@ class EntryRecord:
     layer_count: int
     token_ids_bytes: int
     location: Location
-    #: Of the payload as it was stored. Until a writer sealed the entry it is not known, and 0.
+    #: Of the payload as it was stored; 0 until the writer seals the entry.
     payload_crc32c: int = 0
 
 
 class EntryRef(Protocol):
-    """What a store has to know of an entry that it holds: `EntryRecord`, or anything like it."""
+    """The fields that a store needs of an entry that it holds, such as an `EntryRecord`."""
 
     @property
     def key(self) -> Key: ...
@@ -55,7 +55,7 @@ class EntryRef(Protocol):
 
 
 class Listed(EntryRef, Protocol):
-    """What a row of the index says of an entry."""
+    """The fields of an entry in a row of the index."""
 
     @property
     def token_count(self) -> int: ...
@@ -70,7 +70,7 @@ class Listed(EntryRef, Protocol):
 
 
 class Recorded(Listed, Protocol):
-    """What a record says of an entry: `EntryRecord`, or anything like it."""
+    """The fields of an entry in a record, such as an `EntryRecord`."""
 
     payload_crc32c: int
 
@@ -78,12 +78,12 @@ class Recorded(Listed, Protocol):
     def created_ns(self) -> int: ...
 
 
-#: The checksum behind the token ids of an entry; an entry without token ids has none.
+#: The checksum after the token ids of an entry. An entry without token ids has none.
 TOKEN_IDS_CRC_BYTES: Final = 4
 
 
 def content_bytes(payload_bytes: int, token_ids_bytes: int) -> int:
-    """Bytes of an entry in its extents: the payload, then the token ids and their CRC32C."""
+    """The bytes of an entry in its extents: the payload, then the token ids and their CRC32C."""
     if not token_ids_bytes:
         return payload_bytes
     return payload_bytes + token_ids_bytes + TOKEN_IDS_CRC_BYTES

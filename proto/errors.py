@@ -1,12 +1,12 @@
-"""Every way a call can fail, as one tree, and its one translation to and from gRPC.
+"""Every error of a call, as one tree of classes, and its translation to and from gRPC.
 
-An error says whose fault it is (`CallerError`: the caller's own mistake; everything else is
-the state of the world) and whether the same call may succeed later (`retryable`). Over gRPC
-it travels as a status code, its sentence, and two trailing metadata entries,
-`prefixd-error` (the `name` here) and `prefixd-retry`; `from_grpc` gives back the same class.
+An error says whose fault it is (`CallerError`: the caller's own mistake; all others: the state of
+the world) and whether the same call may succeed later (`retryable`). gRPC carries it as a status
+code, a sentence, and two trailing metadata entries, `prefixd-error` (its `name`) and
+`prefixd-retry`. `from_grpc` turns that into the same class again.
 
 A result inside a batch (a key that is absent, an entry that is too large) is a status in the
-response, not an error.
+response and no error.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ RETRY_METADATA: Final = "prefixd-retry"
 class PrefixdError(Exception):
     """The root. `str(error)` is a sentence for people."""
 
-    #: That of the class, as `invalid_key` for InvalidKey: part of the contract.
+    #: The name of the class, such as `invalid_key` for InvalidKey. Part of the contract.
     name: ClassVar[str] = "internal"
     code: ClassVar[Code] = Code.INTERNAL
-    #: Of the class; only an error of a later version has its own.
+    #: The same for all errors of a class, except for errors of a later version.
     retryable: bool = False
 
     def __init_subclass__(cls, code: Code | None = None, retryable: bool | None = None) -> None:
-        """`code`, `retryable`: where they are not those of the class above."""
+        """`code` and `retryable`: None for those of the parent class."""
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
         cls.code = cls.code if code is None else code
         cls.retryable = cls.retryable if retryable is None else retryable
@@ -54,7 +54,7 @@ class InvalidNamespace(CallerError):
 
 
 class InvalidTokens(CallerError):
-    """Token ids that are no ints in 0 ... 2^31 - 1."""
+    """Token ids that are not ints in 0 ... 2^31 - 1."""
 
 
 class InvalidBatch(CallerError):
@@ -78,7 +78,7 @@ class MalformedMessage(CallerError):
 
 
 class ClientClosed(CallerError, code=Code.CANCELLED):
-    """A closed client was used. Raised locally only."""
+    """A closed client was used. Never sent over the wire."""
 
 
 class ConfigError(CallerError):
@@ -89,7 +89,7 @@ class ConfigError(CallerError):
 
 
 class DirectoryInUse(PrefixdError, code=Code.FAILED_PRECONDITION, retryable=True):
-    """Another daemon has the directory or the socket. Raised locally only, at a start."""
+    """Another daemon has the directory or the socket. Raised at a start, never sent to a client."""
 
 
 class UnknownSession(PrefixdError, code=Code.FAILED_PRECONDITION, retryable=True):
@@ -105,7 +105,7 @@ class UnknownClaim(PrefixdError, code=Code.NOT_FOUND):
 
 
 class ClaimLost(PrefixdError, code=Code.FAILED_PRECONDITION):
-    """The lease ran out or the claim was revoked: throw away what was read under it."""
+    """The lease ran out or the claim was revoked: discard what was read under it."""
 
 
 class UnknownReservation(PrefixdError, code=Code.FAILED_PRECONDITION):
@@ -113,7 +113,7 @@ class UnknownReservation(PrefixdError, code=Code.FAILED_PRECONDITION):
 
 
 class UnknownStaging(PrefixdError, code=Code.FAILED_PRECONDITION):
-    """This session has no staging memory, or not at that place. Save over gRPC."""
+    """This session has no staging memory, or none at this offset. Save over gRPC."""
 
 
 class UnreadableMemory(PrefixdError, code=Code.FAILED_PRECONDITION):
@@ -125,7 +125,7 @@ class CurveDisabled(PrefixdError, code=Code.FAILED_PRECONDITION):
 
 
 class UnknownEntry(PrefixdError, code=Code.NOT_FOUND):
-    """No such key is published."""
+    """The key is not published."""
 
 
 class EntryCorrupt(PrefixdError, code=Code.DATA_LOSS):
@@ -133,7 +133,7 @@ class EntryCorrupt(PrefixdError, code=Code.DATA_LOSS):
 
 
 class RecordError(EntryCorrupt):
-    """Bytes that are no record of a format that this version reads."""
+    """Bytes that are not a record in a format that this version reads."""
 
 
 class LimitReached(PrefixdError, code=Code.RESOURCE_EXHAUSTED, retryable=True):
@@ -141,7 +141,7 @@ class LimitReached(PrefixdError, code=Code.RESOURCE_EXHAUSTED, retryable=True):
 
 
 class DeviceFull(PrefixdError, code=Code.RESOURCE_EXHAUSTED, retryable=True):
-    """The device under a tier has no space left, whatever the budget says."""
+    """The device of a tier has no space left, although the budget has."""
 
 
 class StoreFailed(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
@@ -153,7 +153,7 @@ class Draining(PrefixdError, code=Code.UNAVAILABLE, retryable=True):
 
 
 class NotAuthenticated(PrefixdError, code=Code.UNAUTHENTICATED):
-    """The call came without a token that the daemon knows."""
+    """The call has no token that the daemon knows."""
 
 
 class NotPermitted(PrefixdError, code=Code.PERMISSION_DENIED):
@@ -177,7 +177,7 @@ def _all_below(root: type[PrefixdError]) -> Iterable[type[PrefixdError]]:
 #: name -> class, for every class of the tree.
 BY_NAME: Final[dict[str, type[PrefixdError]]] = {c.name: c for c in _all_below(PrefixdError)}
 
-#: What a status without our metadata means: it was made by the transport, not by a daemon.
+#: The meaning of a status without our metadata: it comes from the transport, not from a daemon.
 TRANSPORT_CODES: Final[dict[Code, type[PrefixdError]]] = {
     Code.OK: PrefixdError,
     Code.CANCELLED: DaemonUnavailable,
@@ -188,7 +188,7 @@ TRANSPORT_CODES: Final[dict[Code, type[PrefixdError]]] = {
     Code.ALREADY_EXISTS: PrefixdError,
     Code.PERMISSION_DENIED: CallerError,
     Code.UNAUTHENTICATED: CallerError,
-    # A message above the limit: the same one will never pass.
+    # A message above the limit, which will never be accepted.
     Code.RESOURCE_EXHAUSTED: InvalidSize,
     Code.FAILED_PRECONDITION: PrefixdError,
     Code.ABORTED: DaemonUnavailable,
@@ -201,7 +201,7 @@ TRANSPORT_CODES: Final[dict[Code, type[PrefixdError]]] = {
 
 
 def metadata_of(error: PrefixdError) -> tuple[tuple[str, str], ...]:
-    """The trailing metadata that carries `error` beside its code and sentence."""
+    """The trailing metadata of `error`, which travels with its code and sentence."""
     return (
         (ERROR_METADATA, error.name),
         (RETRY_METADATA, "1" if error.retryable else "0"),
@@ -209,15 +209,14 @@ def metadata_of(error: PrefixdError) -> tuple[tuple[str, str], ...]:
 
 
 def from_grpc(error: grpc.RpcError) -> PrefixdError:
-    """The error that the daemon raised, or the transport's failure in our words.
+    """The error that the daemon raised, or the class for a failure of the transport.
 
-    `error` is what a failed call raises: it is a `grpc.Call` too (sync) or an `AioRpcError`.
-    An error of a later version, whose name is unknown here, gets the class of its code and
-    keeps what it says about repeating the call.
+    `error` is what a failed call raises: a `grpc.Call` (sync) or an `AioRpcError`. An error of a
+    later version, whose name is unknown here, gets the class of its code and keeps its `retryable`.
     """
     code = error.code()
     details = error.details() or code.name
-    # Named tuples from the synchronous stack, pairs from the asyncio one.
+    # The synchronous stack has named tuples, the asyncio one has pairs.
     metadata = dict(cast("Iterable[tuple[str, str | bytes]]", error.trailing_metadata() or ()))
     name, retry = metadata.get(ERROR_METADATA), metadata.get(RETRY_METADATA)
     if isinstance(name, str) and name in BY_NAME:
@@ -229,7 +228,7 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
 
 
 def from_name(name: str, sentence: str, *, retryable: bool) -> PrefixdError:
-    """The error that a daemon named on its local socket, where there is no gRPC status."""
+    """The error in a `Failure` of the local or the data socket, which have no gRPC status."""
     if name in BY_NAME:
         return BY_NAME[name](sentence)
     error = PrefixdError(sentence)

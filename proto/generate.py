@@ -1,7 +1,7 @@
-"""Write the generated half of this package from prefixd.proto; with --check, only compare.
+"""Generate the code for prefixd.proto; with --check, only compare it with what is there.
 
-Run it with `make proto`. The tools that it needs are pinned in pyproject.toml, because
-their output is compared byte for byte.
+`make proto` runs it. Its tools are pinned in pyproject.toml, because their output is compared byte
+for byte.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ OUTPUTS = ("prefixd_pb2.py", "prefixd_pb2.pyi", "prefixd_pb2_grpc.py", "prefixd_
 
 
 def generate(out: Path) -> None:
-    """Generate every output below `out`."""
+    """Write every output into `out`."""
     from grpc_tools import protoc
 
-    # protoc looks for the plugins of this environment on PATH, activated or not.
+    # protoc looks for its plugins on PATH, which lacks this environment unless it is activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     status = protoc.main(
         [
@@ -35,7 +35,7 @@ def generate(out: Path) -> None:
     )
     if status:
         sys.exit(f"protoc failed with status {status}")
-    # protoc writes a top-level import; inside a package it has to be a relative one.
+    # protoc writes a top-level import, but a package needs a relative one.
     for name in ("prefixd_pb2_grpc.py", "prefixd_pb2_grpc.pyi"):
         path = out / name
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""Keys: what a piece of KV state is called, the same in every process and every language.
+"""Keys: the names of pieces of KV state, the same in every process and every language.
 
     prefix entry   SHA-256( fingerprint'32 || quantisation8 || context32 || tokens )
     block chain    h[-1] = the prefix key of no tokens, the namespace's root
@@ -13,14 +13,14 @@ Each of the steps to fp1, fp2 and fp3 is skipped when there is nothing to add, a
 is fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
 A foreign id is bytes (kind "y") or an integer in decimal (kind "i").
 
-A token id is in 0 ... 2^31 - 1, so that signed and unsigned agree, and so that -1, the padding
-of a trailing incomplete block, is never a token.
+A token id is in 0 ... 2^31 - 1, so that signed and unsigned integers agree, and so that -1, the
+padding of a trailing incomplete block, is never a token.
 
-Keys depend on their inputs only, never on the process that computes them. Tokens come last,
-so one pass over a prompt gives the keys of all its prefixes. Whatever asks for tokens takes any
-sequence of ints; one with the buffer protocol (`array`, `memoryview`, numpy) of 32-bit integers
-is hashed where it lies. Token ids outside the range, floats and raw `bytes` (ids, or bytes of
-ids?) are refused with `InvalidTokens`.
+Keys depend on their inputs only, never on the process that computes them. Tokens come last, so one
+pass over a prompt gives the keys of all its prefixes. Every function that takes tokens takes any
+sequence of ints. Buffers of 32-bit integers (`array`, `memoryview`, numpy) are hashed without a
+copy. Token ids outside the range, floats and raw `bytes` (which may be ids, or bytes of ids) raise
+`InvalidTokens`.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _SALT_LABEL: Final = b"prefixd/salt/v1\0"
 _SHARD_LABEL: Final = b"prefixd/shard/v1\0"
 _FOREIGN_LABEL: Final = b"prefixd/foreign/v1\0"
 _CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
-#: Before a foreign hash of bytes; `i` before one that is a number.
+#: In front of a foreign hash of bytes. In front of a number it is `i`.
 _RAW: Final = b"y"
 _PADDING: Final = b"\xff" * TOKEN_BYTES
 _U32: Final = struct.Struct("<I")
@@ -83,7 +83,7 @@ def key_from_hex(text: str) -> Key:
         key = bytes.fromhex(text)
     except ValueError:
         key = b""
-    # fromhex skips white space, so that the length of the text is checked as well.
+    # fromhex skips white space, so the length of the text is checked as well.
     if len(text) != 2 * KEY_BYTES or len(key) != KEY_BYTES:
         raise InvalidKey(f"a key is {2 * KEY_BYTES} hexadecimal digits, not {text[:80]!r}")
     return Key(key)
@@ -94,9 +94,9 @@ def key_from_hex(text: str) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter as it is applied: SHA-256 of its weights, and its scale.
+    """A LoRA adapter: the SHA-256 of its weights, and its scale in steps of 2^-32.
 
-    Scales are told apart in steps of 2^-32. Raises `InvalidNamespace`.
+    Raises `InvalidNamespace`.
     """
 
     sha256: bytes
@@ -108,19 +108,18 @@ class Adapter:
             raise InvalidNamespace(f"an adapter's scale is below 2^31, not {self.scale}")
 
     def encode(self) -> bytes:
-        """The 40 bytes that stand for it in a fingerprint."""
+        """The 40 bytes of this adapter in a fingerprint."""
         return self.sha256 + struct.pack("<q", round(self.scale * 2**32))
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """What keys are scoped by; two namespaces that differ in anything share no key.
+    """The scope of keys: two namespaces that differ in anything share no key.
 
     `fingerprint`: 32 bytes that identify the weights and the tokeniser. `quantisation`: at most
-    8 bytes (text is taken as UTF-8), padded with NUL. `context_params`: 32 bytes, see
-    `context_hash`. `adapters` in any order. `salt` keeps tenants apart, `shard` the ranks of one
-    model. Raises `InvalidNamespace`. Cheap to compare, hash and keep; the derived fields are
-    computed once.
+    8 bytes (text becomes UTF-8), padded with NUL. `context_params`: 32 bytes, see `context_hash`.
+    `adapters` may be in any order. `salt` separates tenants, `shard` the ranks of one model. Raises
+    `InvalidNamespace`. Namespaces are cheap to compare and hash; derived fields are computed once.
     """
 
     fingerprint: bytes
@@ -129,7 +128,7 @@ class Namespace:
     adapters: tuple[Adapter, ...] = ()
     salt: bytes | str = b""
     shard: bytes | str = b""
-    #: The fingerprint with adapters, salt and shard in it, 32 bytes.
+    #: The fingerprint combined with adapters, salt and shard, 32 bytes.
     effective_fingerprint: bytes = field(init=False, repr=False, compare=False)
     #: What every prefix key of this namespace begins with, 72 bytes.
     preamble: bytes = field(init=False, repr=False, compare=False)
@@ -156,7 +155,7 @@ class Namespace:
             effective = _sha256(_SHARD_LABEL, _U32.pack(len(shard)), shard, effective)
         preamble = effective + quantisation.ljust(QUANT_BYTES, b"\0") + self.context_params
 
-        # Normalised, so that namespaces with equal keys are equal.
+        # Normalise the fields, so that namespaces with equal keys are equal.
         for name, value in (
             ("quantisation", quantisation.rstrip(b"\0")),
             ("adapters", adapters),
@@ -170,7 +169,8 @@ class Namespace:
 
 
 def context_hash(params: Mapping[str, bool | int | float | str | bytes | None]) -> bytes:
-    """32 bytes for the parameters of a context that change its KV state (RoPE, sizes, types).
+    """32 bytes that identify the parameters of a context that change its KV state (RoPE, sizes,
+    types).
 
     SHA-256 over "prefixd/context/v1\\0" and then, by name in the order of its UTF-8 bytes,
     u32le(bytes of name) || name || type || u32le(bytes of value) || value. Types and values:
@@ -224,22 +224,22 @@ def _sha256(*parts: bytes) -> bytes:
     return hashlib.sha256(b"".join(parts)).digest()
 
 
-# ---- other programs' hashes
+# ---- keys from other programs' hashes
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignNamespace:
-    """Keys made of the hashes that an engine has already.
+    """Keys made of the hashes that an engine has already computed.
 
-    `engine` names whose hashes they are and how they are made (`"vllm/sha256_cbor"`); `fields` are
-    all that the bytes of an entry depend on beside its hash: model, revision, dtype, layout, rank,
-    page size. What `context_hash` takes is a value. Two that differ in anything share no key, nor
-    does any with a `Namespace`. Raises `InvalidNamespace`.
+    `engine` names the engine and how it makes its hashes (`"vllm/sha256_cbor"`). `fields` holds
+    everything else that the bytes of an entry depend on: model, revision, dtype, layout, rank, page
+    size. Its values are those that `context_hash` takes. Two foreign namespaces that differ in
+    anything share no key, and none shares a key with a `Namespace`. Raises `InvalidNamespace`.
     """
 
     engine: str = field(compare=False)
     fields: Mapping[str, bool | int | float | str | bytes | None] = field(compare=False)
-    #: SHA-256 of all of it, 32 bytes: what every key of this namespace begins with.
+    #: SHA-256 of engine and fields, 32 bytes. The input of every key's hash begins with it.
     root: bytes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -250,19 +250,19 @@ class ForeignNamespace:
         object.__setattr__(self, "root", root)
 
     def key(self, foreign: bytes | str | int) -> Key:
-        """The key of one hash: bytes, the same as hexadecimal digits, or an integer.
+        """The key of one hash: bytes, the same bytes as hexadecimal digits, or an integer.
 
-        Raises `InvalidKey` for anything else, and for none at all.
+        Raises `InvalidKey` for anything else, and for empty bytes.
         """
         return Key(_sha256(self.root, _foreign_id(foreign)))
 
     def keys(self, foreign: Iterable[bytes | str | int]) -> list[Key]:
-        """The keys of these hashes, in their order."""
+        """The keys of these hashes, in the same order."""
         hashes = list(foreign)
         begun = hashlib.sha256(self.root)
         ids: Iterable[bytes]
         if set(map(type, hashes)) == {bytes} and all(hashes):
-            begun.update(_RAW)  # nearly always, at a half of the cost
+            begun.update(_RAW)  # the usual case, at half the cost
             ids = cast("list[bytes]", hashes)
         else:
             ids = map(_foreign_id, hashes)
@@ -301,16 +301,15 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
 
 
 def token_bytes(tokens: Tokens) -> bytes | memoryview:
-    """The token ids as u32 little-endian bytes: a view when they already are, else a copy.
+    """The token ids as u32 little-endian bytes: a view if they have this form already, else a copy.
 
-    Raises `InvalidTokens` for anything but a one-dimensional sequence of ints in
-    0 ... 2^31 - 1. A view of 32-bit integers costs one scan (30,000 tokens: 20 us), a list
-    its conversion (170 us).
+    Raises `InvalidTokens` unless they are a one-dimensional sequence of ints in 0 ... 2^31 - 1.
+    30,000 tokens take 20 us as a view of 32-bit integers, for one scan, and 170 us as a list.
     """
     sequence = _sliceable(tokens)
     raw: bytes | memoryview
     if isinstance(sequence, memoryview) and _LITTLE and sequence.itemsize == TOKEN_BYTES:
-        # A cast takes native formats only, and no empty view.
+        # `cast` takes native formats only, and no empty view.
         castable = sequence.contiguous and len(sequence.format) == 1 and len(sequence) > 0
         raw = sequence.cast("B") if castable else sequence.tobytes()
     else:
@@ -322,15 +321,15 @@ def token_bytes(tokens: Tokens) -> bytes | memoryview:
         if not _LITTLE:
             words.byteswap()
         raw = words.tobytes()
-    # Copied whole and then strided: slicing a memoryview byte by byte takes ten times as long.
-    # A top bit that is set in the top byte of any token is what makes that byte no ASCII.
+    # Copied first: a strided slice of a memoryview takes ten times as long. The top byte of a token
+    # is ASCII unless its top bit is set.
     if not bytes(raw)[3::TOKEN_BYTES].isascii():
         raise InvalidTokens(f"token ids are in 0 ... {MAX_TOKEN_ID}, one of these is not")
     return raw
 
 
 def _sliceable(tokens: Tokens) -> Sequence[int] | memoryview:
-    """A view of the integers in a buffer (slices are free), or the sequence as it is."""
+    """A view of the integers in a buffer (its slices copy nothing), or the sequence as it is."""
     try:
         view = memoryview(tokens)  # type: ignore[arg-type]  # what has no buffer is caught
     except TypeError:
@@ -354,12 +353,12 @@ def _sliceable(tokens: Tokens) -> Sequence[int] | memoryview:
 
 
 def prefix_key(namespace: Namespace, tokens: Tokens) -> Key:
-    """The key of the complete state of all of `tokens`."""
+    """The key of the complete state after `tokens`."""
     return prefix_key_of_bytes(namespace, token_bytes(tokens))
 
 
 def prefix_key_of_bytes(namespace: Namespace, raw: Buffer) -> Key:
-    """`prefix_key` of token ids that are u32 little-endian already. They are not checked."""
+    """`prefix_key` of token ids that are u32 little-endian already. Does not check them."""
     digest = hashlib.sha256(namespace.preamble)
     digest.update(raw)
     return Key(digest.digest())
@@ -368,8 +367,8 @@ def prefix_key_of_bytes(namespace: Namespace, raw: Buffer) -> Key:
 def prefix_keys(namespace: Namespace, tokens: Tokens, lengths_tokens: Sequence[int]) -> list[Key]:
     """The keys of the prefixes of these lengths, in one pass over the tokens.
 
-    `lengths_tokens` ascend strictly, within 0 ... len(tokens); else raises `InvalidSize`.
-    What is behind the last length is neither hashed nor looked at.
+    `lengths_tokens` must ascend strictly, within 0 ... len(tokens); else raises `InvalidSize`.
+    Tokens after the last length are neither hashed nor checked.
     """
     if not lengths_tokens:
         return []
@@ -401,14 +400,18 @@ def _check_lengths(lengths_tokens: Sequence[int], available_tokens: int) -> None
 
 
 def block_key(parent: Key, index: int, tokens: Tokens) -> Key:
-    """The key of block `index` with exactly these tokens, after `parent` (block 0: the root)."""
+    """The key of block `index` with these tokens, after `parent` (the root for block 0)."""
     return block_key_of_bytes(parent, index, token_bytes(tokens))
 
 
 def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
-    """`block_key` of a whole (or padded) block that is 32-bit little-endian already."""
+    """`block_key` of a complete or padded block whose tokens are 32-bit little-endian already."""
+    try:
+        position = _U32.pack(index)
+    except struct.error:
+        raise InvalidSize(f"a block index is in 0 ... 2^32 - 1, not {index}") from None
     digest = hashlib.sha256(parent)
-    digest.update(_block_index(index))
+    digest.update(position)
     digest.update(raw)
     return Key(digest.digest())
 
@@ -416,10 +419,10 @@ def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
 def block_keys(
     namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
 ) -> list[Key]:
-    """The chain of `tokens` in blocks of `block_tokens`, root first.
+    """The keys of `tokens` in blocks of `block_tokens`, root first.
 
-    A trailing incomplete block has no key, or with `include_partial` the key of the block padded
-    with -1 (to save it; it is found by exactly the same tokens only).
+    A trailing incomplete block has no key. With `include_partial` it has the key of the block
+    padded with -1, so that it can be saved; only exactly the same tokens find it.
     """
     return list(iter_block_keys(namespace, tokens, block_tokens, include_partial=include_partial))
 
@@ -427,17 +430,17 @@ def block_keys(
 def iter_block_keys(
     namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
 ) -> Iterator[Key]:
-    """`block_keys`, hashing (and checking) each block when it is asked for: a walk that misses
-    on block 0 costs one block."""
+    """`block_keys`, lazily: hashes (and checks) each block when its key is taken, so a search that
+    misses on block 0 costs one block."""
     return iter_chain(namespace.root, 0, tokens, block_tokens, include_partial=include_partial)
 
 
 def extend_chain(
     parent: Key, index: int, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
 ) -> list[Key]:
-    """The keys of blocks `index`, `index + 1`, ... where `tokens` are those behind `parent`.
+    """The keys of blocks `index`, `index + 1`, ... of `tokens`, which follow block `index - 1`.
 
-    `parent` is the key of block `index - 1`, or the namespace's root for `index` 0.
+    `parent` is the key of that block, or the namespace's root for `index` 0.
     """
     return list(iter_chain(parent, index, tokens, block_tokens, include_partial=include_partial))
 
@@ -466,10 +469,3 @@ def _chain(
     if include_partial and whole_tokens < len(tokens):
         raw = bytes(token_bytes(tokens[whole_tokens:]))
         yield block_key_of_bytes(key, index, raw.ljust(block_tokens * TOKEN_BYTES, _PADDING[:1]))
-
-
-def _block_index(index: int) -> bytes:
-    try:
-        return _U32.pack(index)
-    except struct.error:
-        raise InvalidSize(f"a block index is in 0 ... 2^32 - 1, not {index}") from None

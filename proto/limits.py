@@ -1,7 +1,7 @@
-"""Every bound and every default that the daemon and its clients have to agree on.
+"""Bounds and defaults that the daemon and its clients share.
 
-Sizes end in `_BYTES`, times in `_MS` or `_NS`; a `MAX_` is refused beyond, a `DEFAULT_` can
-be changed by configuration or per call.
+Sizes end in `_BYTES`, times in `_MS` or `_NS`. Values above a `MAX_` are refused. A `DEFAULT_` can
+be changed in the configuration or per call.
 """
 
 from __future__ import annotations
@@ -16,56 +16,56 @@ QUANT_BYTES: Final = 8
 
 #: Keys, items, tokens or ranges in one request.
 MAX_BATCH_KEYS: Final = 4096
-#: One gRPC message. Above it the transport itself answers RESOURCE_EXHAUSTED.
+#: One gRPC message. The transport itself answers a larger one with RESOURCE_EXHAUSTED.
 MAX_MESSAGE_BYTES: Final = 16 * 2**20
-#: A request that brings neither payloads nor token ids: several times what a batch of keys needs.
+#: A request with neither payloads nor token ids: several times what a batch of keys needs.
 MAX_PLAIN_MESSAGE_BYTES: Final = 1 * 2**20
-#: What payloads are cut into on a stream.
+#: The chunks of a payload on a stream.
 CHUNK_BYTES: Final = 1 * 2**20
-#: What a client lets the daemon copy out of staging memory at once, unless a payload is larger:
-#: so much takes the daemon a millisecond.
+#: The bytes in staging memory that one message of a client announces, unless a payload is larger.
+#: To copy them takes the daemon a millisecond.
 STAGED_MESSAGE_BYTES: Final = 4 * 2**20
-#: Pieces of all payloads that are lent in one call.
+#: Pieces of all payloads that one call lends.
 MAX_LENT_PIECES: Final = 16_384
-#: Of the token that says that memory is still lent.
+#: The token in lent memory that tells that it is still lent.
 LENT_TOKEN_BYTES: Final = 16
-#: Token ids that an entry may carry, 4 bytes each.
+#: The token ids of an entry, 4 bytes each.
 MAX_TOKEN_IDS_BYTES: Final = 4 * 2**20
 MAX_PAYLOAD_BYTES: Final = 2**40
 MAX_LAYERS: Final = 2**16 - 1
 MAX_CLIENT_NAME_CHARS: Final = 120
-#: Namespaces that tokens name, and that have shares of a tier: each save looks at all of them.
+#: Namespaces with tokens, and namespaces with shares of a tier: each save looks at all of these.
 MAX_NAMESPACES: Final = 32
-#: The name under which the daemon adds up what clients count.
+#: A label, under which the daemon adds up what clients count.
 MAX_LABEL_CHARS: Final = 64
-#: One number of one such report: sums of them stay exact in the metrics for long.
+#: A number in a client's report. Sums of such numbers stay exact in the metrics for long.
 MAX_REPORTED: Final = 2**48
 
-#: Of the times that calls, commits and restores take, in nanoseconds: 50 us to 10 s. A report has a
-#: number for each, and one for what took longer.
+#: Buckets for the times of calls, commits and restores, in nanoseconds: 50 us to 10 s. A report has
+#: a number for each bucket, and one for longer times.
 LATENCY_BOUNDS_NS: Final = tuple(
     round(1e3 * us)
     for us in (50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7)
 )
 
-#: Misses of which a report names keys, and how many keys of each.
+#: Misses whose keys a report has, and the keys of each.
 MAX_TOLD_MISSES: Final = 64
 MAX_TOLD_KEYS: Final = 8
 
 # ---- time
 
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000
-#: A session that was silent for this many intervals is lost.
+#: A session that is silent for this many heartbeat intervals is lost.
 SESSION_LOST_AFTER_INTERVALS: Final = 2
 DEFAULT_CLAIM_LEASE_MS: Final = 300_000
 DEFAULT_RESERVATION_TTL_MS: Final = 60_000
 MAX_LEASE_MS: Final = 3_600_000
-#: What a reader waits for a save in flight, unless it says otherwise.
+#: How long a reader waits for a save in flight by default.
 DEFAULT_WAIT_MS: Final = 500
-#: What a search waits for entries of other nodes, unless it says otherwise.
+#: How long a search waits for entries of other nodes by default.
 DEFAULT_SHARED_WAIT_MS: Final = 1_000
 MAX_WAIT_MS: Final = 60_000
-#: A watcher hears of the daemon at least this often.
+#: The daemon sends a watcher a message at least this often.
 WATCH_BEAT_MS: Final = 5_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
@@ -74,12 +74,12 @@ DEFAULT_DEADLINE_MS: Final = 5_000
 # ---- tables of the daemon
 
 MAX_SESSIONS: Final = 4_096
-#: Labels that the daemon adds up apart; those that come later count as one.
+#: Labels that the daemon counts separately. Later ones count as "other".
 MAX_LABELS: Final = 64
 MAX_CLAIMS_PER_SESSION: Final = 65_536
 MAX_RESERVATIONS_PER_SESSION: Final = 65_536
 MAX_WAITERS: Final = 65_536
-#: Saves in flight that waiting requests wait for, each counted once per request: about 200 bytes.
+#: Saves in flight that requests wait for, counted once per request. Each takes about 200 bytes.
 MAX_WAITED_KEYS: Final = 262_144
 MAX_WAITED_KEYS_PER_SESSION: Final = 65_536
 MAX_PAGE_ENTRIES: Final = 10_000

@@ -1,14 +1,16 @@
-"""Namespaces of tenants: each has keys of its own, whatever keys its clients name.
+"""Names that clients have: labels of their traffic, and the namespaces of tenants.
 
-The daemon puts another key in the place of each that a bound client names:
+A label is a name under which the daemon adds up what a client counts. A namespace gives a tenant
+keys of its own, whatever keys its clients name. The daemon replaces each key that a client bound to
+a namespace names:
 
     offset  bytes
-         0     24  the beginning of SHA-256("prefixd tenant key\\0" + name + "\\0" + its key)
-        24      8  the beginning of SHA-256("prefixd tenant\\0" + name), the tag
+         0     24  the beginning of SHA-256("prefixd tenant key\\0" + name + "\\0" + client's key)
+        24      8  the tag: the beginning of SHA-256("prefixd tenant\\0" + name)
 
-So two namespaces can't meet in a key, and a key says whose it is: after a restart, on other nodes,
-and without a byte more in any table or record. Nothing here is secret: whoever is bound can name
-no key but its own, because the daemon does this to every key of every call.
+So two namespaces never share a key, and a key tells its namespace: after a restart, on other nodes,
+and without a byte more in any table or record. Nothing here is secret: a bound client can name only
+keys of its own namespace, because the daemon replaces every key of every call.
 """
 
 from __future__ import annotations
@@ -18,17 +20,34 @@ from collections.abc import Iterable
 from hashlib import sha256
 from typing import Final
 
+from .errors import InvalidSize
 from .keys import Key
-from .limits import KEY_BYTES
+from .limits import KEY_BYTES, MAX_LABEL_CHARS
 
 TAG_BYTES: Final = 8
-#: With both of these behind it a name is still a label (`proto.labels`).
+#: Short enough that a label can begin with it (`check_label`).
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 _HASH_BYTES: Final = KEY_BYTES - TAG_BYTES
+_LABEL: Final = re.compile(rf"[A-Za-z0-9._:/@+-]{{1,{MAX_LABEL_CHARS}}}")
+
+
+def check_label(label: str) -> str:
+    """`label` itself. Raises InvalidSize if it can't be a label."""
+    if not _LABEL.fullmatch(label):
+        raise InvalidSize(
+            f"a label has 1 ... {MAX_LABEL_CHARS} letters, digits or ._:/@+-, not {label[:80]!r}"
+        )
+    return label
+
+
+def printable(text: str) -> str:
+    """`text` with a `?` for each character that a terminal might take for a command. For what
+    clients say of themselves, such as their names."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
 
 
 def tag_of(name: str) -> bytes:
-    """What every key of a namespace ends with."""
+    """The tag that every key of a namespace ends with."""
     return sha256(b"prefixd tenant\0" + name.encode()).digest()[:TAG_BYTES]
 
 
@@ -38,7 +57,7 @@ class Namespace:
     __slots__ = ("_begun", "name", "tag")
 
     def __init__(self, name: str) -> None:
-        """Raises ValueError for what can't be a name."""
+        """Raises ValueError if `name` can't be a namespace's."""
         if not NAME.fullmatch(name):
             raise ValueError(f"a namespace has 1 to 32 letters, digits or ._-, not {name[:40]!r}")
         self.name: Final = name
@@ -55,8 +74,8 @@ class Namespace:
         return f"Namespace({self.name!r})"
 
     def stored(self, keys: Iterable[Key]) -> tuple[Key, ...]:
-        """Under which keys the daemon has what a client of this namespace calls these. A
-        microsecond each."""
+        """The daemon's keys for these keys of a client of this namespace. Takes a microsecond
+        each."""
         begun, tag, found = self._begun, self.tag, []
         for key in keys:
             hashed = begun.copy()
@@ -65,5 +84,5 @@ class Namespace:
         return tuple(found)
 
     def has(self, key: bytes) -> bool:
-        """Is this key, as the daemon has it, one of this namespace?"""
+        """Does this key of the daemon belong to this namespace?"""
         return key.endswith(self.tag)

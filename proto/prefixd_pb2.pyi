@@ -5,13 +5,13 @@ The contract between prefixd, its clients and its operators.
 
 Conventions
   * Units are in the field names: _bytes, _ms, _ns, _tokens. *_unix_ns is wall-clock time.
-  * A repeated field of a request is a batch: the response holds one result per element, in
-    the same order. A batch is empty or over the limit of Welcome: INVALID_ARGUMENT.
-  * A failed rpc carries, beside its gRPC code and a sentence, the trailing metadata
-    `prefixd-error` (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may
-    succeed later, "0": it never will). A result inside a batch is a status, never an error.
+  * A repeated field of a request is a batch: the response has one result per element, in the
+    same order. A batch that is empty or exceeds max_batch_keys of Welcome: INVALID_ARGUMENT.
+  * A failed rpc has, beside its gRPC code and a sentence, the trailing metadata `prefixd-error`
+    (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may succeed later, "0": it
+    never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
-  * An rpc may carry the metadata `traceparent` (proto/traceparent.py).
+  * An rpc may have the metadata `traceparent` (proto/frames.py).
 """
 
 import builtins
@@ -68,7 +68,7 @@ class _SaveReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """the engine is about to stop"""
 
 class SaveReason(_SaveReason, metaclass=_SaveReasonEnumTypeWrapper):
-    """Why a state is saved, for those who look at the cache."""
+    """Why a state is saved. For operators who look at the cache."""
 
 SAVE_REASON_UNSPECIFIED: SaveReason.ValueType  # 0
 SAVE_REASON_COLD: SaveReason.ValueType  # 1
@@ -110,7 +110,7 @@ class _ClaimMode:
 class _ClaimModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ClaimMode.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     CLAIM_MODE_RUN: _ClaimMode.ValueType  # 0
-    """keys from the first on, up to the first that is absent (a block chain)"""
+    """the keys before the first that is absent (a block chain)"""
     CLAIM_MODE_FIRST: _ClaimMode.ValueType  # 1
     """the first key that is present (a backward walk over prefix entries)"""
     CLAIM_MODE_ANY: _ClaimMode.ValueType  # 2
@@ -119,7 +119,7 @@ class _ClaimModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
 class ClaimMode(_ClaimMode, metaclass=_ClaimModeEnumTypeWrapper): ...
 
 CLAIM_MODE_RUN: ClaimMode.ValueType  # 0
-"""keys from the first on, up to the first that is absent (a block chain)"""
+"""the keys before the first that is absent (a block chain)"""
 CLAIM_MODE_FIRST: ClaimMode.ValueType  # 1
 """the first key that is present (a backward walk over prefix entries)"""
 CLAIM_MODE_ANY: ClaimMode.ValueType  # 2
@@ -135,9 +135,9 @@ class _ReleaseStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RELEASE_STATUS_UNSPECIFIED: _ReleaseStatus.ValueType  # 0
     RELEASE_STATUS_RELEASED: _ReleaseStatus.ValueType  # 1
     RELEASE_STATUS_ALREADY: _ReleaseStatus.ValueType  # 2
-    """nobody holds it any more; nothing changed"""
+    """it had ended before; nothing changed"""
     RELEASE_STATUS_LOST: _ReleaseStatus.ValueType  # 3
-    """lease over or revoked: what was read under it must be thrown away"""
+    """its lease ran out or it was revoked: discard what was read under it"""
     RELEASE_STATUS_UNKNOWN: _ReleaseStatus.ValueType  # 4
     """this session never had it"""
 
@@ -146,9 +146,9 @@ class ReleaseStatus(_ReleaseStatus, metaclass=_ReleaseStatusEnumTypeWrapper): ..
 RELEASE_STATUS_UNSPECIFIED: ReleaseStatus.ValueType  # 0
 RELEASE_STATUS_RELEASED: ReleaseStatus.ValueType  # 1
 RELEASE_STATUS_ALREADY: ReleaseStatus.ValueType  # 2
-"""nobody holds it any more; nothing changed"""
+"""it had ended before; nothing changed"""
 RELEASE_STATUS_LOST: ReleaseStatus.ValueType  # 3
-"""lease over or revoked: what was read under it must be thrown away"""
+"""its lease ran out or it was revoked: discard what was read under it"""
 RELEASE_STATUS_UNKNOWN: ReleaseStatus.ValueType  # 4
 """this session never had it"""
 Global___ReleaseStatus: typing_extensions.TypeAlias = ReleaseStatus
@@ -161,17 +161,17 @@ class _ReadStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     READ_STATUS_OK: _ReadStatus.ValueType  # 0
     READ_STATUS_UNREADABLE: _ReadStatus.ValueType  # 1
-    """the store could not give the bytes now; the entry stays"""
+    """the store could not read the bytes now; the entry stays"""
     READ_STATUS_DAMAGED: _ReadStatus.ValueType  # 2
-    """the bytes are not those that were saved; the entry is dropped"""
+    """the bytes differ from those that were saved; the entry is dropped"""
 
 class ReadStatus(_ReadStatus, metaclass=_ReadStatusEnumTypeWrapper): ...
 
 READ_STATUS_OK: ReadStatus.ValueType  # 0
 READ_STATUS_UNREADABLE: ReadStatus.ValueType  # 1
-"""the store could not give the bytes now; the entry stays"""
+"""the store could not read the bytes now; the entry stays"""
 READ_STATUS_DAMAGED: ReadStatus.ValueType  # 2
-"""the bytes are not those that were saved; the entry is dropped"""
+"""the bytes differ from those that were saved; the entry is dropped"""
 Global___ReadStatus: typing_extensions.TypeAlias = ReadStatus
 
 class _ReserveStatus:
@@ -183,26 +183,30 @@ class _ReserveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._
     RESERVE_STATUS_UNSPECIFIED: _ReserveStatus.ValueType  # 0
     RESERVE_STATUS_GRANTED: _ReserveStatus.ValueType  # 1
     RESERVE_STATUS_PRESENT: _ReserveStatus.ValueType  # 2
-    """published already, by whomever; nothing to do"""
+    """published already; nothing to do"""
     RESERVE_STATUS_IN_FLIGHT: _ReserveStatus.ValueType  # 3
-    """somebody else is saving it"""
+    """being saved already"""
     RESERVE_STATUS_TOO_LARGE: _ReserveStatus.ValueType  # 4
-    """for this tier, or what one client may reserve of it, for ever"""
+    """it will never fit into this tier, or into what one client may reserve of it"""
     RESERVE_STATUS_NO_ROOM: _ReserveStatus.ValueType  # 5
-    """everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
+    """Everything is pinned or reserved, or this session's share is, or the tier takes no saves now. May
+    succeed later.
+    """
 
 class ReserveStatus(_ReserveStatus, metaclass=_ReserveStatusEnumTypeWrapper): ...
 
 RESERVE_STATUS_UNSPECIFIED: ReserveStatus.ValueType  # 0
 RESERVE_STATUS_GRANTED: ReserveStatus.ValueType  # 1
 RESERVE_STATUS_PRESENT: ReserveStatus.ValueType  # 2
-"""published already, by whomever; nothing to do"""
+"""published already; nothing to do"""
 RESERVE_STATUS_IN_FLIGHT: ReserveStatus.ValueType  # 3
-"""somebody else is saving it"""
+"""being saved already"""
 RESERVE_STATUS_TOO_LARGE: ReserveStatus.ValueType  # 4
-"""for this tier, or what one client may reserve of it, for ever"""
+"""it will never fit into this tier, or into what one client may reserve of it"""
 RESERVE_STATUS_NO_ROOM: ReserveStatus.ValueType  # 5
-"""everything is pinned or reserved, or this session's share is, or the tier takes no saves now; may succeed later"""
+"""Everything is pinned or reserved, or this session's share is, or the tier takes no saves now. May
+succeed later.
+"""
 Global___ReserveStatus: typing_extensions.TypeAlias = ReserveStatus
 
 class _SaveStatus:
@@ -219,13 +223,13 @@ class _SaveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     SAVE_STATUS_TOO_LARGE: _SaveStatus.ValueType  # 4
     SAVE_STATUS_NO_ROOM: _SaveStatus.ValueType  # 5
     SAVE_STATUS_CRC_MISMATCH: _SaveStatus.ValueType  # 6
-    """the bytes that arrived are not those that were meant"""
+    """the bytes that arrived do not match payload_crc32c"""
     SAVE_STATUS_LENGTH_MISMATCH: _SaveStatus.ValueType  # 7
     """fewer or more bytes than reserved"""
     SAVE_STATUS_LOST: _SaveStatus.ValueType  # 8
     """the reservation expired, was cancelled or is unknown"""
     SAVE_STATUS_DEVICE_FULL: _SaveStatus.ValueType  # 9
-    """the tier's device has no space though its budget has; may succeed later"""
+    """the tier's device has no space, although its budget has; may succeed later"""
     SAVE_STATUS_FAILED: _SaveStatus.ValueType  # 10
     """the store failed; may succeed later"""
 
@@ -239,13 +243,13 @@ SAVE_STATUS_IN_FLIGHT: SaveStatus.ValueType  # 3
 SAVE_STATUS_TOO_LARGE: SaveStatus.ValueType  # 4
 SAVE_STATUS_NO_ROOM: SaveStatus.ValueType  # 5
 SAVE_STATUS_CRC_MISMATCH: SaveStatus.ValueType  # 6
-"""the bytes that arrived are not those that were meant"""
+"""the bytes that arrived do not match payload_crc32c"""
 SAVE_STATUS_LENGTH_MISMATCH: SaveStatus.ValueType  # 7
 """fewer or more bytes than reserved"""
 SAVE_STATUS_LOST: SaveStatus.ValueType  # 8
 """the reservation expired, was cancelled or is unknown"""
 SAVE_STATUS_DEVICE_FULL: SaveStatus.ValueType  # 9
-"""the tier's device has no space though its budget has; may succeed later"""
+"""the tier's device has no space, although its budget has; may succeed later"""
 SAVE_STATUS_FAILED: SaveStatus.ValueType  # 10
 """the store failed; may succeed later"""
 Global___SaveStatus: typing_extensions.TypeAlias = SaveStatus
@@ -260,9 +264,9 @@ class _DeleteStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DELETE_STATUS_DELETED: _DeleteStatus.ValueType  # 1
     DELETE_STATUS_ABSENT: _DeleteStatus.ValueType  # 2
     DELETE_STATUS_PINNED: _DeleteStatus.ValueType  # 3
-    """somebody reads it at this moment"""
+    """a client has claimed it; not deleted"""
     DELETE_STATUS_IN_FLIGHT: _DeleteStatus.ValueType  # 4
-    """somebody saves it at this moment"""
+    """it is being saved; not deleted"""
 
 class DeleteStatus(_DeleteStatus, metaclass=_DeleteStatusEnumTypeWrapper): ...
 
@@ -270,9 +274,9 @@ DELETE_STATUS_UNSPECIFIED: DeleteStatus.ValueType  # 0
 DELETE_STATUS_DELETED: DeleteStatus.ValueType  # 1
 DELETE_STATUS_ABSENT: DeleteStatus.ValueType  # 2
 DELETE_STATUS_PINNED: DeleteStatus.ValueType  # 3
-"""somebody reads it at this moment"""
+"""a client has claimed it; not deleted"""
 DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
-"""somebody saves it at this moment"""
+"""it is being saved; not deleted"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
 class _WatchKind:
@@ -283,39 +287,42 @@ class _WatchKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     WATCH_KIND_UNSPECIFIED: _WatchKind.ValueType  # 0
     WATCH_KIND_PUBLISHED: _WatchKind.ValueType  # 1
-    """the key is there; it may be told twice"""
+    """the key is published; may be sent twice"""
     WATCH_KIND_EVICTED: _WatchKind.ValueType  # 2
-    """the key is not there any more, for whatever reason; it may never have been told"""
+    """the key is no longer published, for whatever reason; may come without PUBLISHED"""
     WATCH_KIND_CLEARED: _WatchKind.ValueType  # 3
-    """forget every key; what is there follows"""
+    """forget every key; the published ones follow"""
     WATCH_KIND_SYNCED: _WatchKind.ValueType  # 4
-    """everything that is there has been told"""
+    """all published keys have been sent"""
 
 class WatchKind(_WatchKind, metaclass=_WatchKindEnumTypeWrapper):
-    """What a watcher holds after CLEARED, all that follows, and SYNCED are exactly the keys that the daemon
-    can find, in the tiers that were asked for. It begins with CLEARED, or where it goes on with SYNCED.
+    """A watch begins with CLEARED; one that goes on begins with SYNCED. A watcher that applies CLEARED and
+    everything up to SYNCED has exactly the published keys of the requested tiers, and stays exact by
+    applying what follows.
     """
 
 WATCH_KIND_UNSPECIFIED: WatchKind.ValueType  # 0
 WATCH_KIND_PUBLISHED: WatchKind.ValueType  # 1
-"""the key is there; it may be told twice"""
+"""the key is published; may be sent twice"""
 WATCH_KIND_EVICTED: WatchKind.ValueType  # 2
-"""the key is not there any more, for whatever reason; it may never have been told"""
+"""the key is no longer published, for whatever reason; may come without PUBLISHED"""
 WATCH_KIND_CLEARED: WatchKind.ValueType  # 3
-"""forget every key; what is there follows"""
+"""forget every key; the published ones follow"""
 WATCH_KIND_SYNCED: WatchKind.ValueType  # 4
-"""everything that is there has been told"""
+"""all published keys have been sent"""
 Global___WatchKind: typing_extensions.TypeAlias = WatchKind
 
 @typing.final
 class SessionRef(google.protobuf.message.Message):
-    """Whose call it is, and the proof: the secret that Welcome told. A session that was opened with a
-    token has its role and its namespace, whatever the transport: PERMISSION_DENIED not_permitted for
-    what the role does not allow, and for a caller whose own token is of another namespace. Every call that acts for a session
-    is refused without it, on every transport. Of another start of the daemon: FAILED_PRECONDITION
-    stale_incarnation; of a session that ended or never was, and with another secret:
-    FAILED_PRECONDITION unknown_session, which of these it was is not said. Open a new session and
-    repeat.
+    """The session that a call acts for, and the proof: the secret of Welcome. Every call that acts for a
+    session needs it, on every transport. Errors:
+      FAILED_PRECONDITION stale_incarnation: the session is of another start of the daemon.
+      FAILED_PRECONDITION unknown_session: the session ended, never was, or has another secret. The
+        error does not tell which.
+      PERMISSION_DENIED not_permitted: a session that was opened with a token has its role and its
+        namespace, on every transport. The role does not allow the call, or the caller's own token is
+        of another namespace.
+    After FAILED_PRECONDITION, open a new session and repeat the call.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -339,7 +346,7 @@ Global___SessionRef: typing_extensions.TypeAlias = SessionRef
 
 @typing.final
 class EntryInfo(google.protobuf.message.Message):
-    """What is known of a published entry."""
+    """A published entry."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -353,12 +360,12 @@ class EntryInfo(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     generation: builtins.int
-    """never reused by this start of the daemon (its incarnation)"""
+    """unique within one start of the daemon (its incarnation)"""
     payload_bytes: builtins.int
     token_count: builtins.int
     payload_crc32c: builtins.int
     layer_count: builtins.int
-    """0: no layer table; else payload_bytes / layer_count bytes each"""
+    """0: no layer table; else each layer has payload_bytes / layer_count bytes"""
     token_ids_bytes: builtins.int
     reason: Global___SaveReason.ValueType
     def __init__(
@@ -379,13 +386,14 @@ Global___EntryInfo: typing_extensions.TypeAlias = EntryInfo
 
 @typing.final
 class InFlight(google.protobuf.message.Message):
-    """A save by somebody that is not published yet."""
+    """A save that is not published yet."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     OWNER_FIELD_NUMBER: builtins.int
     AGE_MS_FIELD_NUMBER: builtins.int
     owner: builtins.str
+    """the client that saves it"""
     age_ms: builtins.int
     def __init__(
         self,
@@ -442,12 +450,12 @@ class Hello(google.protobuf.message.Message):
     HOST_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     client_name: builtins.str
-    """shown to operators, and to whoever meets one of its saves in flight"""
+    """shown to operators, and to clients that meet one of its saves in flight"""
     pid: builtins.int
     host: builtins.str
     label: builtins.str
-    """Under which name the daemon adds up what this client counts: a model, a tenant. Empty: "default".
-    The daemon keeps 64 labels; those that come later count as "other".
+    """The name under which the daemon adds up what this client counts, such as a model or a tenant.
+    Empty: "default". The daemon keeps 64 labels; later ones count as "other".
     """
     def __init__(
         self,
@@ -470,8 +478,8 @@ class Heartbeat(google.protobuf.message.Message):
     sequence: builtins.int
     @property
     def usage(self) -> Global___Usage:
-        """What the client counted since the report before. Not set: nothing, or the report before is not
-        answered yet. The last heartbeat of a session that its client ends has the rest.
+        """What the client counted since its previous report. Not set: nothing, or the previous report is
+        not answered yet. The last heartbeat before a client ends its session has the rest.
         """
 
     def __init__(
@@ -487,8 +495,9 @@ Global___Heartbeat: typing_extensions.TypeAlias = Heartbeat
 
 @typing.final
 class Usage(google.protobuf.message.Message):
-    """What clients do without the daemon's seeing it: a look-up in place is no call. The daemon believes
-    what adds up, and ends a session whose numbers don't (INVALID_ARGUMENT malformed_message).
+    """What a client counts. The daemon does not see all of it: a look-up in place makes no call. It
+    accepts numbers that add up, and ends a session whose numbers don't (INVALID_ARGUMENT
+    malformed_message).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -556,13 +565,13 @@ class Usage(google.protobuf.message.Message):
     hits: builtins.int
     """look-ups that found something"""
     lookup_tokens: builtins.int
-    """tokens looked for, as far as the caller said or the hit shows"""
+    """tokens looked up, as far as the caller or the hit tells"""
     restored_tokens: builtins.int
-    """tokens whose state arrived whole, from the first entry of a hit on"""
+    """tokens whose state was restored completely, from the first entry of a hit on"""
     restore_ns: builtins.int
     @property
     def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """the others by reason: they add up to lookups - hits"""
+        """the other look-ups by reason: their sum is lookups - hits"""
 
     @property
     def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
@@ -572,19 +581,22 @@ class Usage(google.protobuf.message.Message):
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
     @property
     def absent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AbsentMiss]:
-        """Of some of the misses that are `absent`, the keys that were looked for: at most 64, of 8 keys."""
+        """For some of the misses that are `absent`, the keys that were looked up: at most 64 misses, with 8
+        keys each.
+        """
 
     @property
     def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """In Stats only: the misses that are `absent`, by what the daemon's journal said when they were
-        told: evicted, deleted, damaged, replaced; never_saved since the daemon's start; not_remembered
-        where the journal does not reach back that far; not_told if the keys were not. They add up.
+        reported: evicted, deleted, damaged, replaced; never_saved: not since the daemon's start;
+        not_remembered: the journal does not reach back that far; not_told: the report did not have their
+        keys. They add up to all misses that are `absent`.
         """
 
     @property
     def restore_times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Restores that were asked for, by how long they took, as StageTimes.times: 18 numbers, or none for
-        none; and how long all of them took.
+        """Restores by duration, as in StageTimes.times: 18 numbers, or none if there were no restores. And
+        their total duration.
         """
 
     def __init__(
@@ -669,13 +681,15 @@ class TierUsage(google.protobuf.message.Message):
     hit_tokens: builtins.int
     @property
     def restored_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """by path: view, copy (in place), stream (by rpc)"""
+        """by path: view and copy (in place), stream (by rpc)"""
 
     @property
     def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedUsage]: ...
     @property
     def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """In Stats only: of `Usage.absent_because`, what left this tier: evicted, deleted, damaged, replaced."""
+        """In Stats only: the part of `Usage.absent_because` for entries that left this tier: evicted, deleted,
+        damaged, replaced.
+        """
 
     def __init__(
         self,
@@ -714,7 +728,7 @@ Global___SavedUsage: typing_extensions.TypeAlias = SavedUsage
 
 @typing.final
 class Touch(google.protobuf.message.Message):
-    """Entries that were read without a claim: one access each, in this order (leaf first)."""
+    """Entries that were read without a claim. Each counts as one access, in this order (leaf first)."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -732,8 +746,8 @@ Global___Touch: typing_extensions.TypeAlias = Touch
 
 @typing.final
 class Suspect(google.protobuf.message.Message):
-    """Entries whose bytes did not match their checksum. The daemon reads them itself and drops
-    those that are damaged.
+    """Entries whose bytes did not match their checksum. The daemon reads them itself, and drops those
+    that are damaged.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -752,9 +766,7 @@ Global___Suspect: typing_extensions.TypeAlias = Suspect
 
 @typing.final
 class GiveBack(google.protobuf.message.Message):
-    """Claims that are released without waiting for the answer. A claim that was lost meanwhile was
-    or will be told by ClaimLost.
-    """
+    """Releases claims without an answer. ClaimLost tells of those that were lost meanwhile."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -830,17 +842,17 @@ class Welcome(google.protobuf.message.Message):
     max_batch_keys: builtins.int
     max_message_bytes: builtins.int
     chunk_bytes: builtins.int
-    """what parts and reads are cut into"""
+    """the size that parts and reads are cut into"""
     daemon_version: builtins.str
     local_socket: builtins.str
-    """where clients on this host are served; empty: nowhere (see LocalRequest)"""
+    """the socket for clients on this host (see LocalRequest); empty: there is none"""
     shares: builtins.bool
-    """is there a shared engine that Pull asks?"""
+    """there is a shared engine, which Pull asks"""
     session_secret: builtins.bytes
     """for SessionRef: 16 random bytes that only this client knows"""
     data_port: builtins.int
-    """The TCP port of the data socket (see DataRequest), on the host that the client reached the daemon
-    at; 0: there is none.
+    """The TCP port of the data socket (see DataRequest), on the host at which the client reached the
+    daemon; 0: there is none.
     """
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
@@ -879,8 +891,9 @@ class TierLimits(google.protobuf.message.Message):
     budget_bytes: builtins.int
     max_payload_bytes: builtins.int
     max_reserved_bytes: builtins.int
-    """What this session may have reserved at once, in stored bytes: an entry takes its payload, and its
-    token ids with 4 bytes more, in whole slabs. One that is larger has to be reserved alone.
+    """What this session may have reserved at once, in stored bytes. The stored bytes of an entry are
+    those of its payload, plus its token ids and 4 bytes if it has any, rounded up to whole slabs. A
+    larger entry has to be reserved alone.
     """
     slab_bytes: builtins.int
     def __init__(
@@ -904,7 +917,7 @@ class HeartbeatAck(google.protobuf.message.Message):
     UNDER_PRESSURE_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     under_pressure: builtins.bool
-    """memory is short on the node: what can be saved and freed is better freed"""
+    """the node is short of memory: better save and free what can be freed"""
     def __init__(
         self,
         *,
@@ -956,7 +969,7 @@ Global___ReservationLost: typing_extensions.TypeAlias = ReservationLost
 
 @typing.final
 class Draining(google.protobuf.message.Message):
-    """The daemon stops after finishing what is in flight."""
+    """The daemon stops when it has finished what is in flight."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -977,9 +990,9 @@ class LookupRequest(google.protobuf.message.Message):
     stop_at_first_absent: builtins.bool
     """results end with the first key that is not present"""
     wait_ms: builtins.int
-    """wait this long for keys in flight, then answer what is"""
+    """how long to wait for keys in flight before the answer"""
     brief: builtins.bool
-    """tell presences instead of results"""
+    """answer with presences instead of results"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
@@ -1028,7 +1041,7 @@ class LookupResponse(google.protobuf.message.Message):
     incarnation: builtins.bytes
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___LookupResult]:
-        """none, if brief"""
+        """empty if brief"""
 
     @property
     def presences(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Presence.ValueType]:
@@ -1058,9 +1071,9 @@ class ClaimRequest(google.protobuf.message.Message):
     mode: Global___ClaimMode.ValueType
     wait_ms: builtins.int
     lease_ms: builtins.int
-    """0: the longest there is, claim_lease_ms of Welcome"""
+    """0: the longest lease, claim_lease_ms of Welcome"""
     brief: builtins.bool
-    """The client knows the entries from the index: tell their generations instead of results."""
+    """The client knows the entries from the index: answer with their generations instead of results."""
     @property
     def session(self) -> Global___SessionRef: ...
     @property
@@ -1112,15 +1125,15 @@ class ClaimResponse(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     GENERATIONS_FIELD_NUMBER: builtins.int
     claim_id: builtins.int
-    """0: nothing was there to claim, nothing needs to be released"""
+    """0: nothing was claimed, nothing needs to be released"""
     lease_ms: builtins.int
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimResult]:
-        """none, if brief"""
+        """empty if brief"""
 
     @property
     def generations(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """if brief: of what each key got; 0: not claimed"""
+        """if brief: of the entry of each key; 0: not claimed"""
 
     def __init__(
         self,
@@ -1180,7 +1193,7 @@ class ReadRange(google.protobuf.message.Message):
     LENGTH_BYTES_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     index: builtins.int
-    """among the results of the claim with `claimed`, counted from 0"""
+    """position among the results of the claim with `claimed`, from 0"""
     offset_bytes: builtins.int
     length_bytes: builtins.int
     """0: to the end"""
@@ -1268,8 +1281,8 @@ Global___ReadResponse: typing_extensions.TypeAlias = ReadResponse
 class SaveHeader(google.protobuf.message.Message):
     """---- write side
 
-    Keys to save come in columns, a value of each for each key. A column that is left out says 0, or
-    nothing, of every key; payload_bytes can't be.
+    The keys to save, in columns: each column has a value for each key. A column that is left out stands
+    for 0, or for empty values. payload_bytes can't be left out.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1291,7 +1304,7 @@ class SaveHeader(google.protobuf.message.Message):
     wait_ms: builtins.int
     """how long to wait for the same keys in flight"""
     ttl_ms: builtins.int
-    """0: the daemon's own"""
+    """time to live of the reservations; 0: the daemon's default"""
     @property
     def session(self) -> Global___SessionRef: ...
     @property
@@ -1308,19 +1321,19 @@ class SaveHeader(google.protobuf.message.Message):
 
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """Optional, u32 little-endian. Stored and given back as they are: the daemon does not know the
-        namespace, and can't tell whether they are those of the key. A reader that knows it can
-        (verify_token_ids in proto/layout.py).
+        """Optional, u32 little-endian. The daemon stores them as they are. It does not know the namespace,
+        so it can't check that they belong to the key. A reader that knows the namespace can
+        (verify_token_ids in proto/payload.py).
         """
 
     @property
     def ancestors(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """the blocks before keys[0], root first; they are used by this save"""
+        """the blocks before keys[0], root first; this save counts as a use of them"""
 
     @property
     def touched(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """What this client read without a claim and has not told yet (see Touch): it counts before the
-        save makes room. On the session stream it might come after.
+        """What this client read without a claim and has not reported yet (see Touch). Here it counts before
+        the save makes room; on the session stream it might come after.
         """
 
     def __init__(
@@ -1414,14 +1427,14 @@ class WritePart(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
     token: builtins.int
-    """of the reservation; in a Save stream unused"""
+    """of the reservation; unused in a Save stream"""
     item: builtins.int
-    """index in SaveHeader.keys; in a Write stream unused"""
+    """index in SaveHeader.keys; unused in a Write stream"""
     offset_bytes: builtins.int
     data: builtins.bytes
     last: builtins.bool
     payload_crc32c: builtins.int
-    """of the whole payload, with the last part"""
+    """of the whole payload; in its last part"""
     def __init__(
         self,
         *,
@@ -1513,7 +1526,7 @@ class WriteResponse(google.protobuf.message.Message):
     RESULTS_FIELD_NUMBER: builtins.int
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """in the order in which the stream named them first"""
+        """in the order of their first parts"""
 
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]: ...
@@ -1553,7 +1566,7 @@ class SaveWholeRequest(google.protobuf.message.Message):
     def header(self) -> Global___SaveHeader: ...
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritePart]:
-        """of every item all of them"""
+        """all parts of all items"""
 
     def __init__(
         self,
@@ -1630,7 +1643,7 @@ class PullRequest(google.protobuf.message.Message):
     mode: Global___ClaimMode.ValueType
     """CLAIM_MODE_RUN or CLAIM_MODE_FIRST"""
     wait_ms: builtins.int
-    """how long it may take; 0: a second"""
+    """the time limit; 0: a second"""
     @property
     def session(self) -> Global___SessionRef: ...
     @property
@@ -1654,7 +1667,7 @@ class PullResponse(google.protobuf.message.Message):
 
     PULLED_FIELD_NUMBER: builtins.int
     pulled: builtins.int
-    """entries that came"""
+    """entries that were fetched"""
     def __init__(
         self,
         *,
@@ -1692,7 +1705,7 @@ class CancelResponse(google.protobuf.message.Message):
     CANCELLED_FIELD_NUMBER: builtins.int
     @property
     def cancelled(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """false: there was nothing left to cancel"""
+        """false: there was nothing to cancel"""
 
     def __init__(
         self,
@@ -1707,14 +1720,17 @@ Global___CancelResponse: typing_extensions.TypeAlias = CancelResponse
 class LocalRequest(google.protobuf.message.Message):
     """---- clients on the same host
 
-    Beside the gRPC socket the daemon listens at Welcome.local_socket for clients on its host: a Unix
-    stream of messages, each behind its length in bytes as u32 little-endian. One call at a time on a
-    connection, on as many connections as there are calls at once: a LocalRequest is answered by one
-    LocalResponse of the same kind, or by a Failure; save_staged by several. What the rpcs of the same
-    names promise holds here too. Whoever hangs up before the answer has asked for nothing.
+    For clients on its host the daemon also listens at Welcome.local_socket: a Unix stream of messages,
+    each after its length in bytes as u32 little-endian.
+
+    A connection takes one call at a time; a client opens as many as it has concurrent calls. A
+    LocalRequest is answered by one LocalResponse of the same kind, or by a Failure; save_staged is
+    answered by several. The calls behave like the rpcs of the same names. If a client hangs up before
+    the answer, the daemon takes back what the call granted.
+
     A connection belongs to the first session that a request on it proves. Until then it takes no
-    request above 256 KiB and is closed when it is idle; a client says `attach` first, therefore.
-    A session belongs to the process that first proved it here: others are refused.
+    request above 256 KiB and is closed when it is idle, so a client should send `attach` first. A
+    session belongs to the first process that proves it here; other processes are refused.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1731,7 +1747,7 @@ class LocalRequest(google.protobuf.message.Message):
     SAVE_LENT_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     traceparent: builtins.bytes
-    """of the span that asks (W3C); what is none is ignored"""
+    """of the caller's span (W3C); ignored if malformed"""
     @property
     def hand_over(self) -> Global___HandOverRequest: ...
     @property
@@ -1748,11 +1764,11 @@ class LocalRequest(google.protobuf.message.Message):
     def save_staged(self) -> Global___SaveStagedRequest: ...
     @property
     def give_back(self) -> Global___ReleaseRequest:
-        """as GiveBack of a session: not answered"""
+        """as GiveBack on the session stream: not answered"""
 
     @property
     def attach(self) -> Global___SessionRef:
-        """whose connection this is: not answered"""
+        """the session of this connection: not answered"""
 
     @property
     def save_lent(self) -> Global___SaveLentRequest: ...
@@ -1831,12 +1847,14 @@ Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
 class DataRequest(google.protobuf.message.Message):
     """---- clients elsewhere
 
-    Beside gRPC over TCP the daemon listens at Welcome.data_port for small calls and for payloads: a
-    stream of messages framed as on the local socket, and of the bytes that some of them announce.
-    One call at a time on a connection, on as many connections as there are calls at once. The first
-    request is `attach`, at once and by itself; a request above 16 KiB may have to wait for room.
-    What the rpcs of the same names promise holds here too. A client that hangs up with an answer as
-    the last thing that came has not taken it: what that granted is given back.
+    For clients on other hosts the daemon also listens at the TCP port Welcome.data_port, for small
+    calls and payloads: a stream of messages, framed as on the local socket, and of the bytes that some
+    of them announce.
+
+    A connection takes one call at a time; a client opens as many as it has concurrent calls. The first
+    request must be `attach`, sent at once and by itself. A request above 16 KiB may have to wait for
+    room. The calls behave like the rpcs of the same names. If a client hangs up and an answer was the
+    last thing that the daemon sent, the daemon takes back what that answer granted.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1854,12 +1872,12 @@ class DataRequest(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     token: builtins.str
-    """with attach, where the daemon asks for one: over TLS only"""
+    """with attach, if the daemon requires one: over TLS only"""
     traceparent: builtins.bytes
     """as in LocalRequest"""
     @property
     def attach(self) -> Global___SessionRef:
-        """whose connection this is: not answered"""
+        """the session of this connection: not answered"""
 
     @property
     def lookup(self) -> Global___LookupRequest: ...
@@ -1873,19 +1891,19 @@ class DataRequest(google.protobuf.message.Message):
     def cancel(self) -> Global___CancelRequest: ...
     @property
     def give_back(self) -> Global___ReleaseRequest:
-        """as GiveBack of a session: not answered"""
+        """as GiveBack on the session stream: not answered"""
 
     @property
     def read(self) -> Global___ReadRequest:
-        """answered by parts, then by read_end"""
+        """answered by parts, then read_end"""
 
     @property
     def fetch(self) -> Global___FetchRequest:
-        """the same, with room_bytes by claim first"""
+        """answered by parts, then read_end; with room_bytes, by claim before them"""
 
     @property
     def save(self) -> Global___RawSaveRequest:
-        """answered by save_ready unless nothing is wanted, then by save"""
+        """answered by save_ready (if any payload is to be sent), then save"""
 
     def __init__(
         self,
@@ -1965,14 +1983,15 @@ Global___DataResponse: typing_extensions.TypeAlias = DataResponse
 
 @typing.final
 class FetchRequest(google.protobuf.message.Message):
-    """Claim, Read and Release in one. Errors: those of Claim and Read.
+    """Claim, Read and Release in one call. Errors: those of Claim and Read.
 
-    With `generations`: ranges of entries that the client knows. NOT_FOUND unknown_entry, before the
-    first part, where not all of them are there any more.
+    With `generations` it reads `ranges` of entries that the client knows. If one of them is no longer
+    there, it fails with NOT_FOUND unknown_entry before the first part.
 
-    With `room_bytes`: the payloads of what `mode` wants of the keys. First comes `claim`, which has
-    what was found, and no claim_id; then the parts of those entries whose payload is as long as the
-    room of their key, each a range that is named by its place among the results with `claimed`.
+    With `room_bytes` it reads the payloads of the keys that `mode` selects. The first answer is `claim`,
+    with the results and no claim_id. Then come the parts of each entry whose payload is as long as the
+    room of its key. Each entry is one range, numbered by its position among the results with
+    `claimed`.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2017,7 +2036,7 @@ Global___FetchRequest: typing_extensions.TypeAlias = FetchRequest
 
 @typing.final
 class RawPart(google.protobuf.message.Message):
-    """Announces `length_bytes` of a range, which follow behind this message."""
+    """Announces `length_bytes` of a range, which follow this message."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2043,8 +2062,8 @@ Global___RawPart: typing_extensions.TypeAlias = RawPart
 
 @typing.final
 class ReadEnd(google.protobuf.message.Message):
-    """Every range was sent, and the claim was held until the last byte had left. Without it nothing that
-    was sent is known to be right.
+    """Every range was sent, and the claim was held until the last byte was sent. Without this message the
+    client has to discard all of them.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2057,7 +2076,7 @@ Global___ReadEnd: typing_extensions.TypeAlias = ReadEnd
 
 @typing.final
 class RawSaveRequest(google.protobuf.message.Message):
-    """Save, or write what was reserved before."""
+    """Save, or Write for earlier reservations."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2080,8 +2099,8 @@ Global___RawSaveRequest: typing_extensions.TypeAlias = RawSaveRequest
 
 @typing.final
 class SaveReady(google.protobuf.message.Message):
-    """Which payloads are wanted. The client sends them in this order, without anything between them,
-    each followed by its CRC32C (u32 little-endian).
+    """The items whose payloads the client has to send: in this order, with nothing between them, each
+    followed by its CRC32C (u32 little-endian).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2100,7 +2119,7 @@ Global___SaveReady: typing_extensions.TypeAlias = SaveReady
 
 @typing.final
 class Failure(google.protobuf.message.Message):
-    """What a failed rpc says in its code, its sentence and its trailing metadata."""
+    """The error of a call, as a failed rpc has it in its code, its sentence and its trailing metadata."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2124,7 +2143,9 @@ Global___Failure: typing_extensions.TypeAlias = Failure
 
 @typing.final
 class HandOverRequest(google.protobuf.message.Message):
-    """Asks for what can be used in place. Errors: FAILED_PRECONDITION (session, another process)."""
+    """Requests descriptors of the memory that a client can use in place. Errors: FAILED_PRECONDITION
+    (session, another process).
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2134,7 +2155,7 @@ class HandOverRequest(google.protobuf.message.Message):
     def session(self) -> Global___SessionRef: ...
     @property
     def wanted(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """by name, see proto/local.py; none: everything"""
+        """by name, see proto/frames.py; empty: all of them"""
 
     def __init__(
         self,
@@ -2154,9 +2175,9 @@ class Descriptor(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
-    """see proto/local.py"""
+    """see proto/frames.py"""
     size_bytes: builtins.int
-    """what can be mapped; 0: that is no memory"""
+    """the size of the mapping; 0: not to be mapped"""
     def __init__(
         self,
         *,
@@ -2169,7 +2190,7 @@ Global___Descriptor: typing_extensions.TypeAlias = Descriptor
 
 @typing.final
 class HandOverResponse(google.protobuf.message.Message):
-    """The descriptors come with it (SCM_RIGHTS), in this order."""
+    """The file descriptors come with this message (SCM_RIGHTS), in this order."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2195,7 +2216,7 @@ class HandOverResponse(google.protobuf.message.Message):
     def descriptors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Descriptor]: ...
     @property
     def refused(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """what is not handed over, by name, and why"""
+        """name and reason of each that is not handed over"""
 
     def __init__(
         self,
@@ -2209,13 +2230,13 @@ Global___HandOverResponse: typing_extensions.TypeAlias = HandOverResponse
 
 @typing.final
 class SaveStagedRequest(google.protobuf.message.Message):
-    """Save, or write what was reserved before, with the bytes in the session's staging memory: the
-    parts only say where. Every request
-    with parts is answered by the number of parts that the daemon has copied, whose room is the
-    client's again; the last answer holds the results. What is published is what the daemon copied,
-    if its CRC32C is the one that was meant.
-    The daemon takes the memory of a session that has saved nothing for a while: the next save is
-    refused with unknown_staging, and the one after that may be staged again.
+    """Save, or Write for earlier reservations, with the bytes in the session's staging memory: the parts
+    tell where. The answer to each request with parts is the number of parts that the daemon has copied;
+    their staging memory is the client's again. The last answer has the results. The daemon publishes
+    the bytes that it copied if their CRC32C is payload_crc32c.
+
+    The daemon takes back the staging memory of a session that has saved nothing for a while: the next
+    save is refused with unknown_staging, and the one after that may be staged again.
     Errors: those of Save, FAILED_PRECONDITION unknown_staging (save over gRPC).
     """
 
@@ -2231,21 +2252,19 @@ class SaveStagedRequest(google.protobuf.message.Message):
     LAST_FIELD_NUMBER: builtins.int
     QUIET_FIELD_NUMBER: builtins.int
     last: builtins.bool
-    """nothing more comes"""
+    """this is the last request"""
     quiet: builtins.bool
-    """that its parts were copied need not be told"""
+    """no answer to tell that its parts were copied"""
     @property
     def header(self) -> Global___SaveHeader:
-        """in the first request: what to save, or"""
+        """The first request has one of these: what to save, or the reservations to write."""
 
     @property
-    def reserved(self) -> Global___StagedReservations:
-        """what was reserved"""
-
+    def reserved(self) -> Global___StagedReservations: ...
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Parts of payloads, in columns, a value of each for each part.
-        index in SaveHeader.keys, or among the tokens
+        """Parts of payloads, in columns: each has a value for each part.
+        index in SaveHeader.keys, or in StagedReservations.tokens
         """
 
     @property
@@ -2254,11 +2273,11 @@ class SaveStagedRequest(google.protobuf.message.Message):
     def length_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
     def last_parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bool]:
-        """of its payload"""
+        """whether the part is the last one of its payload"""
 
     @property
     def payload_crc32c(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """of the whole payload, with the last part; else 0"""
+        """of the whole payload, for its last part; else 0"""
 
     def __init__(
         self,
@@ -2301,14 +2320,17 @@ Global___StagedReservations: typing_extensions.TypeAlias = StagedReservations
 
 @typing.final
 class SaveLentRequest(google.protobuf.message.Message):
-    """Save, or write what was reserved before, with the bytes where they lie in the client's own memory,
-    which it lends for this call: the daemon copies them out of that process (process_vm_readv).
-    `token` is random, made for this call, and lies at `token_address` as long as the memory is lent: a
-    client overwrites it before it uses the memory again, however the call ended. The daemon reads it
-    there before its copies and after them, and what it did not find there it has not copied: so
-    neither a client that gave up, nor another process of the same number, gets anything published.
-    Errors: those of Save, FAILED_PRECONDITION unreadable_memory (this daemon can't read it: don't lend
-    it again), RESOURCE_EXHAUSTED (others lend at this moment; save through staging memory).
+    """Save, or Write for earlier reservations, with the bytes in the client's own memory, which the client
+    lends for this call. The daemon copies them out of the client's process (process_vm_readv).
+
+    `token` is random, created for this call, and lies at `token_address` as long as the memory is lent.
+    However the call ends, the client must overwrite the token before it uses the memory again. The
+    daemon reads the token before and after its copies, and publishes nothing unless it finds it both
+    times. This protects a client that gave up, and another process that has the same process id.
+
+    Errors: those of Save, FAILED_PRECONDITION unreadable_memory (this daemon can't read the client's
+    memory: don't lend to it again), RESOURCE_EXHAUSTED (too many clients lend at this moment; save
+    through staging memory).
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -2325,15 +2347,13 @@ class SaveLentRequest(google.protobuf.message.Message):
     token_address: builtins.int
     @property
     def header(self) -> Global___SaveHeader:
-        """what to save, or"""
+        """One of these: what to save, or the reservations to write."""
 
     @property
-    def reserved(self) -> Global___StagedReservations:
-        """what was reserved"""
-
+    def reserved(self) -> Global___StagedReservations: ...
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """The pieces of all payloads, in order, and of how many each payload consists."""
+        """The pieces of all payloads, in order, and the number of pieces of each payload."""
 
     @property
     def lengths_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
@@ -2364,7 +2384,7 @@ class SaveLentResponse(google.protobuf.message.Message):
     all_saved: builtins.int
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
-        """How each item ended, or of how many each is SAVED."""
+        """How each item ended. If all of them are SAVED: no results, but their number."""
 
     def __init__(
         self,
@@ -2387,7 +2407,7 @@ class SaveStagedResponse(google.protobuf.message.Message):
     all_saved: builtins.int
     @property
     def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]:
-        """In the last response only: how each item ended, or of how many each is SAVED."""
+        """In the last response only: how each item ended. If all are SAVED: no results, but their number."""
 
     def __init__(
         self,
@@ -2446,7 +2466,7 @@ class TierStats(google.protobuf.message.Message):
     policy: builtins.str
     budget_bytes: builtins.int
     secured_bytes: builtins.int
-    """memory that is really there; grows to the budget after a start"""
+    """memory that the tier really has; grows to the budget after a start"""
     published_bytes: builtins.int
     reserved_bytes: builtins.int
     pinned_bytes: builtins.int
@@ -2467,20 +2487,24 @@ class TierStats(google.protobuf.message.Message):
     recovered_bytes: builtins.int
     dropped_at_start: builtins.int
     limit_bytes: builtins.int
-    """what entries may take now: less than the budget while memory is secured, or where the device has no more"""
+    """What entries may take now. Less than the budget while memory is being secured, or if the device has
+    no more space.
+    """
     state: builtins.str
     """"serving"; "recovering": no saves; "hung": no saves, no claims"""
     oldest_io_ms: builtins.int
-    """for how long the oldest read, write or sync of its device is under way"""
+    """the age of the oldest unfinished read, write or sync of its device"""
     kept_bytes: builtins.int
-    """What it does not use since it was made smaller, and the system has back only with a restart."""
+    """Memory that it no longer uses since it was made smaller, and that is freed only by a restart."""
     @property
     def scrub(self) -> Global___ScrubStats:
         """not set: the tier is not scrubbed"""
 
     @property
     def namespaces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___NamespaceStats]:
-        """Where namespaces have shares of it: what they take, and (of no name) all that has no share."""
+        """If namespaces have shares of the tier: what each of them takes, and in one without a name, what all
+        others take.
+        """
 
     def __init__(
         self,
@@ -2530,11 +2554,11 @@ class NamespaceStats(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     namespace: builtins.str
     share_bytes: builtins.int
-    """of this nothing leaves for another's save"""
+    """saves of other namespaces evict nothing within this share"""
     used_bytes: builtins.int
     """published and reserved"""
     fixed_bytes: builtins.int
-    """of these, what can't leave now: pinned or reserved"""
+    """the part of used_bytes that can't be evicted now: pinned or reserved"""
     entries: builtins.int
     def __init__(
         self,
@@ -2551,7 +2575,7 @@ Global___NamespaceStats: typing_extensions.TypeAlias = NamespaceStats
 
 @typing.final
 class ScrubStats(google.protobuf.message.Message):
-    """How reading a tier back in the background goes; counted since the start of the daemon."""
+    """Background verification of a tier; counted since the start of the daemon."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2566,13 +2590,13 @@ class ScrubStats(google.protobuf.message.Message):
     payload_bytes: builtins.int
     damaged_entries: builtins.int
     unreadable_entries: builtins.int
-    """that the store could not read when it was their turn"""
+    """that the store could not read"""
     passes: builtins.int
-    """over the whole tier"""
+    """completed passes over the whole tier"""
     last_pass_unix_ns: builtins.int
-    """when the last of them ended; 0: none did"""
+    """the end of the last completed pass; 0: there is none"""
     progress_permille: builtins.int
-    """the part of the tier that the current pass has behind it"""
+    """the part of the tier that the current pass has done"""
     def __init__(
         self,
         *,
@@ -2704,38 +2728,38 @@ class StatsResponse(google.protobuf.message.Message):
     health: builtins.str
     """"serving", or what does not work"""
     oldest_claim_ms: builtins.int
-    """for how long the oldest claim is held"""
+    """the age of the oldest claim"""
     compiled: builtins.bool
-    """its state is C, made from the Python by mypyc"""
+    """the state machine is compiled to C by mypyc"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierStats]: ...
     @property
     def counters(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """everything that is counted, by its metric name"""
+        """every counter, by its metric name"""
 
     @property
     def notices(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """what is less than it could be while the daemon serves, by its part"""
+        """what is impaired while the daemon serves, by the part concerned"""
 
     @property
     def in_flight(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """what calls take of the daemon's memory, and refusals for want of it"""
+        """memory that calls take, and calls refused for lack of it"""
 
     @property
     def usage(self) -> google.protobuf.internal.containers.MessageMap[builtins.str, Global___Usage]:
-        """what clients told since the start, by their label"""
+        """what clients reported since the start, by label"""
 
     @property
     def shared(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """what was brought from and offered to other nodes; empty: nothing is shared"""
+        """what was fetched from and offered to other nodes; empty: no sharing"""
 
     @property
     def shared_nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedNode]:
-        """of the engine that nodes share"""
+        """the nodes of the shared engine"""
 
     @property
     def stages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___StageTimes]:
-        """what clients wait for, and what may keep them waiting"""
+        """times of what clients wait for, and of what may delay it"""
 
     def __init__(
         self,
@@ -2766,7 +2790,7 @@ Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 
 @typing.final
 class SharedNode(google.protobuf.message.Message):
-    """A node of the engine that nodes share, as this daemon sees it."""
+    """A node of the shared engine, as this daemon sees it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2779,15 +2803,15 @@ class SharedNode(google.protobuf.message.Message):
     name: builtins.str
     """host:port"""
     state: builtins.str
-    """"serving"; "resting": left alone for a while, it missed deadlines; "unreachable" """
+    """"serving"; "resting": not used for a while, as it missed deadlines; "unreachable" """
     why: builtins.str
-    """it is not serving"""
+    """why it is not serving"""
     requests: builtins.int
-    """since the start, by key"""
+    """since the start, one for each key"""
     unanswered: builtins.int
-    """of them"""
+    """requests without an answer"""
     refused: builtins.int
-    """of them, answered with an error"""
+    """requests that were answered with an error"""
     def __init__(
         self,
         *,
@@ -2804,7 +2828,7 @@ Global___SharedNode: typing_extensions.TypeAlias = SharedNode
 
 @typing.final
 class StageTimes(google.protobuf.message.Message):
-    """How long something took since the start, each time."""
+    """A histogram of the times that a stage took since the start."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2812,10 +2836,12 @@ class StageTimes(google.protobuf.message.Message):
     BOUNDS_NS_FIELD_NUMBER: builtins.int
     TIMES_FIELD_NUMBER: builtins.int
     stage: builtins.str
-    """claim, save, commit and sync (of a tier), restore (as clients told), loop: what the event loop was late"""
+    """claim, save, commit and sync (of a tier), restore (as clients reported), loop: how late the event
+    loop was
+    """
     @property
     def bounds_ns(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """what each bucket holds at most, ascending; one more is above them"""
+        """the longest time of each bucket, ascending; one more bucket is above"""
 
     @property
     def times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
@@ -2852,7 +2878,7 @@ class EntryDetail(google.protobuf.message.Message):
     hits: builtins.int
     pins: builtins.int
     namespace: builtins.str
-    """the label of the client that saved it; empty: an earlier start did"""
+    """the label of the client that saved it; empty: it is of an earlier start"""
     @property
     def info(self) -> Global___EntryInfo: ...
     @property
@@ -2889,9 +2915,9 @@ class ListEntriesRequest(google.protobuf.message.Message):
     page_entries: builtins.int
     """0: 100"""
     cursor: builtins.bytes
-    """as a page gave it; empty: from the start"""
+    """next_cursor of the previous page; empty: from the start"""
     next_victims: builtins.bool
-    """one page of those that leave next, in that order, then pinned ones"""
+    """one page: the next victims in their order, then pinned entries"""
     def __init__(
         self,
         *,
@@ -2911,7 +2937,7 @@ class ListEntriesResponse(google.protobuf.message.Message):
     ENTRIES_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
     next_cursor: builtins.bytes
-    """empty: that was the last page"""
+    """empty: this is the last page"""
     @property
     def entries(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]: ...
     def __init__(
@@ -2951,7 +2977,7 @@ class InspectResponse(google.protobuf.message.Message):
     PROBLEM_FIELD_NUMBER: builtins.int
     verified: builtins.bool
     problem: builtins.str
-    """empty, or what is wrong with the bytes; if not verified: why not"""
+    """what is wrong with the bytes, if anything; if not verified: why not"""
     @property
     def entry(self) -> Global___EntryDetail: ...
     def __init__(
@@ -2978,7 +3004,7 @@ class ListClaimsRequest(google.protobuf.message.Message):
     cursor: builtins.int
     """0: from the start"""
     claim_id: builtins.int
-    """this claim only, with all of its keys"""
+    """if set: only this claim, with all of its keys"""
     def __init__(
         self,
         *,
@@ -3011,7 +3037,7 @@ class ClaimDetail(google.protobuf.message.Message):
     entries: builtins.int
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """the first of them, root first; all if the claim was asked for"""
+        """the first few, root first; all of them if claim_id was set"""
 
     def __init__(
         self,
@@ -3036,7 +3062,7 @@ class ListClaimsResponse(google.protobuf.message.Message):
     CLAIMS_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
     next_cursor: builtins.int
-    """0: that was the last page"""
+    """0: this is the last page"""
     @property
     def claims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ClaimDetail]: ...
     def __init__(
@@ -3121,7 +3147,7 @@ class ListReservationsResponse(google.protobuf.message.Message):
     RESERVATIONS_FIELD_NUMBER: builtins.int
     NEXT_CURSOR_FIELD_NUMBER: builtins.int
     next_cursor: builtins.int
-    """0: that was the last page"""
+    """0: this is the last page"""
     @property
     def reservations(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ReservationDetail]: ...
     def __init__(
@@ -3168,9 +3194,9 @@ class SessionDetail(google.protobuf.message.Message):
     claims: builtins.int
     reservations: builtins.int
     label: builtins.str
-    """under which name the daemon adds up what its client counts"""
+    """the label of its client, see Hello"""
     lookups: builtins.int
-    """Since it was opened, look-ups and restores as far as its client's heartbeats told."""
+    """Since it was opened. Look-ups and restores are those that its client has reported."""
     hits: builtins.int
     """look-ups that found something"""
     restores: builtins.int
@@ -3179,7 +3205,7 @@ class SessionDetail(google.protobuf.message.Message):
     saves: builtins.int
     """that were published"""
     saved_bytes: builtins.int
-    """payloads of these"""
+    """their payloads"""
     def __init__(
         self,
         *,
@@ -3227,11 +3253,11 @@ class PreviewRequest(google.protobuf.message.Message):
     NAMESPACE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
     payload_bytes: builtins.int
-    """of one entry"""
+    """of each entry"""
     entries: builtins.int
-    """0: 1"""
+    """0: one"""
     namespace: builtins.str
-    """whose save it would be; empty: of a client that is of none"""
+    """the namespace that saves; empty: a client without one"""
     def __init__(
         self,
         *,
@@ -3260,7 +3286,7 @@ class PreviewResponse(google.protobuf.message.Message):
     VICTIMS_FIELD_NUMBER: builtins.int
     admissible: builtins.bool
     retryable: builtins.bool
-    """not admissible now, but once pins or reservations are gone"""
+    """not admissible now, but when pins or reservations have ended"""
     message: builtins.str
     free_bytes: builtins.int
     unpinned_bytes: builtins.int
@@ -3268,7 +3294,7 @@ class PreviewResponse(google.protobuf.message.Message):
     reserved_bytes: builtins.int
     needed_bytes: builtins.int
     evicted_bytes: builtins.int
-    """where more would leave than are listed: at least"""
+    """a lower bound, if more entries would leave than are listed"""
     @property
     def victims(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]: ...
     def __init__(
@@ -3296,7 +3322,7 @@ class EvictRequest(google.protobuf.message.Message):
     FREE_BYTES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     free_bytes: builtins.int
-    """stored bytes to free, in each tier named"""
+    """stored bytes to free in each tier"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
         """empty: every tier"""
@@ -3357,7 +3383,7 @@ class CurveRequest(google.protobuf.message.Message):
     tier: Global___Tier.ValueType
     @property
     def budget_bytes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """empty: a quarter, half, once, twice and four times its own"""
+        """empty: a quarter, half, once, twice and four times its budget"""
 
     def __init__(
         self,
@@ -3398,17 +3424,17 @@ class CurveResponse(google.protobuf.message.Message):
     SAMPLED_KEYS_FIELD_NUMBER: builtins.int
     SAMPLED_TOKENS_FIELD_NUMBER: builtins.int
     budget_bytes: builtins.int
-    """that there is"""
+    """the tier's own budget"""
     hit_tokens: builtins.int
-    """what really hit, with it"""
+    """tokens that hit, with its own budget"""
     total_tokens: builtins.int
-    """everything that was looked for in this tier"""
+    """tokens that were looked up in this tier"""
     sampled_keys: builtins.int
     sampled_tokens: builtins.int
-    """so many of total_tokens are keys of the sample, about"""
+    """about how many of total_tokens belong to sampled keys"""
     @property
     def points(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___CurvePoint]:
-        """one for each budget asked for"""
+        """one for each budget of the request"""
 
     def __init__(
         self,
@@ -3487,7 +3513,7 @@ class ConfigureRequest(google.protobuf.message.Message):
 
     APPLY_FIELD_NUMBER: builtins.int
     apply: builtins.bool
-    """else it only says what would change"""
+    """false: only tell what would change"""
     def __init__(
         self,
         *,
@@ -3506,11 +3532,11 @@ class ChangedOption(google.protobuf.message.Message):
     CONFIGURED_FIELD_NUMBER: builtins.int
     LIVE_FIELD_NUMBER: builtins.int
     option: builtins.str
-    """as in the file: section.key"""
+    """section.key, as in the file"""
     running: builtins.str
     configured: builtins.str
     live: builtins.bool
-    """changes without a restart"""
+    """can change without a restart"""
     def __init__(
         self,
         *,
@@ -3547,11 +3573,11 @@ class ConfigureResponse(google.protobuf.message.Message):
     CHANGED_FIELD_NUMBER: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
-        """every option, as it is now"""
+        """every option with its running value"""
 
     @property
     def changed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChangedOption]:
-        """what file, environment and flags say differently now"""
+        """options that file, environment or flags now set differently"""
 
     def __init__(
         self,
@@ -3618,7 +3644,7 @@ class CheckResponse(google.protobuf.message.Message):
     problem_count: builtins.int
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """empty: everything adds up; the first 1,000 of problem_count"""
+        """the first 1,000 of problem_count; empty: everything adds up"""
 
     def __init__(
         self,
@@ -3651,7 +3677,7 @@ Global___VerifyRequest: typing_extensions.TypeAlias = VerifyRequest
 
 @typing.final
 class VerifyResponse(google.protobuf.message.Message):
-    """Everything is counted from the beginning, but for `problems`."""
+    """Everything but `problems` is counted from the beginning."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3663,20 +3689,20 @@ class VerifyResponse(google.protobuf.message.Message):
     PROGRESS_PERMILLE_FIELD_NUMBER: builtins.int
     DONE_FIELD_NUMBER: builtins.int
     entries: builtins.int
-    """that were read to their end"""
+    """that were read completely"""
     payload_bytes: builtins.int
     """that were read"""
     damaged_entries: builtins.int
     """that were dropped"""
     unreadable_entries: builtins.int
-    """that their store could not read; nothing is known of them"""
+    """that their store could not read, so they may be damaged or not"""
     progress_permille: builtins.int
-    """the part of the tiers that is behind"""
+    """the part of the tiers that is done"""
     done: builtins.bool
     """this is the last message"""
     @property
     def problems(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """since the message before; the first 1,000 of all"""
+        """since the previous message; the first 1,000 of all"""
 
     def __init__(
         self,
@@ -3728,7 +3754,7 @@ class ResizeResponse(google.protobuf.message.Message):
     kept_bytes: builtins.int
     """see TierStats"""
     secured_bytes: builtins.int
-    """of the budget; the rest comes in the background"""
+    """the part of the budget that is secured; the rest follows in the background"""
     def __init__(
         self,
         *,
@@ -3751,7 +3777,7 @@ class DrainRequest(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     within_ms: builtins.int
     stop: builtins.bool
-    """end when drained, or when the time is over"""
+    """end when drained, or after within_ms"""
     resume: builtins.bool
     """serve again"""
     def __init__(
@@ -3767,7 +3793,7 @@ Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
 
 @typing.final
 class DrainResponse(google.protobuf.message.Message):
-    """What is left."""
+    """What is still held or under way."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3782,7 +3808,7 @@ class DrainResponse(google.protobuf.message.Message):
     calls: builtins.int
     """reads and saves that move bytes"""
     sessions: builtins.int
-    """that are open; they stay, and hold nothing when drained"""
+    """open sessions; they stay open, and hold nothing when drained"""
     def __init__(
         self,
         *,
@@ -3833,7 +3859,7 @@ class WhyRequest(google.protobuf.message.Message):
 
     KEY_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """the beginning of a key: 2 bytes or more"""
+    """the beginning of a key, at least 2 bytes"""
     def __init__(
         self,
         *,
@@ -3845,7 +3871,7 @@ Global___WhyRequest: typing_extensions.TypeAlias = WhyRequest
 
 @typing.final
 class KeyEvent(google.protobuf.message.Message):
-    """Something that happened to an entry."""
+    """A record of the journal: what happened to an entry."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3859,19 +3885,19 @@ class KeyEvent(google.protobuf.message.Message):
     OWNER_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    """the first 16 bytes of it"""
+    """the first 16 bytes of its key"""
     what: builtins.str
     """saved, evicted, deleted, damaged, replaced"""
     tier: Global___Tier.ValueType
     at_unix_ns: builtins.int
     reason: Global___SaveReason.ValueType
-    """for which it was saved"""
+    """of its save"""
     cause: builtins.str
-    """of an eviction: save, operator, resize"""
+    """of an eviction: save, operator, resize, pressure"""
     session_id: builtins.int
-    """who saved or deleted it, or for whose save it was evicted; 0: nobody"""
+    """the session that saved or deleted it, or whose save it was evicted for; 0: none"""
     owner: builtins.str
-    """of that session, as long as it is known"""
+    """of that session, if still known"""
     label: builtins.str
     def __init__(
         self,
@@ -3892,7 +3918,7 @@ Global___KeyEvent: typing_extensions.TypeAlias = KeyEvent
 
 @typing.final
 class SharedEvent(google.protobuf.message.Message):
-    """What went between this daemon and the engine that nodes share."""
+    """What happened between this daemon and the shared engine."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -3904,7 +3930,7 @@ class SharedEvent(google.protobuf.message.Message):
     what: builtins.str
     """fetched, offered; not_fetched, damaged, refused, not_offered"""
     node: builtins.str
-    """of the engine, or the other daemon that had it; empty: not known"""
+    """the node of the engine, or the other daemon that had it; empty: not known"""
     at_unix_ns: builtins.int
     def __init__(
         self,
@@ -3930,18 +3956,18 @@ class WhyResponse(google.protobuf.message.Message):
     remembered_events: builtins.int
     """of all keys"""
     remembered_since_unix_ns: builtins.int
-    """when the oldest of them happened; 0: there is none"""
+    """the time of the oldest one; 0: there is none"""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___KeyEvent]:
-        """the oldest first; the last 1,000"""
+        """the last 1,000, the oldest first"""
 
     @property
     def shared(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SharedEvent]:
-        """the oldest first, of the last 16,384 of all keys; the last 1,000"""
+        """the last 1,000, the oldest first; of all keys 16,384 are kept"""
 
     @property
     def present(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___EntryDetail]:
-        """entries that are there and begin so; the first 100"""
+        """published entries with this beginning; the first 100"""
 
     def __init__(
         self,
@@ -3990,9 +4016,9 @@ class ClearResponse(google.protobuf.message.Message):
     freed_bytes: builtins.int
     """their stored bytes"""
     pinned_entries: builtins.int
-    """of that label, that stay"""
+    """of that label; they stay"""
     unknown_entries: builtins.int
-    """in these tiers, of an earlier start"""
+    """in these tiers, without a known label, as they are of an earlier start"""
     def __init__(
         self,
         *,
@@ -4014,10 +4040,12 @@ class WatchRequest(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
-    """To go on: of the last WatchResponse that arrived with a sequence. Empty and 0: from the beginning."""
+    """To go on: incarnation and sequence of the last WatchResponse with a sequence. Empty and 0: from the
+    beginning.
+    """
     sequence: builtins.int
     token_ids: builtins.bool
-    """with what is published, the token ids that were saved with it"""
+    """send the token ids of published entries"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
         """empty: every tier"""
@@ -4054,21 +4082,21 @@ class WatchEvent(google.protobuf.message.Message):
     tier: Global___Tier.ValueType
     key: builtins.bytes
     sequence: builtins.int
-    """ascending; with a filter not every number comes"""
+    """ascending, with gaps if tiers are filtered"""
     generation: builtins.int
     payload_bytes: builtins.int
     token_count: builtins.int
     reason: Global___SaveReason.ValueType
     parent: builtins.bytes
-    """The key before this one in the chain that it was saved with; empty: it was the first. Not set: it
-    was there before the watcher came, and is not known any more.
+    """The key before this one in the chain that it was saved with; empty if it was the first. Not set:
+    the key was published before the watcher came, and its parent is not known any more.
     """
     namespace: builtins.str
-    """the label of the client that saved it; empty: an earlier start did"""
+    """the label of the client that saved it; empty: it is of an earlier start"""
     token_ids: builtins.bytes
-    """u32 little-endian; none: there are none, too many, or the entry left meanwhile"""
+    """u32 little-endian; empty: there are none, too many, or the entry is gone"""
     why: builtins.str
-    """of CLEARED"""
+    """the reason for CLEARED"""
     def __init__(
         self,
         *,
@@ -4093,7 +4121,7 @@ Global___WatchEvent: typing_extensions.TypeAlias = WatchEvent
 
 @typing.final
 class WatchResponse(google.protobuf.message.Message):
-    """Sent without events, too, every few seconds: the daemon is there."""
+    """Also sent without events every few seconds, as a sign of life."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -4102,7 +4130,7 @@ class WatchResponse(google.protobuf.message.Message):
     SEQUENCE_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     sequence: builtins.int
-    """from where a watcher can go on; 0: nowhere, for not everything has been told"""
+    """a watcher can go on from here; 0: it can't yet, as not all keys have been sent"""
     @property
     def events(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WatchEvent]: ...
     def __init__(

@@ -100,17 +100,17 @@ class CacheServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """The session of one client. The first message is Hello, answered by Welcome; a Heartbeat is
-        due every heartbeat_interval_ms and renews every claim of the session. When the stream
-        ends, however it ends, the claims and reservations of the session are released.
-        Errors: INVALID_ARGUMENT (no Hello first), RESOURCE_EXHAUSTED (too many sessions).
+        """The session of one client. The first message is Hello, and the daemon answers Welcome. A
+        Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. The end of
+        the stream, for whatever reason, releases the claims and reservations of the session.
+        Errors: INVALID_ARGUMENT (the first message is no Hello), RESOURCE_EXHAUSTED (too many sessions).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Lookup(self, request, context):
-        """Which keys are published? Pins nothing, renews nothing, moves nothing in an eviction order.
+        """Tells which keys are published. Pins nothing, renews nothing, and changes no eviction order.
         Errors: INVALID_ARGUMENT (batch, key).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -118,7 +118,7 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Claim(self, request, context):
-        """Pins entries so that they stay readable until Release, the end of the lease or of the session.
+        """Pins entries: they stay readable until Release, the end of the lease or the end of the session.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
         many claims, or more of a tier than one session may pin).
         """
@@ -127,15 +127,15 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Gives claims back. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
+        """Releases claims. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Asks for the exclusive right to save keys, and for their room, before any byte is sent (or
-        even computed). Evicts exactly what is needed, never a pinned entry.
+        """Reserves the exclusive right to save keys, and room for them, before any byte is sent or even
+        computed. Evicts exactly as much as is needed, and never a pinned entry.
         Errors: INVALID_ARGUMENT (batch, key, size, tier, reason), FAILED_PRECONDITION (session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -143,10 +143,10 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Sends the bytes of granted reservations. Each is checked and published when its last part
-        arrives; parts of one reservation come in order and without gaps. A stream that ends before
-        that cancels the reservations that it wrote to, and so does one whose client is silent for too
-        long, or whose session ends.
+        """Sends the bytes of granted reservations. The parts of a reservation must come in order and
+        without gaps. When its last part arrives, its bytes are checked and published. If the stream
+        ends before that, the session ends, or the client is silent for too long, the reservations that
+        the stream wrote to are cancelled.
         Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
         (too many saves at once, a silent client).
         """
@@ -155,8 +155,8 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request_iterator, context):
-        """Reserve and Write in one call. The first message holds the header, and may hold parts; parts
-        name their item by its index. Bytes of items that were not granted are skipped.
+        """Reserve and Write in one call. The first message has the header, and may have parts. A part
+        names its item by index. Bytes of items that were not granted are skipped.
         Errors: those of Reserve and Write.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -164,15 +164,15 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SaveWhole(self, request, context):
-        """Save in a single message, for payloads that fit into one: no stream, half the time. The fields
-        have the numbers of SaveRequest. Errors: those of Save.
+        """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
+        The fields have the numbers of SaveRequest. Errors: those of Save.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Gives reservations back; whoever waits for them is told. Idempotent.
+        """Cancels reservations. Requests that wait for them are told. Idempotent.
         Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -180,9 +180,9 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Drops published entries, for those who know that nobody wants them any more: the weights
-        changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
-        key may delete it, as it may read it and may have saved it.
+        """Drops published entries, for a client that knows they are obsolete: the weights changed, say.
+        Entries that are pinned or in flight stay, and the result says so. A client that knows a key may
+        delete it, as it may read it and may have saved it.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -190,10 +190,10 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request, context):
-        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
-        of a run those from the first key on up to the first that nobody has, else the first that there
-        is, of those before one that is here already. Answers when they are published, or when the time
-        is over. Without a shared engine it answers 0 at once.
+        """Fetches entries that other nodes share and this node lacks, and saves them here. For a run it
+        fetches those before the first key that no node has. For a first match it fetches the first key
+        that a node has, of those before the first key that is here already. Answers when they are
+        published, or when wait_ms is over. Without a shared engine it answers 0 at once.
         Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -201,11 +201,11 @@ class CacheServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Read(self, request, context):
-        """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
-        read is a part with its status; the others are sent, and the claim is held on.
+        """Streams the payloads of claimed entries, in the order of the request. For an entry that can't be
+        read it sends a part with the status; the other entries are sent, and the claim stays.
         Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
-        its bytes).
+        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or the client does not read its
+        answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -741,8 +741,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListEntries(self, request, context):
-        """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
-        there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
+        """Entries of a tier: the next victims, or all of them, in pages and in no order. An entry that stays
+        is on exactly one page, whatever comes, goes or is used meanwhile.
         Errors: INVALID_ARGUMENT (page size, cursor).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -750,7 +750,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Inspect(self, request, context):
-        """One entry with everything known of it; with verify, its bytes are read and checked.
+        """One entry with all details. With verify, its bytes are read and checked.
         Errors: INVALID_ARGUMENT (key), NOT_FOUND.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -758,7 +758,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListClaims(self, request, context):
-        """Claims that are held, by whom and for how long still. Paged.
+        """Claims that are held, with their owners and the time left of their leases. Paged.
         Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -766,7 +766,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListReservations(self, request, context):
-        """Saves that are not published yet, and the stage that each is in. Paged.
+        """Saves that are not published yet, with their stages. Paged.
         Errors: INVALID_ARGUMENT (page size).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -774,14 +774,14 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListSessions(self, request, context):
-        """Connected clients, and how much each holds.
+        """Connected clients, and what each holds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Preview(self, request, context):
-        """What admitting so many bytes would evict, and whether it can be admitted. Changes nothing.
+        """Tells whether entries of this size can be admitted, and what would be evicted. Changes nothing.
         Errors: INVALID_ARGUMENT (size, tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -789,7 +789,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evicts the next victims of each tier until at least so many bytes are free of them.
+        """Evicts the next victims of each tier until they have freed at least free_bytes.
         Errors: INVALID_ARGUMENT (size, tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -797,16 +797,16 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Curve(self, request, context):
-        """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
-        (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
-        FAILED_PRECONDITION (the sample is switched off).
+        """The hit rate that a tier would have at other budgets, estimated from a sample of its keys (LRU
+        order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch), FAILED_PRECONDITION
+        (the sample is switched off).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+        """Drops entries by key. Entries that are pinned or in flight stay, and the result says so.
         Errors: INVALID_ARGUMENT (batch, key).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -814,7 +814,7 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Kick(self, request, context):
-        """Ends a session: its claims and reservations are released. Its client may open another one.
+        """Ends a session, which releases its claims and reservations. Its client may open another one.
         Errors: FAILED_PRECONDITION (no such session).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -822,50 +822,50 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Configure(self, request, context):
-        """Reads the configuration again, and changes what can be changed without a restart.
-        A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
+        """Reads the configuration again, and applies what can change without a restart. A wrong
+        configuration changes nothing: INVALID_ARGUMENT, with everything that is wrong.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Gc(self, request, context):
-        """Reaps what is expired and drops whatever a store or the index holds that no entry owns.
+        """Ends what is expired, and drops records and index rows that belong to no entry.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Check(self, request, context):
-        """Recounts the whole state from scratch while the daemon goes on.
+        """Recounts the whole state from scratch while the daemon works.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads every entry of these tiers back and compares its checksums, telling several times a second
-        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
-        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+        """Reads every entry of these tiers and checks its checksums. It reports its progress several times a
+        second. An entry whose bytes are wrong is dropped; one that can't be read stays. It ends when its
+        caller hangs up. Errors: INVALID_ARGUMENT (tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resize(self, request, context):
-        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
-        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
-        Where claims or saves hold too much, another resize is under way or the device is full, it is
-        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
+        the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
+        It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+        and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
-        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
-        it stays until it is told to resume, or ends if it is told to stop.
+        """Drains the daemon: it accepts no new sessions, claims or saves, but clients may still read, write
+        and release what they hold. Answers when nothing is held or under way any more, or after within_ms.
+        Then the daemon stays drained until a call with resume, or ends if the call has stop.
         Errors: INVALID_ARGUMENT (time).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -873,14 +873,14 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetLogLevel(self, request, context):
-        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level).
+        """Sets the log level until the next start or reload. Errors: INVALID_ARGUMENT (level).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Why(self, request, context):
-        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        """What the daemon remembers of keys with this beginning: saved, evicted, deleted, when and by whom.
         Errors: INVALID_ARGUMENT (key).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -888,19 +888,19 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Clear(self, request, context):
-        """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
-        what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
-        tier).
+        """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
+        in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+        INVALID_ARGUMENT (label, tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Tells which keys are published, from now on and in order: everything that there is, then what
-        changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
-        from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
-        a key is all that it takes to read an entry.
+        """Streams which keys are published: first all that are there, then all changes in order. It ends when
+        its caller hangs up. A watcher that sends the sequence of its last message goes on from there, if
+        the daemon still knows what happened since. A watcher learns every key, and a key is all that a
+        client needs to read an entry.
         Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

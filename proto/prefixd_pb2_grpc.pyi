@@ -5,13 +5,13 @@ The contract between prefixd, its clients and its operators.
 
 Conventions
   * Units are in the field names: _bytes, _ms, _ns, _tokens. *_unix_ns is wall-clock time.
-  * A repeated field of a request is a batch: the response holds one result per element, in
-    the same order. A batch is empty or over the limit of Welcome: INVALID_ARGUMENT.
-  * A failed rpc carries, beside its gRPC code and a sentence, the trailing metadata
-    `prefixd-error` (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may
-    succeed later, "0": it never will). A result inside a batch is a status, never an error.
+  * A repeated field of a request is a batch: the response has one result per element, in the
+    same order. A batch that is empty or exceeds max_batch_keys of Welcome: INVALID_ARGUMENT.
+  * A failed rpc has, beside its gRPC code and a sentence, the trailing metadata `prefixd-error`
+    (a name of proto/errors.py) and `prefixd-retry` ("1": the same call may succeed later, "0": it
+    never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
-  * An rpc may carry the metadata `traceparent` (proto/traceparent.py).
+  * An rpc may have the metadata `traceparent` (proto/frames.py).
 """
 
 import abc
@@ -334,78 +334,78 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     ], channel: grpc.aio.Channel) -> None: ...
 
     Session: _CacheSessionType
-    """The session of one client. The first message is Hello, answered by Welcome; a Heartbeat is
-    due every heartbeat_interval_ms and renews every claim of the session. When the stream
-    ends, however it ends, the claims and reservations of the session are released.
-    Errors: INVALID_ARGUMENT (no Hello first), RESOURCE_EXHAUSTED (too many sessions).
+    """The session of one client. The first message is Hello, and the daemon answers Welcome. A
+    Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. The end of
+    the stream, for whatever reason, releases the claims and reservations of the session.
+    Errors: INVALID_ARGUMENT (the first message is no Hello), RESOURCE_EXHAUSTED (too many sessions).
     """
 
     Lookup: _CacheLookupType
-    """Which keys are published? Pins nothing, renews nothing, moves nothing in an eviction order.
+    """Tells which keys are published. Pins nothing, renews nothing, and changes no eviction order.
     Errors: INVALID_ARGUMENT (batch, key).
     """
 
     Claim: _CacheClaimType
-    """Pins entries so that they stay readable until Release, the end of the lease or of the session.
+    """Pins entries: they stay readable until Release, the end of the lease or the end of the session.
     Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
     many claims, or more of a tier than one session may pin).
     """
 
     Release: _CacheReleaseType
-    """Gives claims back. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session)."""
+    """Releases claims. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session)."""
 
     Reserve: _CacheReserveType
-    """Asks for the exclusive right to save keys, and for their room, before any byte is sent (or
-    even computed). Evicts exactly what is needed, never a pinned entry.
+    """Reserves the exclusive right to save keys, and room for them, before any byte is sent or even
+    computed. Evicts exactly as much as is needed, and never a pinned entry.
     Errors: INVALID_ARGUMENT (batch, key, size, tier, reason), FAILED_PRECONDITION (session).
     """
 
     Write: _CacheWriteType
-    """Sends the bytes of granted reservations. Each is checked and published when its last part
-    arrives; parts of one reservation come in order and without gaps. A stream that ends before
-    that cancels the reservations that it wrote to, and so does one whose client is silent for too
-    long, or whose session ends.
+    """Sends the bytes of granted reservations. The parts of a reservation must come in order and
+    without gaps. When its last part arrives, its bytes are checked and published. If the stream
+    ends before that, the session ends, or the client is silent for too long, the reservations that
+    the stream wrote to are cancelled.
     Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
     (too many saves at once, a silent client).
     """
 
     Save: _CacheSaveType
-    """Reserve and Write in one call. The first message holds the header, and may hold parts; parts
-    name their item by its index. Bytes of items that were not granted are skipped.
+    """Reserve and Write in one call. The first message has the header, and may have parts. A part
+    names its item by index. Bytes of items that were not granted are skipped.
     Errors: those of Reserve and Write.
     """
 
     SaveWhole: _CacheSaveWholeType
-    """Save in a single message, for payloads that fit into one: no stream, half the time. The fields
-    have the numbers of SaveRequest. Errors: those of Save.
+    """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
+    The fields have the numbers of SaveRequest. Errors: those of Save.
     """
 
     Cancel: _CacheCancelType
-    """Gives reservations back; whoever waits for them is told. Idempotent.
+    """Cancels reservations. Requests that wait for them are told. Idempotent.
     Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
     """
 
     Delete: _CacheDeleteType
-    """Drops published entries, for those who know that nobody wants them any more: the weights
-    changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
-    key may delete it, as it may read it and may have saved it.
+    """Drops published entries, for a client that knows they are obsolete: the weights changed, say.
+    Entries that are pinned or in flight stay, and the result says so. A client that knows a key may
+    delete it, as it may read it and may have saved it.
     Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
     """
 
     Pull: _CachePullType
-    """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
-    of a run those from the first key on up to the first that nobody has, else the first that there
-    is, of those before one that is here already. Answers when they are published, or when the time
-    is over. Without a shared engine it answers 0 at once.
+    """Fetches entries that other nodes share and this node lacks, and saves them here. For a run it
+    fetches those before the first key that no node has. For a first match it fetches the first key
+    that a node has, of those before the first key that is here already. Answers when they are
+    published, or when wait_ms is over. Without a shared engine it answers 0 at once.
     Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
     """
 
     Read: _CacheReadType
-    """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
-    read is a part with its status; the others are sent, and the claim is held on.
+    """Streams the payloads of claimed entries, in the order of the request. For an entry that can't be
+    read it sends a part with the status; the other entries are sent, and the claim stays.
     Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-    (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
-    its bytes).
+    (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or the client does not read its
+    answer).
     """
 
 CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
@@ -466,10 +466,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[prefixd_pb2.SessionRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.SessionEvent], collections.abc.AsyncIterator[prefixd_pb2.SessionEvent]]:
-        """The session of one client. The first message is Hello, answered by Welcome; a Heartbeat is
-        due every heartbeat_interval_ms and renews every claim of the session. When the stream
-        ends, however it ends, the claims and reservations of the session are released.
-        Errors: INVALID_ARGUMENT (no Hello first), RESOURCE_EXHAUSTED (too many sessions).
+        """The session of one client. The first message is Hello, and the daemon answers Welcome. A
+        Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. The end of
+        the stream, for whatever reason, releases the claims and reservations of the session.
+        Errors: INVALID_ARGUMENT (the first message is no Hello), RESOURCE_EXHAUSTED (too many sessions).
         """
 
     @abc.abstractmethod
@@ -478,7 +478,7 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.LookupRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.LookupResponse, collections.abc.Awaitable[prefixd_pb2.LookupResponse]]:
-        """Which keys are published? Pins nothing, renews nothing, moves nothing in an eviction order.
+        """Tells which keys are published. Pins nothing, renews nothing, and changes no eviction order.
         Errors: INVALID_ARGUMENT (batch, key).
         """
 
@@ -488,7 +488,7 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ClaimRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ClaimResponse, collections.abc.Awaitable[prefixd_pb2.ClaimResponse]]:
-        """Pins entries so that they stay readable until Release, the end of the lease or of the session.
+        """Pins entries: they stay readable until Release, the end of the lease or the end of the session.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED (too
         many claims, or more of a tier than one session may pin).
         """
@@ -499,7 +499,7 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ReleaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ReleaseResponse, collections.abc.Awaitable[prefixd_pb2.ReleaseResponse]]:
-        """Gives claims back. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session)."""
+        """Releases claims. Idempotent. Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session)."""
 
     @abc.abstractmethod
     def Reserve(
@@ -507,8 +507,8 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ReserveRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ReserveResponse, collections.abc.Awaitable[prefixd_pb2.ReserveResponse]]:
-        """Asks for the exclusive right to save keys, and for their room, before any byte is sent (or
-        even computed). Evicts exactly what is needed, never a pinned entry.
+        """Reserves the exclusive right to save keys, and room for them, before any byte is sent or even
+        computed. Evicts exactly as much as is needed, and never a pinned entry.
         Errors: INVALID_ARGUMENT (batch, key, size, tier, reason), FAILED_PRECONDITION (session).
         """
 
@@ -518,10 +518,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[prefixd_pb2.WriteRequest],
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.WriteResponse, collections.abc.Awaitable[prefixd_pb2.WriteResponse]]:
-        """Sends the bytes of granted reservations. Each is checked and published when its last part
-        arrives; parts of one reservation come in order and without gaps. A stream that ends before
-        that cancels the reservations that it wrote to, and so does one whose client is silent for too
-        long, or whose session ends.
+        """Sends the bytes of granted reservations. The parts of a reservation must come in order and
+        without gaps. When its last part arrives, its bytes are checked and published. If the stream
+        ends before that, the session ends, or the client is silent for too long, the reservations that
+        the stream wrote to are cancelled.
         Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
         (too many saves at once, a silent client).
         """
@@ -532,8 +532,8 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[prefixd_pb2.SaveRequest],
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.SaveResponse, collections.abc.Awaitable[prefixd_pb2.SaveResponse]]:
-        """Reserve and Write in one call. The first message holds the header, and may hold parts; parts
-        name their item by its index. Bytes of items that were not granted are skipped.
+        """Reserve and Write in one call. The first message has the header, and may have parts. A part
+        names its item by index. Bytes of items that were not granted are skipped.
         Errors: those of Reserve and Write.
         """
 
@@ -543,8 +543,8 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.SaveWholeRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.SaveWholeResponse, collections.abc.Awaitable[prefixd_pb2.SaveWholeResponse]]:
-        """Save in a single message, for payloads that fit into one: no stream, half the time. The fields
-        have the numbers of SaveRequest. Errors: those of Save.
+        """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
+        The fields have the numbers of SaveRequest. Errors: those of Save.
         """
 
     @abc.abstractmethod
@@ -553,7 +553,7 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CancelRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CancelResponse, collections.abc.Awaitable[prefixd_pb2.CancelResponse]]:
-        """Gives reservations back; whoever waits for them is told. Idempotent.
+        """Cancels reservations. Requests that wait for them are told. Idempotent.
         Errors: INVALID_ARGUMENT (batch), FAILED_PRECONDITION (session).
         """
 
@@ -563,9 +563,9 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.DeleteRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.DeleteResponse, collections.abc.Awaitable[prefixd_pb2.DeleteResponse]]:
-        """Drops published entries, for those who know that nobody wants them any more: the weights
-        changed, say. What is pinned or in flight stays as it is, and is said to be. Whoever can name a
-        key may delete it, as it may read it and may have saved it.
+        """Drops published entries, for a client that knows they are obsolete: the weights changed, say.
+        Entries that are pinned or in flight stay, and the result says so. A client that knows a key may
+        delete it, as it may read it and may have saved it.
         Errors: INVALID_ARGUMENT (batch, key), FAILED_PRECONDITION (session).
         """
 
@@ -575,10 +575,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.PullRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.PullResponse, collections.abc.Awaitable[prefixd_pb2.PullResponse]]:
-        """Brings entries that other nodes have shared and this one has not, as a save of the daemon's own:
-        of a run those from the first key on up to the first that nobody has, else the first that there
-        is, of those before one that is here already. Answers when they are published, or when the time
-        is over. Without a shared engine it answers 0 at once.
+        """Fetches entries that other nodes share and this node lacks, and saves them here. For a run it
+        fetches those before the first key that no node has. For a first match it fetches the first key
+        that a node has, of those before the first key that is here already. Answers when they are
+        published, or when wait_ms is over. Without a shared engine it answers 0 at once.
         Errors: INVALID_ARGUMENT (batch, key, mode), FAILED_PRECONDITION (session).
         """
 
@@ -588,11 +588,11 @@ class CacheServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ReadRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.ReadResponse], collections.abc.AsyncIterator[prefixd_pb2.ReadResponse]]:
-        """Streams the payloads of claimed entries, in the order asked for. A single entry that cannot be
-        read is a part with its status; the others are sent, and the claim is held on.
+        """Streams the payloads of claimed entries, in the order of the request. For an entry that can't be
+        read it sends a part with the status; the other entries are sent, and the claim stays.
         Errors: INVALID_ARGUMENT (range), FAILED_PRECONDITION (session, claim lost), NOT_FOUND
-        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or a client that does not take
-        its bytes).
+        (no such claim), RESOURCE_EXHAUSTED (too many reads at once, or the client does not read its
+        answer).
         """
 
 def add_CacheServicer_to_server(servicer: CacheServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
@@ -1116,105 +1116,105 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """Counters and gauges of the daemon, its tiers and its sessions."""
 
     ListEntries: _AdminListEntriesType
-    """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
-    there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
+    """Entries of a tier: the next victims, or all of them, in pages and in no order. An entry that stays
+    is on exactly one page, whatever comes, goes or is used meanwhile.
     Errors: INVALID_ARGUMENT (page size, cursor).
     """
 
     Inspect: _AdminInspectType
-    """One entry with everything known of it; with verify, its bytes are read and checked.
+    """One entry with all details. With verify, its bytes are read and checked.
     Errors: INVALID_ARGUMENT (key), NOT_FOUND.
     """
 
     ListClaims: _AdminListClaimsType
-    """Claims that are held, by whom and for how long still. Paged.
+    """Claims that are held, with their owners and the time left of their leases. Paged.
     Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
     """
 
     ListReservations: _AdminListReservationsType
-    """Saves that are not published yet, and the stage that each is in. Paged.
+    """Saves that are not published yet, with their stages. Paged.
     Errors: INVALID_ARGUMENT (page size).
     """
 
     ListSessions: _AdminListSessionsType
-    """Connected clients, and how much each holds."""
+    """Connected clients, and what each holds."""
 
     Preview: _AdminPreviewType
-    """What admitting so many bytes would evict, and whether it can be admitted. Changes nothing.
+    """Tells whether entries of this size can be admitted, and what would be evicted. Changes nothing.
     Errors: INVALID_ARGUMENT (size, tier).
     """
 
     Evict: _AdminEvictType
-    """Evicts the next victims of each tier until at least so many bytes are free of them.
+    """Evicts the next victims of each tier until they have freed at least free_bytes.
     Errors: INVALID_ARGUMENT (size, tier).
     """
 
     Curve: _AdminCurveType
-    """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
-    (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
-    FAILED_PRECONDITION (the sample is switched off).
+    """The hit rate that a tier would have at other budgets, estimated from a sample of its keys (LRU
+    order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch), FAILED_PRECONDITION
+    (the sample is switched off).
     """
 
     Drop: _AdminDropType
-    """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+    """Drops entries by key. Entries that are pinned or in flight stay, and the result says so.
     Errors: INVALID_ARGUMENT (batch, key).
     """
 
     Kick: _AdminKickType
-    """Ends a session: its claims and reservations are released. Its client may open another one.
+    """Ends a session, which releases its claims and reservations. Its client may open another one.
     Errors: FAILED_PRECONDITION (no such session).
     """
 
     Configure: _AdminConfigureType
-    """Reads the configuration again, and changes what can be changed without a restart.
-    A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
+    """Reads the configuration again, and applies what can change without a restart. A wrong
+    configuration changes nothing: INVALID_ARGUMENT, with everything that is wrong.
     """
 
     Gc: _AdminGcType
-    """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
+    """Ends what is expired, and drops records and index rows that belong to no entry."""
 
     Check: _AdminCheckType
-    """Recounts the whole state from scratch while the daemon goes on."""
+    """Recounts the whole state from scratch while the daemon works."""
 
     Verify: _AdminVerifyType
-    """Reads every entry of these tiers back and compares its checksums, telling several times a second
-    how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
-    hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+    """Reads every entry of these tiers and checks its checksums. It reports its progress several times a
+    second. An entry whose bytes are wrong is dropped; one that can't be read stays. It ends when its
+    caller hangs up. Errors: INVALID_ARGUMENT (tier).
     """
 
     Resize: _AdminResizeType
-    """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
-    in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
-    Where claims or saves hold too much, another resize is under way or the device is full, it is
-    refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+    """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
+    the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
+    It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+    and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
     """
 
     Drain: _AdminDrainType
-    """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
-    sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
-    it stays until it is told to resume, or ends if it is told to stop.
+    """Drains the daemon: it accepts no new sessions, claims or saves, but clients may still read, write
+    and release what they hold. Answers when nothing is held or under way any more, or after within_ms.
+    Then the daemon stays drained until a call with resume, or ends if the call has stop.
     Errors: INVALID_ARGUMENT (time).
     """
 
     SetLogLevel: _AdminSetLogLevelType
-    """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+    """Sets the log level until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
 
     Why: _AdminWhyType
-    """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+    """What the daemon remembers of keys with this beginning: saved, evicted, deleted, when and by whom.
     Errors: INVALID_ARGUMENT (key).
     """
 
     Clear: _AdminClearType
-    """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
-    what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
-    tier).
+    """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
+    in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+    INVALID_ARGUMENT (label, tier).
     """
 
     Watch: _AdminWatchType
-    """Tells which keys are published, from now on and in order: everything that there is, then what
-    changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
-    from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
-    a key is all that it takes to read an entry.
+    """Streams which keys are published: first all that are there, then all changes in order. It ends when
+    its caller hangs up. A watcher that sends the sequence of its last message goes on from there, if
+    the daemon still knows what happened since. A watcher learns every key, and a key is all that a
+    client needs to read an entry.
     Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
     """
 
@@ -1322,8 +1322,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListEntriesRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListEntriesResponse, collections.abc.Awaitable[prefixd_pb2.ListEntriesResponse]]:
-        """Entries of a tier: the next victims, or in pages all of them, in no order. An entry that is
-        there all the time is on exactly one page, whatever comes, goes or is used meanwhile.
+        """Entries of a tier: the next victims, or all of them, in pages and in no order. An entry that stays
+        is on exactly one page, whatever comes, goes or is used meanwhile.
         Errors: INVALID_ARGUMENT (page size, cursor).
         """
 
@@ -1333,7 +1333,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.InspectRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.InspectResponse, collections.abc.Awaitable[prefixd_pb2.InspectResponse]]:
-        """One entry with everything known of it; with verify, its bytes are read and checked.
+        """One entry with all details. With verify, its bytes are read and checked.
         Errors: INVALID_ARGUMENT (key), NOT_FOUND.
         """
 
@@ -1343,7 +1343,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListClaimsRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListClaimsResponse, collections.abc.Awaitable[prefixd_pb2.ListClaimsResponse]]:
-        """Claims that are held, by whom and for how long still. Paged.
+        """Claims that are held, with their owners and the time left of their leases. Paged.
         Errors: INVALID_ARGUMENT (page size), NOT_FOUND (no such claim).
         """
 
@@ -1353,7 +1353,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListReservationsRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListReservationsResponse, collections.abc.Awaitable[prefixd_pb2.ListReservationsResponse]]:
-        """Saves that are not published yet, and the stage that each is in. Paged.
+        """Saves that are not published yet, with their stages. Paged.
         Errors: INVALID_ARGUMENT (page size).
         """
 
@@ -1363,7 +1363,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ListSessionsRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListSessionsResponse, collections.abc.Awaitable[prefixd_pb2.ListSessionsResponse]]:
-        """Connected clients, and how much each holds."""
+        """Connected clients, and what each holds."""
 
     @abc.abstractmethod
     def Preview(
@@ -1371,7 +1371,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.PreviewRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.PreviewResponse, collections.abc.Awaitable[prefixd_pb2.PreviewResponse]]:
-        """What admitting so many bytes would evict, and whether it can be admitted. Changes nothing.
+        """Tells whether entries of this size can be admitted, and what would be evicted. Changes nothing.
         Errors: INVALID_ARGUMENT (size, tier).
         """
 
@@ -1381,7 +1381,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.EvictResponse, collections.abc.Awaitable[prefixd_pb2.EvictResponse]]:
-        """Evicts the next victims of each tier until at least so many bytes are free of them.
+        """Evicts the next victims of each tier until they have freed at least free_bytes.
         Errors: INVALID_ARGUMENT (size, tier).
         """
 
@@ -1391,9 +1391,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CurveRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CurveResponse, collections.abc.Awaitable[prefixd_pb2.CurveResponse]]:
-        """What the hit rate of a tier would be at other budgets, estimated from a sample of its keys
-        (LRU order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch),
-        FAILED_PRECONDITION (the sample is switched off).
+        """The hit rate that a tier would have at other budgets, estimated from a sample of its keys (LRU
+        order, all accesses since the start). Errors: INVALID_ARGUMENT (tier, batch), FAILED_PRECONDITION
+        (the sample is switched off).
         """
 
     @abc.abstractmethod
@@ -1402,7 +1402,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.DropRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.DropResponse, collections.abc.Awaitable[prefixd_pb2.DropResponse]]:
-        """Drops entries by their keys; what is pinned or in flight stays, and is said to be.
+        """Drops entries by key. Entries that are pinned or in flight stay, and the result says so.
         Errors: INVALID_ARGUMENT (batch, key).
         """
 
@@ -1412,7 +1412,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.KickRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.KickResponse, collections.abc.Awaitable[prefixd_pb2.KickResponse]]:
-        """Ends a session: its claims and reservations are released. Its client may open another one.
+        """Ends a session, which releases its claims and reservations. Its client may open another one.
         Errors: FAILED_PRECONDITION (no such session).
         """
 
@@ -1422,8 +1422,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ConfigureRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ConfigureResponse, collections.abc.Awaitable[prefixd_pb2.ConfigureResponse]]:
-        """Reads the configuration again, and changes what can be changed without a restart.
-        A configuration that is wrong changes nothing: INVALID_ARGUMENT, with all that is wrong.
+        """Reads the configuration again, and applies what can change without a restart. A wrong
+        configuration changes nothing: INVALID_ARGUMENT, with everything that is wrong.
         """
 
     @abc.abstractmethod
@@ -1432,7 +1432,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.GcRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.GcResponse, collections.abc.Awaitable[prefixd_pb2.GcResponse]]:
-        """Reaps what is expired and drops whatever a store or the index holds that no entry owns."""
+        """Ends what is expired, and drops records and index rows that belong to no entry."""
 
     @abc.abstractmethod
     def Check(
@@ -1440,7 +1440,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.CheckRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.CheckResponse, collections.abc.Awaitable[prefixd_pb2.CheckResponse]]:
-        """Recounts the whole state from scratch while the daemon goes on."""
+        """Recounts the whole state from scratch while the daemon works."""
 
     @abc.abstractmethod
     def Verify(
@@ -1448,9 +1448,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.VerifyRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.VerifyResponse], collections.abc.AsyncIterator[prefixd_pb2.VerifyResponse]]:
-        """Reads every entry of these tiers back and compares its checksums, telling several times a second
-        how far it is. An entry whose bytes are wrong is dropped, one that can't be read stays. Whoever
-        hangs up ends it. Errors: INVALID_ARGUMENT (tier).
+        """Reads every entry of these tiers and checks its checksums. It reports its progress several times a
+        second. An entry whose bytes are wrong is dropped; one that can't be read stays. It ends when its
+        caller hangs up. Errors: INVALID_ARGUMENT (tier).
         """
 
     @abc.abstractmethod
@@ -1459,10 +1459,10 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ResizeRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ResizeResponse, collections.abc.Awaitable[prefixd_pb2.ResizeResponse]]:
-        """Gives a tier another budget until the next start. Where it is smaller, the next victims leave
-        in steps, exactly those that are too many. All or nothing; it goes on when its caller hangs up.
-        Where claims or saves hold too much, another resize is under way or the device is full, it is
-        refused as limit_reached or device_full. Errors: INVALID_ARGUMENT (tier, size).
+        """Gives a tier another budget until the next start. If it is smaller, it evicts exactly as many of
+        the next victims as are too many, in steps. All or nothing; it goes on if its caller hangs up.
+        It is refused as limit_reached if claims or saves hold too much or another resize is under way,
+        and as device_full if the device has no room. Errors: INVALID_ARGUMENT (tier, size).
         """
 
     @abc.abstractmethod
@@ -1471,9 +1471,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.DrainResponse, collections.abc.Awaitable[prefixd_pb2.DrainResponse]]:
-        """Begins to drain, and answers when nothing is held or under way any more, or at the bound: no new
-        sessions, claims or saves; what is held stays, and may be read, written and given back. Drained
-        it stays until it is told to resume, or ends if it is told to stop.
+        """Drains the daemon: it accepts no new sessions, claims or saves, but clients may still read, write
+        and release what they hold. Answers when nothing is held or under way any more, or after within_ms.
+        Then the daemon stays drained until a call with resume, or ends if the call has stop.
         Errors: INVALID_ARGUMENT (time).
         """
 
@@ -1483,7 +1483,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.SetLogLevelRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.SetLogLevelResponse, collections.abc.Awaitable[prefixd_pb2.SetLogLevelResponse]]:
-        """What the log says, until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
+        """Sets the log level until the next start or reload. Errors: INVALID_ARGUMENT (level)."""
 
     @abc.abstractmethod
     def Why(
@@ -1491,7 +1491,7 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.WhyRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.WhyResponse, collections.abc.Awaitable[prefixd_pb2.WhyResponse]]:
-        """What the daemon remembers of the keys that begin so: saved, evicted, deleted, when and by whom.
+        """What the daemon remembers of keys with this beginning: saved, evicted, deleted, when and by whom.
         Errors: INVALID_ARGUMENT (key).
         """
 
@@ -1501,9 +1501,9 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.ClearRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ClearResponse, collections.abc.Awaitable[prefixd_pb2.ClearResponse]]:
-        """Drops what clients with a label saved since the start; what is pinned or in flight stays. Of
-        what came back from an earlier start the label is not known. Errors: INVALID_ARGUMENT (label,
-        tier).
+        """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
+        in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+        INVALID_ARGUMENT (label, tier).
         """
 
     @abc.abstractmethod
@@ -1512,10 +1512,10 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.WatchRequest,
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.WatchResponse], collections.abc.AsyncIterator[prefixd_pb2.WatchResponse]]:
-        """Tells which keys are published, from now on and in order: everything that there is, then what
-        changes. It goes on until its caller hangs up. A watcher that names what it was told last goes on
-        from there, if the daemon still knows what came after it. Whoever may watch learns every key, and
-        a key is all that it takes to read an entry.
+        """Streams which keys are published: first all that are there, then all changes in order. It ends when
+        its caller hangs up. A watcher that sends the sequence of its last message goes on from there, if
+        the daemon still knows what happened since. A watcher learns every key, and a key is all that a
+        client needs to read an entry.
         Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
         """
 

@@ -1,7 +1,7 @@
-"""Sizes, times and shares as people write them: `8GiB`, `300s`, `1h30m`, `37.36 %`.
+"""Sizes, durations and percentages as people write them: `8GiB`, `300s`, `1h30m`, `37.36 %`.
 
-Sizes use binary units (KiB = 1024 B). `8G` and `8GB` are refused rather than guessed at: half
-of the tools mean 10^9 by them, the other half 2^30.
+Sizes use binary units (KiB = 1024 B). `8G` and `8GB` are refused, because half of all tools mean
+10^9 bytes by them and the other half 2^30.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _DURATION_PART = re.compile(rf"({_NUMBER})\s*(ns|us|ms|s|m|h|d)\s*", re.ASCII)
 def parse_bytes(text: str) -> int:
     """`8GiB`, `1.5 MiB`, `512B` or a bare number of bytes, as bytes, to the nearest byte.
 
-    Upper or lower case. Raises ValueError when the text is no size, is negative, or has an
+    Case does not matter. Raises ValueError if the text is not a size, is negative, or has an
     ambiguous unit (`GB`, `G`).
     """
     match = _SIZE.fullmatch(text)
@@ -49,10 +49,10 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """A size in the largest binary unit that gives an exact short number, else rounded.
+    """A size in the largest binary unit that is not larger than it: `8GiB`, `1.5MiB`, `1000B`.
 
-    `8GiB`, `1.5MiB`, `1000B`; what `parse_bytes` reads back exactly whenever at most three
-    decimals say it exactly. Everything else is rounded to two decimals: `1.21MiB`.
+    It is exact, for `parse_bytes` too, if three decimals suffice. Otherwise it is rounded to two
+    decimals: `1.21MiB`.
     """
     sign, count = ("-", -count) if count < 0 else ("", count)
     for name in _BYTE_NAMES:
@@ -67,7 +67,7 @@ def format_bytes(count: int) -> str:
 def parse_duration_ns(text: str) -> int:
     """`300s`, `1h30m`, `2.5ms` (ns, us, ms, s, m, h, d; parts add up), as nanoseconds.
 
-    Only 0 needs no unit. Raises ValueError when the text is no duration or is negative.
+    Only 0 needs no unit. Raises ValueError if the text is not a duration or is negative.
     """
     rest = text.strip()
     if rest == "0":
@@ -85,8 +85,8 @@ def parse_duration_ns(text: str) -> int:
 def format_duration(duration_ns: int) -> str:
     """A duration for people: `1h30m`, `2m5s`, `12.3ms`, `850ns`.
 
-    Exact, and read back exactly by `parse_duration_ns`, from a minute up in whole seconds and
-    below in at most three decimals of its unit; otherwise rounded.
+    It is rounded to whole seconds from a minute on, and to three decimals of its unit below. If
+    nothing is rounded away, `parse_duration_ns` reads it back exactly.
     """
     sign, rest = ("-", -duration_ns) if duration_ns < 0 else ("", duration_ns)
     if rest >= _NS_UNITS["m"]:
@@ -105,5 +105,5 @@ def format_duration(duration_ns: int) -> str:
 
 
 def percent(share: float | None, decimals: int = 2) -> str:
-    """A share of a whole as `37.36 %`; a share of nothing (None) is a dash."""
+    """A share as `37.36 %`; a dash for None, the share of an empty whole."""
     return "-" if share is None else f"{100 * share:.{decimals}f} %"

@@ -1,24 +1,26 @@
-"""The enumerations that every part shares; the numbers are those of the wire and of records."""
+"""The enumerations that all parts share. Their numbers are those of the wire and of records."""
 
 from __future__ import annotations
 
 from enum import IntEnum, StrEnum
 
 
-class Tier(IntEnum):
-    """The three places where an entry can live."""
+class _Labelled(IntEnum):
+    @property
+    def label(self) -> str:
+        """The name for people, in lower case: `ram`, `cold`, `too_large`."""
+        return self.name.lower()
+
+
+class Tier(_Labelled):
+    """The three tiers in which an entry can be stored."""
 
     RAM = 1
     SHM = 2
     DISK = 3
 
-    @property
-    def label(self) -> str:
-        """The name that people write: `ram`, `shm`, `disk`."""
-        return self.name.lower()
 
-
-class SaveReason(IntEnum):
+class SaveReason(_Labelled):
     """Why a state is saved."""
 
     COLD = 1
@@ -32,26 +34,21 @@ class SaveReason(IntEnum):
     SHUTDOWN = 5
     """The engine is about to stop."""
 
-    @property
-    def label(self) -> str:
-        """The name that people write: `cold`, `continued`, ..."""
-        return self.name.lower()
-
 
 class ClaimMode(IntEnum):
-    """Which of the keys of a claim are wanted."""
+    """Which keys of a claim to pin."""
 
     RUN = 0
-    """From the first on, up to the first that is absent: a block chain, root first."""
+    """Those before the first absent one: for a block chain, root first."""
     FIRST = 1
-    """The first that is present: prefix entries, longest first."""
+    """The first one that is present: for prefix entries, longest first."""
     ANY = 2
-    """Every one that is present."""
+    """Each one that is present."""
 
 
-class SaveStatus(IntEnum):
-    """How the save of a key ended. Below 100 the daemon says so; from 100 on the client knows it by
-    itself, and the contract does not have it."""
+class SaveStatus(_Labelled):
+    """How the save of a key ended. The daemon reports values below 100. Values from 100 on are the
+    client's own and not part of the contract."""
 
     SAVED = 1
     PRESENT = 2
@@ -68,26 +65,22 @@ class SaveStatus(IntEnum):
     UNAVAILABLE = 101
     """No daemon answers, or it is stopping."""
     DEADLINE = 102
-    """It took too long; it may still be published."""
-
-    @property
-    def label(self) -> str:
-        return self.name.lower()
+    """It took too long. It may still be published."""
 
 
 class DeleteStatus(IntEnum):
-    """What became of a key that was to be deleted. From 100 on as in `SaveStatus`."""
+    """What became of a key that was to be deleted. Values from 100 on as in `SaveStatus`."""
 
     DELETED = 1
-    """It is not found any more, and its room is free."""
+    """Its entry is gone, and its room is free."""
     ABSENT = 2
     """It was not there."""
     PINNED = 3
-    """It is being read, maybe by this client; nothing happened."""
+    """A client is reading it, maybe this one. It was not deleted."""
     IN_FLIGHT = 4
-    """It is being saved; nothing happened."""
+    """It is being saved. It was not deleted."""
     FAILED = 100
-    """The daemon could not be asked, or refused the whole call."""
+    """The daemon could not be reached, or refused the whole call."""
 
 
 class MissReason(StrEnum):
@@ -100,9 +93,9 @@ class MissReason(StrEnum):
     UNAVAILABLE = "unavailable"
     """No daemon answers, or it is stopping."""
     DEADLINE = "deadline"
-    """The call's time was over."""
+    """The call took too long."""
     CORRUPT = "corrupt"
-    """The bytes that arrived do not match their checksum."""
+    """The bytes that were read do not match their checksum."""
     DROPPED = "dropped"
     """Too many calls were waiting already, or the client was closed."""
     UNREADABLE = "unreadable"
@@ -110,18 +103,18 @@ class MissReason(StrEnum):
     LOST = "lost"
     """The claim ended before the bytes were read."""
     WRONG_SIZE = "wrong_size"
-    """The buffer is not as long as the payload: the entry is of another layout."""
+    """The buffer and the payload differ in size: the entry has another layout."""
     SLOW = "slow"
     """Computing it is estimated to be faster than loading it."""
     REFUSED = "refused"
     """The daemon had a reason of its own, such as a full table or missing rights."""
     UNEXPECTED = "unexpected"
-    """The answer does not follow the contract (a daemon of another version), or something failed
-    that never should; the log says what."""
+    """The answer does not follow the contract (a daemon of another version), or there is a bug. The
+    log has the details."""
 
 
 class Presence(IntEnum):
-    """What a probe says of a key; the numbers are those of the wire."""
+    """The result of a probe for a key. The numbers are those of the wire."""
 
     ABSENT = 1
     PRESENT = 2

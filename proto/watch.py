@@ -1,6 +1,6 @@
-"""How the events of a Watch are written: each once, however many watch.
+"""Encodes the events of a Watch: each once, however many clients watch.
 
-A body is a `WatchEvent` as protobuf writes it, its fields always in this order:
+A body is a `WatchEvent` in protobuf's encoding. Its fields always have this order:
 
 | offset | bytes | |
 |---|---|---|
@@ -9,12 +9,12 @@ A body is a `WatchEvent` as protobuf writes it, its fields always in this order:
 | 4 | 34 | tag, length and `key` |
 | 38 | 9 | tag and `sequence` |
 | 47 | 9 | tag and `generation` |
-| 56 | 9 | of what is published: tag and `payload_bytes` |
-| 65 | 5 | tag and `token_count` |
-| 70 | 2 | tag and `reason` |
-| 72 | | `parent`, where it is known, and `namespace` |
+| 56 | 9 | if published: tag and `payload_bytes` |
+| 65 | 5 | if published: tag and `token_count` |
+| 70 | 2 | if published: tag and `reason` |
+| 72 | | if published: `parent` if it is known, and `namespace` |
 
-A message object for each event would take four times as long, in the daemon's event loop.
+Message objects would take four times as long, in the daemon's event loop.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _U64: Final = Struct("<Q")
 _KEY: Final = slice(6, 38)
 _TAG: Final = slice(38 - TAG_BYTES, 38)
 _GENERATION_AT: Final = 48
-#: The tag and the length of 32 bytes: field 3, and field 9.
+#: Tag and length of fields of 32 bytes: field 3, and field 9.
 _KEY_TAG: Final = 0x1A | 32 << 8
 _PARENT_TAG: Final = b"\x4a\x20"
 _NO_PARENT: Final = b"\x4a\x00"
 _NAMESPACE_TAG: Final = b"\x52"
 _TOKEN_IDS_TAG: Final = b"\x5a"
-#: Of a WatchResponse: its three fields.
+#: The three fields of a WatchResponse.
 _INCARNATION_TAG: Final = b"\x0a"
 _EVENT_TAG: Final = b"\x12"
 _SEQUENCE_TAG: Final = b"\x19"
@@ -59,7 +59,7 @@ def published(
     parent: bytes | None,
     namespace: str,
 ) -> bytes:
-    """The body of an event: this key is there. `parent`: as in effects.IndexPut."""
+    """The body of an event: a key was published. `parent`: as in `effects.IndexPut`."""
     body = _PUBLISHED(
         0x08, PUBLISHED, 0x10, tier, _KEY_TAG, key, 0x21, sequence, 0x29, generation,
         0x31, payload_bytes, 0x3D, token_count, 0x40, reason,
@@ -72,7 +72,7 @@ def published(
 
 
 def evicted(tier: Tier, key: Key, sequence: int, generation: int) -> bytes:
-    """The body of an event: this key is not there any more."""
+    """The body of an event: a key is no longer published."""
     return _EVICTED(
         0x08, EVICTED, 0x10, tier, _KEY_TAG, key, 0x21, sequence, 0x29, generation
     )  # fmt: skip
@@ -83,7 +83,7 @@ def is_published(body: bytes) -> bool:
 
 
 def tier_number(body: bytes) -> int:
-    """The tier of an event, as a number: an enum's member would take as long as all the rest."""
+    """The number of an event's tier. To make a `Tier` of it would double the time of the event."""
     return body[3]
 
 
@@ -92,7 +92,7 @@ def key_of(body: bytes) -> Key:
 
 
 def tag_of(body: bytes) -> bytes:
-    """Whose the key is (`namespaces.tag_of`), if it is of a namespace."""
+    """The tag of the key's namespace (`namespaces.tag_of`), if it belongs to one."""
     return body[_TAG]
 
 
@@ -102,7 +102,7 @@ def generation_of(body: bytes) -> int:
 
 
 def with_token_ids(body: bytes, token_ids: bytes) -> bytes:
-    """An encoded event, with the token ids of its entry put into it."""
+    """An encoded event with the token ids of its entry added."""
     return b"".join((body, _TOKEN_IDS_TAG, _varint(len(token_ids)), token_ids))
 
 

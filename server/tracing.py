@@ -49,7 +49,7 @@ from opentelemetry.trace import (
 
 from .. import __version__
 from ..proto.errors import ConfigError, PrefixdError
-from ..proto.traceparent import decode
+from ..proto.frames import decode_traceparent
 from ..proto.vocabulary import Tier
 from .runtime.listeners import Step
 
@@ -184,7 +184,7 @@ class OtelTracing:
 
 
 def _context_of(traceparent: bytes) -> Context:
-    parent = decode(traceparent)
+    parent = decode_traceparent(traceparent)
     if parent is None:
         return Context()
     flags = TraceFlags(TraceFlags.SAMPLED if parent.sampled else TraceFlags.DEFAULT)

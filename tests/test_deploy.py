@@ -22,7 +22,7 @@ from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import PRESSURE, StateCollector
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
-from prefixd.server.core.histogram import Histogram
+from prefixd.server.core.counters import Histogram
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main

@@ -34,9 +34,8 @@ from pathlib import Path
 from typing import Final
 
 from ..proto.arena_header import encode_arena_header
-from ..proto.copying import RELEASE_BYTES, address_of, copy_crc32c
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
-from ..proto.layout import crc32c
+from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c
 from .files import open_own_file, secure_range, write_errors
 from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
 

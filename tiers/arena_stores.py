@@ -23,7 +23,7 @@ from ..proto.arena_header import ARENA_HEADER_BYTES, decode_arena_header
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, EntryRecord, Recorded, content_bytes
 from ..proto.errors import RecordError
 from ..proto.keys import Key
-from ..proto.layout import crc32c
+from ..proto.payload import crc32c
 from ..proto.units import format_bytes
 from ..proto.vocabulary import Tier
 from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, BaseArena, check_slab, whole_slabs

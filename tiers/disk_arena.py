@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
-from ..proto.copying import copy_crc32c, unset_bytearray
-from ..proto.layout import crc32c
+from ..proto.payload import copy_crc32c, crc32c, unset_bytearray
 from .arena import BaseArena, check_size, ranges
 from .files import (
     check_linked,

@@ -45,7 +45,7 @@ from typing import Final
 
 from ..proto.entry import EntryRecord, Location, Recorded
 from ..proto.keys import Key
-from ..proto.layout import crc32c
+from ..proto.payload import crc32c
 from ..proto.vocabulary import Tier
 from .files import open_own_file, pwrite_all, secure_range, write_errors
 from .rows import (

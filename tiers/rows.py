@@ -49,7 +49,7 @@ from typing import Any, Final
 from ..proto.entry import EntryRecord, Location, Recorded, content_bytes
 from ..proto.errors import InvalidSize
 from ..proto.keys import Key
-from ..proto.layout import check_layout, check_token_ids, crc32c
+from ..proto.payload import check_layout, check_token_ids, crc32c
 from ..proto.vocabulary import SaveReason, Tier
 from .files import (
     check_linked,

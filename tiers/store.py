@@ -42,7 +42,7 @@ from ..proto.entry import EntryRecord, Recorded
 from ..proto.entry import EntryRef as EntryRef
 from ..proto.entry import Location as Location
 from ..proto.keys import Key
-from ..proto.layout import crc32c
+from ..proto.payload import crc32c
 from ..proto.vocabulary import Tier
 
 #: Anything that exports a contiguous byte buffer.

@@ -30,8 +30,8 @@ from dataclasses import dataclass
 from typing import BinaryIO, Final
 
 from ...proto.keys import Key
-from ...proto.layout import crc32c
 from ...proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
+from ...proto.payload import crc32c
 from ...proto.vocabulary import SaveReason
 
 MAGIC: Final = b"prefixd entries 1\n"

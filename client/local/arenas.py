@@ -14,10 +14,16 @@ from typing import Final
 from weakref import finalize
 
 from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
-from ...proto.copying import RELEASE_BYTES, copy, copy_crc32c, crc32c_of
 from ...proto.errors import RecordError
-from ...proto.layout import crc32c
-from ...proto.pieces import FlatBytes, views_of
+from ...proto.payload import (
+    RELEASE_BYTES,
+    FlatBytes,
+    copy,
+    copy_crc32c,
+    crc32c,
+    crc32c_of,
+    views_of,
+)
 
 #: Read and checksummed in pieces of this size, so that the checksum finds its bytes in the CPU
 #: cache.

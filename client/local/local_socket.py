@@ -1,4 +1,4 @@
-"""Calls over the daemon's local socket (proto.local), which take a fraction of gRPC's time."""
+"""Calls over the daemon's local socket (proto.frames), which take a fraction of gRPC's time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
 from ..wire.connection import Calls
@@ -26,11 +26,11 @@ class LocalConnection:
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
         """Connects and names its session. Raises OSError if no daemon listens there."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._frames = local.Frames(pb.LocalResponse.FromString)
+        self._frames = frames.Frames(pb.LocalResponse.FromString)
         try:
             self._socket.settimeout(timeout_s)
             self._socket.connect(path)
-            self._socket.sendall(local.frame(pb.LocalRequest(attach=session)))
+            self._socket.sendall(frames.frame(pb.LocalRequest(attach=session)))
         except OSError:
             self._socket.close()
             raise
@@ -41,7 +41,7 @@ class LocalConnection:
             request.traceparent = parent
         with _translated_errors():
             self._socket.settimeout(timeout_s)
-            self._socket.sendall(local.frame(request))
+            self._socket.sendall(frames.frame(request))
 
     def receive(self, timeout_s: float) -> pb.LocalResponse:
         """The next response. Raises PrefixdError, also for a failure that the daemon reports."""
@@ -73,7 +73,7 @@ class LocalConnection:
             with _translated_errors():
                 # They come with the first byte of the response.
                 data, fds, _, _ = socket.recv_fds(
-                    self._socket, _RECEIVE_BYTES, local.MAX_DESCRIPTORS
+                    self._socket, _RECEIVE_BYTES, frames.MAX_DESCRIPTORS
                 )
             for fd in fds:
                 os.set_inheritable(fd, False)  # Python 3.11 does not pass on MSG_CMSG_CLOEXEC

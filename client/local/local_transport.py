@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto.errors import (
     DeadlineExceeded,
     LimitReached,
@@ -23,7 +23,7 @@ from ...proto.errors import (
     UnreadableMemory,
 )
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence
 from ..results import Entry, Found, SaveOutcome
 from ..wire.deadline import Deadline
@@ -48,7 +48,7 @@ from .staging import StagingMemory, can_lend, save_lent, save_staged
 logger = logging.getLogger("prefixd.client")
 
 #: What is needed for reads in place. It is handed over at the start of a session.
-IN_PLACE: Final = (local.INDEX, local.RAM, local.SHM, local.DISK)
+IN_PLACE: Final = (frames.INDEX, frames.RAM, frames.SHM, frames.DISK)
 #: How much of a call's time the hand-over may take. The call then goes on over gRPC.
 HAND_OVER_S: Final = 0.5
 #: After a failed hand-over, the next attempt waits this long.
@@ -110,17 +110,17 @@ class LocalTransport:
         """Ask for another index now and then: a daemon that revoked its index makes a new one. The
         rest of what was handed over stays. Raises DeadlineExceeded."""
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
-        if self._may_ask(local.INDEX) and self._lock.acquire(blocking=False):
-            self._take_part(node, local.INDEX, "new index", within_s)
+        if self._may_ask(frames.INDEX) and self._lock.acquire(blocking=False):
+            self._take_part(node, frames.INDEX, "new index", within_s)
 
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
         """This session's staging memory. It is handed over when a save first needs it, because
         allocating it takes most of the time of a hand-over."""
-        if node.staging is not None or local.STAGING in node.refused:
+        if node.staging is not None or frames.STAGING in node.refused:
             return node.staging
         within_s = min(HAND_OVER_S, deadline.left_s() / 2)
         if self._lock.acquire(timeout=within_s):
-            self._take_part(node, local.STAGING, "staging memory", within_s)
+            self._take_part(node, frames.STAGING, "staging memory", within_s)
         return node.staging
 
     def _may_ask(self, part: str) -> bool:
@@ -164,7 +164,7 @@ class LocalTransport:
             old.calls.close()
             self._take_touches()  # dropped: they are of an earlier session
             self._not_before_s = 0.0
-            self._part_not_before_s.pop(local.STAGING, None)
+            self._part_not_before_s.pop(frames.STAGING, None)
         now_s = time.monotonic()
         if now_s >= until_s or now_s < self._not_before_s:
             return
@@ -188,7 +188,7 @@ class LocalTransport:
         node = self._current()
         if node is None:
             why = "there is no hand-over from this daemon"
-            return dict.fromkeys((local.INDEX, local.STAGING), why)
+            return dict.fromkeys((frames.INDEX, frames.STAGING), why)
         self._staging(node, Deadline(HAND_OVER_S * 1e3))
         return dict(node.refused)
 

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, cast
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import TIER_OFFSET, IndexReader, Placed, entry_of, place_of
-from ...proto.index_columns import Columns, columns_of, unpacked
+from ...proto.index import TIER_OFFSET, Columns, columns_of, entry_of, place_of, unpacked
+from ...proto.index_reader import IndexReader, Placed
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..results import Entry
 from ..wire.transport import Copied
@@ -81,18 +81,18 @@ class LocalNode:
 
     def _attach(self, name: str, fd: int, size_bytes: int) -> None:
         match name:
-            case local.INDEX:
+            case frames.INDEX:
                 index = IndexReader.attach(fd)
                 if index.incarnation != self.ref.incarnation:
                     raise RecordError("the index is that of another start of the daemon")
                 self.index = index
-            case local.RAM:
+            case frames.RAM:
                 self.arenas[Tier.RAM] = MappedArena(fd, size_bytes, outlives_daemon=False)
-            case local.SHM:
+            case frames.SHM:
                 self.arenas[Tier.SHM] = MappedArena(fd, size_bytes, outlives_daemon=True)
-            case local.DISK:
+            case frames.DISK:
                 self.arenas[Tier.DISK] = FileArena(fd)
-            case local.STAGING:
+            case frames.STAGING:
                 self.staging = StagingMemory(os.dup(fd), size_bytes)
             case _:
                 pass  # of a later version

@@ -19,10 +19,9 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import address_of, addresses_of, copy_crc32c
 from ...proto.errors import DaemonUnavailable, LimitReached
 from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES, STAGED_MESSAGE_BYTES
-from ...proto.pieces import FlatBytes, Pieces
+from ...proto.payload import FlatBytes, Pieces, address_of, addresses_of, copy_crc32c
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
 from .local_socket import LocalCalls, LocalConnection

@@ -1,5 +1,5 @@
-"""The data socket of a daemon on another host (proto.data): small calls, and payloads that are sent
-from, and received into, the caller's memory without a copy in between.
+"""The data socket of a daemon on another host (proto.frames): small calls, and payloads that are
+sent from, and received into, the caller's memory without a copy in between.
 
 When a call breaks off, its connection is closed, and the daemon gives back what it granted. The
 sockets block, and the kernel watches the deadline, so a payload of any size takes few system calls.
@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     ClaimLost,
@@ -29,8 +29,7 @@ from ...proto.errors import (
     UnknownSession,
     from_name,
 )
-from ...proto.layout import crc32c
-from ...proto.pieces import FlatBytes, views_of
+from ...proto.payload import FlatBytes, crc32c, views_of
 from ..counters import Counters
 from .connection import Calls
 from .pool import CONNECT_S, ConnectionPool, NoConnection
@@ -170,7 +169,7 @@ class DataConnection:
         """Raises OSError when no daemon listens there, or it can't be trusted; ConfigError when a
         file named in `place.security` is wrong."""
         #: Sent together with the first request.
-        self._greeting = data.frame(place.greeting())
+        self._greeting = frames.frame(place.greeting())
         self._wire = _connected(place, timeout_s)
         self._until_s = 0.0
         #: Received bytes that were not read yet: `_ahead[_start:_end]`.
@@ -190,22 +189,22 @@ class DataConnection:
         self._until_s = time.monotonic() + timeout_s
         self.moved = False
         greeting, self._greeting = self._greeting, b""
-        self._send([memoryview(greeting + data.frame(request))])
+        self._send([memoryview(greeting + frames.frame(request))])
 
     def response(self) -> pb.DataResponse:
         """The next response."""
-        self._read_ahead(data.HEAD.size)
-        (size_bytes,) = data.HEAD.unpack_from(self._ahead, self._start)
-        if size_bytes > data.MAX_MESSAGE_BYTES:
+        self._read_ahead(frames.HEAD.size)
+        (size_bytes,) = frames.HEAD.unpack_from(self._ahead, self._start)
+        if size_bytes > frames.MAX_MESSAGE_BYTES:
             raise MalformedMessage(f"the daemon announced a message of {size_bytes} bytes")
-        self._start += data.HEAD.size
-        if size_bytes <= _AHEAD_BYTES - data.HEAD.size:
+        self._start += frames.HEAD.size
+        if size_bytes <= _AHEAD_BYTES - frames.HEAD.size:
             self._read_ahead(size_bytes)
             message = bytes(self._ahead[self._start : self._start + size_bytes])
             self._start += size_bytes
         else:
             message = self._received(size_bytes)
-        response = data.response_of(message)
+        response = frames.response_of(message)
         if response.HasField("failure"):
             failure = response.failure
             raise from_name(failure.error, failure.message, retryable=failure.retry)
@@ -223,7 +222,7 @@ class DataConnection:
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
             elif not isinstance(sink, Rooms):
-                if part.length_bytes > data.PART_BYTES:
+                if part.length_bytes > frames.PART_BYTES:
                     raise PrefixdError(f"the daemon sent {part.length_bytes} bytes at once")
                 sink(part.range, part.offset_bytes, self._received(part.length_bytes))
             else:
@@ -248,7 +247,7 @@ class DataConnection:
                     if queued_bytes >= _PIECE_BYTES or len(queue) >= _GATHER - 1:
                         self._send(queue)
                         queue, queued_bytes = [], 0
-            queue.append(memoryview(data.CRC.pack(crc)))
+            queue.append(memoryview(frames.CRC.pack(crc)))
         self._send(queue)
 
     # ---- bytes

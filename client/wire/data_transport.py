@@ -12,7 +12,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME
 from ...proto.errors import ClaimLost, UnknownEntry
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode
 from ..results import SaveOutcome
 from . import messages

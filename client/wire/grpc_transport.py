@@ -23,7 +23,7 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
 from ..results import Entry, Found, SaveOutcome

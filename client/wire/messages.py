@@ -16,11 +16,10 @@ from operator import is_
 from typing import Final, cast
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import crc32c_of
 from ...proto.errors import InvalidBatch, PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
-from ...proto.pieces import FlatBytes, views_of
+from ...proto.payload import FlatBytes, crc32c_of, views_of
 from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
 from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .link import Holding, Link

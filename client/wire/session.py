@@ -30,8 +30,8 @@ from ...proto.errors import (
     InvalidSize,
     PrefixdError,
 )
-from ...proto.labels import check_label
 from ...proto.limits import MAX_CLIENT_NAME_CHARS
+from ...proto.namespaces import check_label
 from ..counters import Counters
 from .connection import Connection
 from .deadline import Deadline

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 
 #: Takes the bytes of a read as they arrive: the number of the range, the offset from its start, and
 #: the bytes. None in place of the bytes: the daemon could not read that entry.

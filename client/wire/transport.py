@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
-from ...proto.pieces import FlatBytes
+from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
 from ..results import Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline

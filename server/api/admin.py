@@ -19,8 +19,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.index import unpack_row
 from ...proto.keys import Key
-from ...proto.labels import check_label
-from ...proto.namespaces import tag_of
+from ...proto.namespaces import check_label, tag_of
 from ...proto.vocabulary import DeleteStatus, Tier
 from ..core.checking import MAX_PROBLEMS
 from ..core.entries import EntryTable

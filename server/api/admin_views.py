@@ -21,8 +21,8 @@ from ...proto.namespaces import Namespace
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
 from ..core import state
+from ..core.counters import Histogram
 from ..core.entries import SHARDS, Entry
-from ..core.histogram import Histogram
 from ..core.journal import CAUSES, Happened
 from ..core.sessions import Claim, Reservation
 from ..runtime.loop import Core
@@ -384,8 +384,8 @@ class AdminViews:
             stage=r.stage.name.lower(),
             age_ms=_ms(served_ns - r.reserved_ns),
             ttl_left_ms=_ms(r.expires_ns - served_ns),
-            payload_bytes=r.payload_bytes,
-            stored_bytes=r.stored_bytes,
+            payload_bytes=r.entry.payload_bytes,
+            stored_bytes=r.entry.stored_bytes,
             waiters=len(r.waiters),
         )
 

@@ -11,10 +11,11 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Final
 
-from ...proto import data, limits
+from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidBatch, UnknownEntry
-from ..core.answers import ReleaseAnswer
+from ...proto.frames import frame
+from ..core.effects import ReleaseAnswer
 from ..core.events import BytesRead
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
@@ -108,7 +109,7 @@ class DataCalls:
             if entry.payload_bytes == room_bytes
         ]
         granted.ClearField("claim_id")  # the daemon releases it, not the client
-        head = data.frame(pb.DataResponse(claim=granted))
+        head = frame(pb.DataResponse(claim=granted))
         return Sending(self._core, frames.stream, fitting, head)
 
     async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:

@@ -1,5 +1,5 @@
 """The data socket: calls of clients on other hosts, and their payloads, without gRPC between
-(proto.data).
+(proto.frames).
 
 Small calls are those of `service` and `saves`; those that move payloads are in `data_calls`. A
 connection does nothing before it has proved a session, belongs to that one only, and ends with it.
@@ -20,9 +20,10 @@ from typing import Any, Final
 
 import structlog
 
-from ...proto import data
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
+from ...proto.frames import DATA_SMALL_REQUEST_BYTES, MAX_ATTACH_BYTES
+from ...proto.limits import MAX_MESSAGE_BYTES
 from ..runtime.loop import Core
 from .access import DATA_ROLES, Access, Tokens, bearer, check_same
 from .calls import PlainCaller, error_of, failure_of
@@ -218,7 +219,7 @@ class DataConnection(Connection):
     async def _prove(self) -> None:
         """Take the first request, which proves a session. Raises PrefixdError."""
         size_bytes = await self._frames.head()
-        if size_bytes > data.MAX_ATTACH_BYTES:
+        if size_bytes > MAX_ATTACH_BYTES:
             raise InvalidSize("the first request proves a session, and is no longer than that")
         request = await self._frames.small(size_bytes)
         if request.WhichOneof("kind") != "attach":
@@ -336,12 +337,12 @@ class DataConnection(Connection):
             await self._answer(request)
             return
         size_bytes = await frames.head()
-        if size_bytes <= data.MAX_SMALL_REQUEST_BYTES:
+        if size_bytes <= DATA_SMALL_REQUEST_BYTES:
             await self._answer(await frames.small(size_bytes))
             return
-        if size_bytes > data.MAX_MESSAGE_BYTES:
+        if size_bytes > MAX_MESSAGE_BYTES:
             raise MalformedMessage(
-                f"a message of {size_bytes} bytes, {data.MAX_MESSAGE_BYTES} is the most"
+                f"a message of {size_bytes} bytes, {MAX_MESSAGE_BYTES} is the most"
             )
         async with self._server.large.room(size_bytes, self._session):
             await self._answer(await frames.large(size_bytes))

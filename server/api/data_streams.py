@@ -1,5 +1,5 @@
 """Connections of the data socket as bytes, plain or under TLS, and as requests and responses
-(proto.data).
+(proto.frames).
 
 Nothing here blocks. A call that can't go on raises BlockingIOError, and `lacks` says what it waits
 for. Under TLS that may be either direction, whichever way the bytes go.
@@ -19,13 +19,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Final
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached
 from .calls import to_its_end
 from .messages import parse
 
-_HEAD: Final = data.HEAD
+_HEAD: Final = frames.HEAD
 _BACKLOG: Final = 128
 #: One call moves at most this much under TLS: its checksum is computed while it is in the cache.
 _TURN_BYTES: Final = 256 * 2**10
@@ -202,8 +202,8 @@ def listening_at(host: str, port: int) -> socket.socket:
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Accepted sockets inherit these: they bound the bytes in flight, which the kernel holds.
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, data.SOCKET_BYTES)
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, data.SOCKET_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, frames.SOCKET_BYTES)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, frames.SOCKET_BYTES)
         listening.setblocking(False)
         listening.bind(address)
         listening.listen(_BACKLOG)
@@ -235,7 +235,7 @@ class DataFrames:
         self._stall_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         #: Received bytes that are not parsed yet lie from `_start` to `_end`.
-        self._buffer = memoryview(bytearray(_HEAD.size + data.MAX_SMALL_REQUEST_BYTES))
+        self._buffer = memoryview(bytearray(_HEAD.size + frames.DATA_SMALL_REQUEST_BYTES))
         self._start = self._end = 0
         #: Whether the last receive filled the buffer: TLS may then hold bytes that no poll reports.
         self.filled = False
@@ -341,7 +341,7 @@ class DataFrames:
     def tell_now(self, response: pb.DataResponse) -> bool:
         """Send as much of a response as the socket takes. False: the rest has to be flushed before
         anything else. Raises OSError."""
-        rest = memoryview(data.frame(response))
+        rest = memoryview(frames.frame(response))
         with suppress(BlockingIOError):
             rest = rest[self.stream.send([rest]) :]
         self._unsent = rest

@@ -13,10 +13,10 @@ from enum import Enum, auto
 from itertools import islice
 from typing import Final, NamedTuple
 
-from ...proto import data
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
-from ...proto.copying import unset_bytearray
 from ...proto.errors import MalformedMessage, PrefixdError
+from ...proto.payload import unset_bytearray
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
 from ..core.entries import Entry
@@ -119,7 +119,7 @@ class Sending:
             return False
         current = self.ranges[self._range]
         entry, tier = current.entry, current.entry.tier
-        length_bytes = min(data.PART_BYTES, current.end - self._next)
+        length_bytes = min(frames.PART_BYTES, current.end - self._next)
         part = pb.RawPart(range=current.number, offset_bytes=self._next - current.start)
         views: Sequence[memoryview | bytes] = ()
         try:
@@ -131,7 +131,7 @@ class Sending:
             part.length_bytes = length_bytes
             self._next += length_bytes
             self.sent_bytes[tier] = self.sent_bytes.get(tier, 0) + length_bytes
-        frame = data.frame(pb.DataResponse(part=part))
+        frame = frames.frame(pb.DataResponse(part=part))
         self._queue.append(frame)
         self._queue.extend(views)
         self._queued_bytes += len(frame) + part.length_bytes
@@ -167,7 +167,7 @@ class Receiving:
         #: The current turn ends before this write at the latest.
         self._end = 0
         self._received_bytes = 0
-        self._crc = bytearray(data.CRC.size)
+        self._crc = bytearray(frames.CRC.size)
         #: Received bytes of the CRC32C behind the current payload.
         self._crc_bytes = 0
         #: Buffer for bytes that can't be received into an arena directly.
@@ -217,7 +217,7 @@ class Receiving:
         """Make one system call, and store what it brings. Raises OSError, PrefixdError."""
         write = self._all[self._at]
         payload_bytes = write.entry.payload_bytes - self._received_bytes
-        room, direct = self._room(write, min(payload_bytes, data.PART_BYTES))
+        room, direct = self._room(write, min(payload_bytes, frames.PART_BYTES))
         buffers: list[memoryview] = [room] if payload_bytes else []
         if len(room) >= payload_bytes:
             buffers.append(memoryview(self._crc)[self._crc_bytes :])
@@ -230,7 +230,7 @@ class Receiving:
             self._store(write, room[:taken_bytes], direct=direct)
         self._received_bytes += taken_bytes
         self._crc_bytes += came_bytes - taken_bytes
-        if self._crc_bytes == data.CRC.size:
+        if self._crc_bytes == frames.CRC.size:
             self._finish(write)
 
     def _room(self, write: Write, most_bytes: int) -> tuple[memoryview, bool]:
@@ -258,7 +258,7 @@ class Receiving:
             write.fail(problem)
 
     def _finish(self, write: Write) -> None:
-        (payload_crc32c,) = data.CRC.unpack(self._crc)
+        (payload_crc32c,) = frames.CRC.unpack(self._crc)
         self._at += 1
         self._received_bytes = self._crc_bytes = 0
         if write.problem is not None or write.stopping:
@@ -270,4 +270,4 @@ class Receiving:
 
 
 def _sent_bytes(write: Write) -> int:
-    return write.entry.payload_bytes + data.CRC.size
+    return write.entry.payload_bytes + frames.CRC.size

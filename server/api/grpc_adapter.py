@@ -21,7 +21,7 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ...proto import limits, traceparent
+from ...proto import frames, limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
 from .access import Access
@@ -108,7 +108,7 @@ class GrpcCaller:
     @property
     def traceparent(self) -> bytes:
         """The client's trace span."""
-        given = dict(self._context.invocation_metadata() or ()).get(traceparent.HEADER, "")
+        given = dict(self._context.invocation_metadata() or ()).get(frames.TRACE_HEADER, "")
         return str(given).encode()
 
     def proved(self, session: int) -> None:

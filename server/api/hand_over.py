@@ -8,7 +8,7 @@ from collections.abc import Collection
 from contextlib import ExitStack
 from typing import Final
 
-from ...proto import local
+from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, UnknownStaging
 from ...proto.vocabulary import Tier
@@ -19,8 +19,8 @@ from .access import namespace_of
 from .sessions import Membership
 
 #: The tiers whose arenas clients can map, by the names of their descriptors.
-_ARENAS: Final = {local.RAM: Tier.RAM, local.SHM: Tier.SHM, local.DISK: Tier.DISK}
-_NAMES: Final = (local.INDEX, *_ARENAS, local.STAGING)
+_ARENAS: Final = {frames.RAM: Tier.RAM, frames.SHM: Tier.SHM, frames.DISK: Tier.DISK}
+_NAMES: Final = (frames.INDEX, *_ARENAS, frames.STAGING)
 #: Names in one request. A newer client may know some that this daemon does not.
 _MAX_WANTED: Final = 64
 
@@ -70,14 +70,14 @@ class Handoff:
                 if wanted and name not in wanted:
                     continue
                 try:
-                    if name == local.STAGING:
+                    if name == frames.STAGING:
                         memory = self._stagings.open(membership.number)
                         package.add(name, memory.fd, memory.size_bytes)
                     elif bound:
                         raise _Missing(
                             "it has the entries of all namespaces, and this session is of one"
                         )
-                    elif name == local.INDEX:
+                    elif name == frames.INDEX:
                         self._add_index(package)
                     else:
                         self._add_arena(package, name)
@@ -92,7 +92,7 @@ class Handoff:
         index = self._core.index
         if index.revoked:
             raise _Missing("it is not kept any more: something failed that may have left it wrong")
-        package.add(local.INDEX, index.open_reader(), index.size_bytes, opened=True)
+        package.add(frames.INDEX, index.open_reader(), index.size_bytes, opened=True)
 
     def _add_arena(self, package: Package, name: str) -> None:
         match self._core.stores.get(_ARENAS[name]):

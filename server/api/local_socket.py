@@ -1,4 +1,4 @@
-"""The local socket: calls of clients on this host, without gRPC between (proto.local).
+"""The local socket: calls of clients on this host, without gRPC between (proto.frames).
 
 The calls are those of `service` and `saves`. The kernel tells which process connects: another
 user's is refused. What a connection may occupy of the daemon's memory is bounded: the socket is
@@ -17,10 +17,9 @@ from typing import Final, cast
 
 import structlog
 
-from ...proto import local
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
-from ...proto.local import Frames, frame
+from ...proto.frames import LOCAL_SMALL_REQUEST_BYTES, Frames, frame
 from .calls import Process, failure_of
 from .connections import Connection, Connections, HangUpWatch, Turn, remove_leftover
 from .hand_over import Handoff
@@ -199,7 +198,7 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         self._held_up = False
         while self._may_take() and not self._turn.over:
             size_bytes = self._frames.next_bytes
-            large = size_bytes > local.MAX_SMALL_REQUEST_BYTES
+            large = size_bytes > LOCAL_SMALL_REQUEST_BYTES
             if large and not self._admitted(size_bytes):
                 self._held_up = True
                 break
@@ -228,7 +227,7 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         if self._session is None:
             raise InvalidSize(
                 f"a request of {size_bytes} bytes on a connection of no session, which takes "
-                f"{local.MAX_SMALL_REQUEST_BYTES}; attach it first"
+                f"{LOCAL_SMALL_REQUEST_BYTES}; attach it first"
             )
         if self._large is None:
             self._large = self._loop.create_future()
@@ -329,7 +328,7 @@ class _Connection(Connection, asyncio.BufferedProtocol):
 
     def _release(self) -> None:
         """The current request is answered, or needs no more memory: make room for others."""
-        if self._large is not None and self._answering_bytes > local.MAX_SMALL_REQUEST_BYTES:
+        if self._large is not None and self._answering_bytes > LOCAL_SMALL_REQUEST_BYTES:
             self._large.set_result(None)
             self._large = None
         self._answering_bytes = 0
@@ -340,7 +339,7 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         while self._requests and self._writable.is_set():
             request, size_bytes = self._requests[0]
             # The task has to give back the memory of a large request.
-            if size_bytes > local.MAX_SMALL_REQUEST_BYTES or not self._waits_for_nothing(request):
+            if size_bytes > LOCAL_SMALL_REQUEST_BYTES or not self._waits_for_nothing(request):
                 return
             self._requests.popleft()
             self._ahead_bytes -= size_bytes

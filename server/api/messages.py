@@ -26,7 +26,7 @@ from ...proto.errors import (
 )
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, SaveStatus, Tier
-from ..core.answers import (
+from ..core.effects import (
     ClaimAnswer,
     Closed,
     FlightInfo,
@@ -34,9 +34,9 @@ from ..core.answers import (
     LookupAnswer,
     OverShare,
     Reserved,
+    SaveEnded,
     WriteOrder,
 )
-from ..core.effects import SaveEnded
 from ..core.entries import Entry
 from ..core.events import SaveItem, TierState
 

@@ -23,10 +23,10 @@ from prometheus_client.registry import Collector
 from ... import __version__
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
+from ..core.counters import Histogram, TierCounters
 from ..core.events import TierState
-from ..core.histogram import Histogram
 from ..core.state import MetaState
-from ..core.tables import Tables, TierCounters
+from ..core.tables import Tables
 from ..runtime.clock import Latencies, LoopLag
 from ..runtime.scrubbing import Scrub
 from .usage import SCALARS, UsageBook

@@ -18,8 +18,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.vocabulary import SaveStatus
-from ..core.answers import CancelAnswer, ReserveAnswer, WriteOrder
-from ..core.effects import SaveEnded
+from ..core.effects import CancelAnswer, ReserveAnswer, SaveEnded, WriteOrder
 from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core

@@ -19,7 +19,7 @@ from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownCla
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
-from ..core.answers import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
+from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.loop import Core

@@ -22,10 +22,9 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.keys import Key
-from ...proto.labels import printable
+from ...proto.namespaces import printable
 from ...tiers.ledger import Ledger
-from ..core.answers import Opened
-from ..core.effects import TellClaimLost, TellReservationLost
+from ..core.effects import Opened, TellClaimLost, TellReservationLost
 from ..core.events import (
     HeartbeatCame,
     KeysSuspected,
@@ -34,7 +33,7 @@ from ..core.events import (
     SessionLost,
     SessionOpened,
 )
-from ..core.reserving import most_reserved_bytes
+from ..core.reservations import most_reserved_bytes
 from ..runtime.clock import Clock, Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core

@@ -15,7 +15,6 @@ from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage
-from ...proto.labels import check_label
 from ...proto.limits import (
     KEY_BYTES,
     LATENCY_BOUNDS_NS,
@@ -24,8 +23,9 @@ from ...proto.limits import (
     MAX_TOLD_KEYS,
     MAX_TOLD_MISSES,
 )
+from ...proto.namespaces import check_label
 from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from ..core.journal import CAUSES, Happening, Journal
 
 DEFAULT_LABEL: Final = "default"

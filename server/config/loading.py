@@ -24,7 +24,7 @@ from ...proto.endpoints import (
     default_address,
     socket_path,
 )
-from ...proto.traceparent import TRACING_VARIABLE
+from ...proto.frames import TRACING_VARIABLE
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources

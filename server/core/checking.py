@@ -1,10 +1,10 @@
-"""Recounts the whole state from scratch, in steps between which events may be applied.
+"""Recounts the whole state from scratch, in steps; events may be applied between them.
 
-What it finds is exact. Statements about one entry, claim, reservation, session or request hold
-at any moment and are looked at when its turn comes. Sums are those of what was counted so far:
-whoever changes something that was counted already says so (`Recount.entered` and those beside
-it), and after the last step they are the sums of that moment. Whether something was counted
-follows from its shard or its number.
+The result is exact. Statements about one entry, claim, reservation, session or request hold at any
+moment, and are checked when its turn comes. Sums cover what was counted so far: a change of
+something that was counted is reported (`Recount.entered` and the methods after it), so after the
+last step they are the sums of that moment. The shard or the number of a thing tells whether it was
+counted.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .entries import SHARDS, Entry, shard_of
 from .sessions import Claim, Reservation, Session, Stage
 from .tables import Tables, Timer
 
-#: Problems beyond these are only counted.
+#: Further problems are counted without a sentence.
 MAX_PROBLEMS: Final = 1_000
-#: Looked at in one step: some hundred microseconds.
+#: Items of one step, which takes some hundred microseconds.
 ITEMS_A_STEP: Final = 128
 _STORED_BYTES: Final = attrgetter("stored_bytes")
 _BOOKED: Final = (
@@ -39,7 +39,7 @@ def _name(key: bytes) -> str:
 
 
 class _Count:
-    """What was counted of one tier so far."""
+    """What was counted in one tier so far."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.published_bytes = self.entries = self.payload_bytes = 0
@@ -47,15 +47,15 @@ class _Count:
         self.reserved_bytes = self.reservations = 0
         self.placed_bytes = 0
         self.slab_bytes = 0 if ledger.extents is None else ledger.extents.slab_bytes
-        #: 1 for every slab of the arena that something counted lies on
+        #: 1 for every slab of the arena that a counted entry lies on.
         self.used = bytearray()
         self.shares = Tally(ledger.shares)
 
 
 class Recount:
-    """One recount: a context manager, whose `steps` are taken inside.
+    """One recount: a context manager. Take its `steps` within the context.
 
-    `problems` says in sentences what does not add up, at most `MAX_PROBLEMS` of `found`.
+    `problems` has a sentence for each mismatch: at most `MAX_PROBLEMS` of the `found` ones.
     """
 
     def __init__(self, tables: Tables, items_a_step: int = ITEMS_A_STEP) -> None:
@@ -64,14 +64,14 @@ class Recount:
         self._t = tables
         self._items_a_step = items_a_step
         self._counts = {tier: _Count(ledger) for tier, ledger in tables.ledgers.items()}
-        #: shards of entries that were counted
+        #: Shards of entries that were counted: those below this number.
         self._shard = 0
-        #: claims and reservations that were counted; those that are newer are counted as they come
+        #: Claims and reservations that were counted. Newer ones are counted as they come.
         self._claims: set[int] = set()
         self._tokens: set[int] = set()
         self._first_new_claim = tables.next_claim
         self._first_new_token = tables.next_token
-        #: by shard: how many of the counted claims hold an entry
+        #: By shard: how many of the counted claims pin an entry.
         self._held: defaultdict[int, dict[Entry, int]] = defaultdict(dict)
         self._unpublished = 0
 
@@ -87,10 +87,10 @@ class Recount:
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
-    # ---- what changes meanwhile, told before it does
+    # ---- changes during the recount, reported before they are made
 
     def entered(self, entry: Entry) -> None:
-        """An entry is in the table from now on."""
+        """An entry enters the table."""
         if shard_of(entry.key) < self._shard:
             self._count(entry)
 
@@ -107,7 +107,7 @@ class Recount:
             self._count_pinned(entry, 1)
 
     def unclaimed(self, claim: int, entry: Entry) -> None:
-        """A claim lets go of an entry."""
+        """A claim unpins an entry."""
         shard = shard_of(entry.key)
         if claim in self._claims or claim >= self._first_new_claim:
             held = self._held[shard]
@@ -118,7 +118,7 @@ class Recount:
             self._count_pinned(entry, -1)
 
     def reserved(self, reservation: Reservation) -> None:
-        """A reservation has its room."""
+        """A reservation gets its room."""
         self._count_reserved(reservation)
 
     def settled(self, reservation: Reservation) -> None:
@@ -147,13 +147,13 @@ class Recount:
 
     def _count_reserved(self, reservation: Reservation, sign: int = 1) -> None:
         count = self._counts[reservation.tier]
-        count.reserved_bytes += sign * reservation.stored_bytes
+        count.reserved_bytes += sign * reservation.entry.stored_bytes
         count.reservations += sign
         count.shares.charge(reservation.entry, sign, sign)
         self._place(count, reservation.entry, sign)
 
     def _place(self, count: _Count, entry: Entry, sign: int) -> None:
-        """Mark the slabs of an entry, or take the marks away again."""
+        """Mark the slabs of an entry, or remove the marks."""
         if not count.slab_bytes:
             return
         location, tier = entry.location, entry.tier.label
@@ -174,7 +174,7 @@ class Recount:
     # ---- the steps
 
     def steps(self) -> Iterator[None]:
-        """Yields between two steps."""
+        """The recount. Yields between two steps."""
         items = 0
         for more in self._visits():
             items += more
@@ -184,13 +184,14 @@ class Recount:
         self._compare()
 
     def _visits(self) -> Iterator[int]:
-        """Everything once. Yields how much was looked at; there may be a step before it goes on."""
+        """Visit everything once. Yields the number of items visited; a step may end there."""
         t = self._t
         timed, unpinning = {timer: list(t.timed(timer)) for timer in Timer}, list(t.unpinning)
         if not t.old_timers and len(t.timers) > t.max_timers:
             self._say(f"{len(t.timers)} timers are kept, at most {t.max_timers} are of use")
         yield sum(map(len, timed.values()))
-        # What was alive, and still is when it is looked at, has a timer at this moment.
+        # Everything with a deadline now has a timer now. If it still exists when it is visited, its
+        # timer must be among these.
         timers = [*t.timers, *t.old_timers]
         yield len(timers)
         for number in chain(unpinning, timed[Timer.CLAIM]):
@@ -216,7 +217,7 @@ class Recount:
             yield from self._visit_extents(ledger)
 
     def _visit_claim(self, number: int) -> int:
-        """Also one that ended, as long as it pins something."""
+        """Count the pins of a claim, also of one that ended and still pins entries."""
         t = self._t
         claim, unpin = t.claims.get(number), t.unpinning.get(number)
         if claim is not None:
@@ -262,7 +263,7 @@ class Recount:
         if session is None and stage in (Stage.RESERVED, Stage.WRITING):
             self._say(f"reservation {token} outlived session {reservation.session}")
         unsettled = reservation.batch.unsettled
-        # Of a batch its first says it for all.
+        # The first reservation of a batch checks it for all.
         if token not in unsettled or (
             token == min(unsettled) and unsettled - t.reservations.keys()
         ):
@@ -296,7 +297,7 @@ class Recount:
         waits = [t.waiting[each].waited_keys for each in session.waits if each in t.waiting]
         if session.waited_keys != sum(waits):
             self._say(f"session {number} is charged {session.waited_keys} waited keys, not its own")
-        held = [t.reservations[token] for token in session.tokens if token in t.reservations]
+        held = [t.reservations[token].entry for token in session.tokens if token in t.reservations]
         reserved_bytes = sum(session.reserved_bytes.values())
         if reserved_bytes != sum(map(_STORED_BYTES, held)):
             self._say(
@@ -305,8 +306,8 @@ class Recount:
         return 1 + len(session.claims) + len(session.tokens) + len(session.waits)
 
     def _visit_pins(self, session: Session) -> Iterator[int]:
-        """What a session is charged for. Of one that holds much, and pins or lets go of something
-        meanwhile, nothing can be said."""
+        """Check what a session is charged for its pins. If it has many, and they change between two
+        steps, this can't be checked."""
         pins = session.pins
         changes, stored_bytes = pins.changes, 0
         for part in pins.parts:
@@ -338,7 +339,7 @@ class Recount:
     def _visit_timers(
         self, timed: dict[Timer, list[int]], timers: list[tuple[int, Timer, int]]
     ) -> Iterator[int]:
-        # Many sets, for a large one stops everything when it grows, and when it goes.
+        # Many small sets: a large one stops everything when it grows and when it is freed.
         armed: defaultdict[int, set[tuple[Timer, int]]] = defaultdict(set)
         for _, timer, number in timers:
             armed[number >> 10].add((timer, number))
@@ -352,8 +353,8 @@ class Recount:
             yield len(armed.popitem()[1])
 
     def _has_deadline(self, timer: Timer, number: int) -> bool:
-        """One of its own, that is: what ends with its session, or is being committed or was
-        lost already, has none."""
+        """Whether it needs a timer of its own. Claims of an ending session don't, nor do
+        reservations that are being committed or are lost already."""
         alive = self._t.timed(timer).get(number)
         if isinstance(alive, Reservation):
             return alive.stage in (Stage.RESERVED, Stage.WRITING)
@@ -364,11 +365,11 @@ class Recount:
     # ---- entries
 
     def _visit_entries(self) -> Iterator[int]:
-        # Stamps of this start are unique; those of earlier ones may not be, if the clock was
-        # set back in between. Many sets, for a large one stops everything when it grows.
+        # Stamps of this start are unique. Those of earlier starts may repeat, if the clock was set
+        # back in between. Many small sets: a large one stops everything when it grows.
         generations: defaultdict[int, set[int]] = defaultdict(set)
         shards = self._t.entries.shards
-        # Of a small table nearly all are empty: they are passed over in C.
+        # Nearly all shards of a small table are empty. `compress` skips them in C.
         for number in compress(range(SHARDS), shards):
             shard = shards[number]
             held = self._held.get(number, {})
@@ -413,8 +414,8 @@ class Recount:
             self._check_follower(policy, entry)
 
     def _check_follower(self, policy: Recency, entry: Entry | None) -> None:
-        """Where what follows the start and every entry is an entry, and was used later, there is
-        one ring, with nothing else in it."""
+        """Check the ring of a recency order: if the follower of its start and of every entry is a
+        published entry that was used later, then it is one ring, and nothing else is in it."""
         follower = policy.follower(entry)
         if follower is None:
             return
@@ -447,7 +448,7 @@ class Recount:
             if entry.published or not entry.pins:
                 self._say(f"entry {_name(entry.key)} is condemned without a claim on it")
             self._count(entry)
-            # Its bytes are not shown.
+            # `TierCounters.payload_bytes` covers published entries only.
             self._counts[entry.tier].payload_bytes -= entry.payload_bytes
         for ledger in t.ledgers.values():
             self._compare_tier(ledger, self._counts[ledger.tier])

@@ -1,27 +1,178 @@
-"""What `MetaState` orders: carried out by `server.runtime.loop`, in the order given.
+"""What `MetaState` returns: effects, and the answers that `Reply` effects carry.
 
-An effect names everything that its executor needs; executors decide nothing. What a slow one
-brings about comes back as an event.
+`server.runtime.loop` carries effects out in the order given. An effect holds everything that its
+executor needs: executors decide nothing. The outcome of a slow effect comes back as an event.
 
-Those that there are for every block are named tuples, which are made in a third of the time.
+`server.api.service` turns answers into messages within the same step of the event loop, because the
+entries in them are the live ones.
+
+Effects that occur once per block are named tuples, which are created in a third of the time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple, TypeAlias
 
+from ...proto.errors import PrefixdError
 from ...proto.keys import Key
-from ...proto.vocabulary import SaveStatus, Tier
-from ...tiers.store import EntryRef, Usage
-from .answers import Answer
+from ...proto.vocabulary import DeleteStatus, SaveStatus, Tier
+from ...tiers.store import EntryRef, Location, Usage
 from .entries import Entry
+from .events import TierState
+
+# ---- answers
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The question is refused as a whole."""
+
+    error: PrefixdError
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    session: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlightInfo:
+    """The owner of the save of a key that is in flight, and the age of that save."""
+
+    owner: str
+    age_ns: int
+
+
+#: The result for one key of a lookup: published, in flight, or absent (None).
+Found: TypeAlias = Entry | FlightInfo | None
+
+
+@dataclass(frozen=True, slots=True)
+class LookupAnswer:
+    results: tuple[Found, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimAnswer:
+    """`claim` is 0 if no entry was there. `claimed[i]`: `results[i]` is part of the claim."""
+
+    claim: int
+    lease_ns: int
+    results: tuple[Found, ...]
+    claimed: tuple[bool, ...]
+
+
+class ReleaseOutcome(Enum):
+    """What became of a release. The values are those of the wire."""
+
+    RELEASED = 1
+    ALREADY = 2
+    LOST = 3
+    UNKNOWN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseAnswer:
+    results: tuple[ReleaseOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteAnswer:
+    results: tuple[DeleteStatus, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAnswer:
+    results: tuple[bool, ...]
+
+
+class WriteOrder(NamedTuple):
+    """A granted reservation: what to write, and where (`entry.location`). The writer sets the
+    checksum of the entry before it is published."""
+
+    token: int
+    entry: Entry
+    token_ids: bytes
+
+    @property
+    def key(self) -> Key:
+        return self.entry.key
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """The tier takes no saves at the moment."""
+
+    tier: Tier
+    state: TierState
+
+
+@dataclass(frozen=True, slots=True)
+class OverShare:
+    """The room is there, but the shares of other namespaces guarantee it to them. `for_ever`: the
+    entry is larger than what the shares leave."""
+
+    tier: Tier
+    for_ever: bool
+
+
+#: The result for one item of a save: granted, or why not.
+Reserved: TypeAlias = WriteOrder | FlightInfo | SaveStatus | Closed | OverShare
+
+
+@dataclass(frozen=True, slots=True)
+class ReserveAnswer:
+    ttl_ns: int
+    results: tuple[Reserved, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictAnswer:
+    """What was evicted, in entries and stored bytes. `more`: more could be evicted."""
+
+    entries: int
+    freed_bytes: int
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ResizeAnswer:
+    """What was evicted in this step, and which slabs were retired: no entry gets them any more.
+
+    `done`: the tier has its new size. Otherwise repeat the question: at once with `more`, as the
+    search for a victim was cut short; after a while if nothing was retired, as saves are under way.
+    """
+
+    entries: int
+    freed_bytes: int
+    retired: Location
+    done: bool
+    more: bool = False
+
+
+Answer: TypeAlias = (
+    Refused
+    | Opened
+    | LookupAnswer
+    | ClaimAnswer
+    | ReleaseAnswer
+    | DeleteAnswer
+    | ReserveAnswer
+    | CancelAnswer
+    | WriteOrder
+    | EvictAnswer
+    | ResizeAnswer
+)
+
+# ---- effects
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answer to a question; every question gets exactly one, unless it was dropped."""
+    """The answer to a question. Every question gets exactly one, unless it was dropped."""
 
     request: int
     answer: Answer
@@ -31,12 +182,12 @@ class IndexPut(NamedTuple):
     """Make an entry visible to readers of the index."""
 
     entry: Entry
-    #: the key before it in the chain that it was saved with, empty for the first; None: not known
+    #: The key before it in the chain that it was saved with; empty for the first, None if unknown.
     parent: bytes | None = None
 
 
 class IndexDelete(NamedTuple):
-    """Make an entry invisible, before anything else happens to its room."""
+    """Make an entry invisible to readers, before anything else happens to its room."""
 
     entry: Entry
 
@@ -46,7 +197,7 @@ class IndexDelete(NamedTuple):
 
 
 class Erase(NamedTuple):
-    """A store forgets entries: their room may be written again."""
+    """Have a store forget entries. Their room may be written again."""
 
     tier: Tier
     entries: Sequence[EntryRef]
@@ -54,7 +205,7 @@ class Erase(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A blocking store makes sealed writes durable; answered by Committed or CommitFailed."""
+    """Have a blocking store make sealed writes durable. Ends with Committed or CommitFailed."""
 
     tier: Tier
     tokens: tuple[int, ...]
@@ -62,13 +213,13 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class StopWriting:
-    """The reservation is lost while its bytes arrive: stop, then say WriteStopped."""
+    """A reservation was lost while its bytes arrive: stop the writer. Ends with WriteStopped."""
 
     token: int
 
 
 class SaveEnded(NamedTuple):
-    """How the saves of reservations ended, all of them alike, for whoever sends their bytes."""
+    """These saves ended, all with the same outcome. For the code that receives their bytes."""
 
     tokens: Sequence[int]
     outcome: SaveStatus
@@ -77,14 +228,14 @@ class SaveEnded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Verify:
-    """Read an entry and compare its CRC32C; if it does not match, say EntryDamaged."""
+    """Read an entry and compare its CRC32C. Ends with EntryDamaged if it does not match."""
 
     entry: Entry
 
 
 @dataclass(frozen=True, slots=True)
 class RecordUsage:
-    """A store remembers use, for the eviction order after a restart."""
+    """Have a store record uses, for the eviction order after a restart."""
 
     tier: Tier
     usages: tuple[Usage, ...]

@@ -1,8 +1,9 @@
-"""The published entries by key, in many small dicts, so that nothing ever stops for all of them.
+"""Entries, and the table of the published ones by key.
 
-One dict of a million entries takes tens of milliseconds to grow or to be copied, and one that
-changes can't be walked over. Here every key belongs to one shard for good: a walk takes a shard
-at a time, and whether it has been at an entry already follows from the entry's key alone.
+One dict of a million entries takes tens of milliseconds to grow or to copy, and can't be iterated
+while it changes. The table therefore has many small dicts, its shards. Every key belongs to one
+shard for good: a walk takes a shard at a time, and the key of an entry alone tells whether the walk
+has passed it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...tiers.order import Resident
 
 SHARDS: Final = 2048
 _MASK: Final = SHARDS - 1
-#: The upper bits of the hash: the dicts themselves use the lower ones.
+#: Shards use the upper bits of the hash, because dicts use the lower ones.
 _SHIFT: Final = 48
 
 
@@ -26,9 +27,9 @@ _SHIFT: Final = 48
 class Entry(Resident):
     """A key that is published, or is being saved.
 
-    `generation` and `last_used_ns` are stamps: the time in nanoseconds of the event, made
-    unique and strictly increasing within one start of the daemon, so that they order entries
-    exactly. `generation` is therefore also the time of creation.
+    `generation` and `last_used_ns` are stamps: the time of an event in nanoseconds, made unique and
+    strictly increasing within one start of the daemon, so that they order entries exactly.
+    `generation` is therefore also the time of creation.
     """
 
     tier: Tier
@@ -41,12 +42,12 @@ class Entry(Resident):
     layer_count: int
     token_ids_bytes: int
     hits: int = 0
-    #: claims that hold it
+    #: Claims that pin it.
     pins: int = 0
-    #: False before it is published, and again once it left the table
+    #: False until it is published, and again after it has left the table.
     published: bool = True
-    #: under which namespace label its client saved it; empty: an earlier start did. One object for
-    #: all entries of a label, and no byte more: the allocator would round up without it
+    #: The label of the client that saved it; empty if an earlier start did. All entries of a label
+    #: share one object, and the field takes no memory: the allocator rounds up without it, too.
     label: str = ""
 
     @property
@@ -60,7 +61,7 @@ def shard_of(key: Key) -> int:
 
 
 class EntryTable(MutableMapping[Key, Entry]):
-    """A mapping like any other, and its `shards`, each of about 500 entries of a million."""
+    """A mapping that is divided into `shards`: of a million entries, each has about 500."""
 
     __slots__ = ("_count", "shards")
 
@@ -68,18 +69,18 @@ class EntryTable(MutableMapping[Key, Entry]):
         self.shards: Final[tuple[dict[Key, Entry], ...]] = tuple([{} for _ in range(SHARDS)])
         self._count = 0
 
-    # Asked for every key of every call: without the detours of the base class.
+    # Called for every key of every call, so these do without the indirections of the base class.
 
     def find(self, key: Key) -> Entry | None:
         return self.shards[hash(key) >> _SHIFT & _MASK].get(key)
 
     def find_all(self, keys: Iterable[Key]) -> list[Entry | None]:
-        """`find` of each."""
+        """`find` each key."""
         shards = self.shards
         return [shards[hash(key) >> _SHIFT & _MASK].get(key) for key in keys]
 
     def add(self, entries: Iterable[Entry]) -> None:
-        """Each under its key, which is not there yet."""
+        """Add entries whose keys are not in the table."""
         shards = self.shards
         for entry in entries:
             key = entry.key
@@ -107,6 +108,3 @@ class EntryTable(MutableMapping[Key, Entry]):
 
     def __iter__(self) -> Iterator[Key]:
         return chain.from_iterable(self.shards)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))

@@ -1,9 +1,8 @@
-"""What can happen: the only way into `MetaState`.
+"""Events: the input of `MetaState`.
 
-Events are facts in the past tense or questions that arrived; each carries the time at which
-it happened, so that the state never asks a clock. `request` numbers come from the caller and
-come back in the `Reply` to them. Keys, sizes and batches were validated at the door
-(`server.api.service`): an event is well-formed by construction.
+An event is a fact in the past tense, or a question. Each carries the time at which it happened, so
+the state never asks a clock. The caller numbers questions (`request`), and the `Reply` has the same
+number. `server.api.service` has validated keys, sizes and batches: events are well-formed.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ from .journal import EvictionCause
 
 
 class TierState(Enum):
-    """What a tier can be asked for."""
+    """What a tier can do at the moment."""
 
     SERVING = "serving"
-    #: what it holds is not all known yet: no saves, for their room may be taken
+    #: Not all of its entries are known yet: it takes no saves, as their room may be occupied.
     RECOVERING = "recovering"
-    #: its device does not answer: neither saves nor claims, for they would wait with the others
+    #: Its device does not answer: it takes neither saves nor claims, which would only wait for it.
     HUNG = "hung"
 
 
 class SaveItem(NamedTuple):
-    """One key that somebody wants to save."""
+    """One key of a save."""
 
     key: Key
     payload_bytes: int
@@ -57,7 +56,7 @@ class HeartbeatCame:
 
 @dataclass(frozen=True, slots=True)
 class SessionLost:
-    """A session ended: its client closed it (`closed`), or fell silent, or hung up."""
+    """A session ended. `closed`: its client closed it; else it was silent or hung up."""
 
     session: int
     why: str
@@ -67,7 +66,7 @@ class SessionLost:
 
 @dataclass(frozen=True, slots=True)
 class KeysTouched:
-    """Keys that a client read by itself: one access each, in this order."""
+    """Keys that a client read without a claim: one access each, in this order."""
 
     keys: tuple[Key, ...]
     now_ns: int
@@ -75,7 +74,7 @@ class KeysTouched:
 
 @dataclass(frozen=True, slots=True)
 class KeysSuspected:
-    """Keys whose bytes did not match their checksum at a reader."""
+    """Keys whose bytes did not match their checksum when a client read them."""
 
     keys: tuple[Key, ...]
     now_ns: int
@@ -114,7 +113,7 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAsked:
-    """A client, or an operator (`session` None), wants entries gone that it can name."""
+    """A client, or an operator (`session` is None), asks to drop entries."""
 
     request: int
     session: int | None
@@ -124,7 +123,7 @@ class DeleteAsked:
 
 @dataclass(frozen=True, slots=True)
 class RequestDropped:
-    """Whoever asked `request` does not wait for its answer any more."""
+    """The caller of `request` no longer waits for its answer."""
 
     request: int
     now_ns: int
@@ -141,7 +140,7 @@ class ReserveAsked:
     reason: SaveReason
     items: tuple[SaveItem, ...]
     ancestors: tuple[Key, ...]
-    begin: bool  # the bytes follow at once: what is granted is being written from now on
+    begin: bool  # the bytes follow at once: granted reservations are in the stage `WRITING`
     ttl_ns: int
     wait_until_ns: int
     now_ns: int
@@ -167,8 +166,8 @@ class WriteBegan:
 
 @dataclass(frozen=True, slots=True)
 class WriteSealed:
-    """All bytes are in the store's hands; `crc32c` is of what it took, `expected_crc32c` of what
-    the client sent."""
+    """The store has all bytes. `crc32c` is that of the bytes that it received, `expected_crc32c`
+    that of the bytes that the client sent."""
 
     tokens: tuple[int, ...]
     crc32c: tuple[int, ...]
@@ -178,7 +177,7 @@ class WriteSealed:
 
 @dataclass(frozen=True, slots=True)
 class WriteStopped:
-    """The writer of a reservation gave up, or was told to; nobody touches its room any more."""
+    """The writer of a reservation gave up or was told to stop. Nothing writes into its room now."""
 
     token: int
     outcome: SaveStatus
@@ -188,7 +187,7 @@ class WriteStopped:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A blocking store made these durable."""
+    """A blocking store made these saves durable."""
 
     tokens: tuple[int, ...]
     now_ns: int
@@ -196,7 +195,7 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
-    """A blocking store refused these; nothing of them is there."""
+    """A blocking store could not make these saves durable. It keeps nothing of them."""
 
     tokens: tuple[int, ...]
     device_full: bool
@@ -209,8 +208,8 @@ class CommitFailed:
 
 @dataclass(frozen=True, slots=True)
 class EvictAsked:
-    """Evict until at least `free_bytes` are freed, or `max_entries` entries are gone: fewer where
-    the order has much in the way of its victims."""
+    """Evict until at least `free_bytes` are freed, or `max_entries` victims were looked for. Fewer
+    entries leave if the search for a victim is long."""
 
     request: int
     tier: Tier
@@ -222,8 +221,8 @@ class EvictAsked:
 
 @dataclass(frozen=True, slots=True)
 class ResizeAsked:
-    """A tier is to have another budget, of which `arena_bytes` are for its arena. Where that is
-    less, `max_entries` entries leave at most; asked again until `ResizeAnswer.done`."""
+    """Give a tier another budget, of which `arena_bytes` are for its arena. For a smaller one, at
+    most `max_entries` entries leave. To be repeated until `ResizeAnswer.done`."""
 
     request: int
     tier: Tier
@@ -235,7 +234,7 @@ class ResizeAsked:
 
 @dataclass(frozen=True, slots=True)
 class SlabsRestored:
-    """What was retired has room on its device again (`Ledger.next_restored`)."""
+    """Retired slabs have room on their device again (`Ledger.next_restored`)."""
 
     tier: Tier
     location: Location
@@ -244,8 +243,8 @@ class SlabsRestored:
 
 @dataclass(frozen=True, slots=True)
 class EntryDamaged:
-    """The stored bytes of an entry are not those that were saved. That a store could not read
-    them is no damage: the entry stays."""
+    """The stored bytes of an entry differ from those that were saved. An entry that a store could
+    not read is not damaged, and stays."""
 
     key: Key
     generation: int
@@ -269,7 +268,7 @@ class TierChanged:
 
 @dataclass(frozen=True, slots=True)
 class BytesRead:
-    """Payload bytes were read through the daemon."""
+    """The daemon read payload bytes for a client."""
 
     tier: Tier
     payload_bytes: int
@@ -278,9 +277,9 @@ class BytesRead:
 
 @dataclass(frozen=True, slots=True)
 class TierRecovered:
-    """Some of what a store found at start: the least recently used first, also from one event
-    to the next. What there is no room for takes the place of what came before it. The tier takes
-    no saves until all of it has come (`TierChanged`)."""
+    """A store found entries at start. The least recently used ones come first, within an event and
+    from one event to the next; an entry without room takes the place of earlier ones. The tier
+    takes no saves until all of them have come (`TierChanged`)."""
 
     tier: Tier
     entries: tuple[StoredEntry, ...]
@@ -290,8 +289,8 @@ class TierRecovered:
 
 @dataclass(frozen=True, slots=True)
 class LimitsChanged:
-    """The configuration was read again: fields of `tables.StateConfig` and their new values. What
-    is held already stays."""
+    """The configuration was reloaded: fields of `tables.StateConfig` and their new values. Claims
+    and reservations above a new limit stay."""
 
     changes: tuple[tuple[str, float], ...]
     now_ns: int
@@ -299,10 +298,10 @@ class LimitsChanged:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed. `flush`: hand over what changed in use counts, too.
+    """Time passed. `flush`: hand unrecorded uses over to the stores, too.
 
-    `late_ns`: for so long, since the last tick that said so, the daemon did not get around to
-    serve. No deadline is nearer for it.
+    `late_ns`: how long the daemon was too late to serve since the last tick that reported it. It
+    brings no deadline nearer.
     """
 
     now_ns: int
@@ -312,7 +311,7 @@ class Tick:
 
 @dataclass(frozen=True, slots=True)
 class WorkLeft:
-    """`MetaState.busy`: it goes on with what it left for later."""
+    """Go on with the backlog (`MetaState.busy`)."""
 
     now_ns: int
 

@@ -1,7 +1,7 @@
-"""What happened to entries, as far back as it fits: a ring of small records. Pure.
+"""The journal: what happened to entries, in a ring of small records. Pure.
 
-Nothing depends on it: it answers people who ask why an entry is not there, and tells misses of
-what was evicted from misses of what was never saved. It dies with the daemon.
+No decision depends on it. It tells operators why an entry is not there, and tells misses of evicted
+entries from misses of entries that were never saved. It ends with the daemon.
 
 A record, 40 bytes, little-endian:
 
@@ -9,8 +9,8 @@ A record, 40 bytes, little-endian:
 |---|---|---|
 | 0 | 16 bytes | the first half of the key |
 | 16 | i64 | when, in nanoseconds |
-| 24 | u32 | the session that did it, or for which it was done; 0: none |
-| 28 | u32 | the number of the record before it in its bucket, plus 1; 0: there is none |
+| 24 | u32 | the session that did it, or whose save caused it; 0: none |
+| 28 | u32 | the number of the previous record in its bucket, plus 1; 0: none |
 | 32 | u8 | what: `Happening` |
 | 33 | u8 | tier |
 | 34 | u8 | save reason |
@@ -31,14 +31,14 @@ from .entries import Entry
 _RECORD: Final = Struct("<16sqIIBBB5x")
 RECORD_BYTES: Final = _RECORD.size
 KEY_BYTES: Final = 16
-#: What a record takes with its share of the buckets.
+#: The memory of a record, with its share of the buckets.
 _COST_BYTES: Final = RECORD_BYTES + 4
-#: Those of one bucket may be many.
+#: Records of a bucket that `fate` looks at, as there may be many.
 _MOST_LOOKS: Final = 64
-#: When everything is looked for: below a millisecond.
+#: Records that one step of `newest_of` looks at. Takes less than a millisecond.
 _LOOKED_AT_ONCE: Final = 2_048
 _MASK_32: Final = 2**32 - 1
-#: Sessions whose owners are known, those that ended included.
+#: Sessions whose owners are remembered, ended ones included.
 _MOST_SESSIONS: Final = 4096
 
 
@@ -51,13 +51,13 @@ class Happening(IntEnum):
     EVICTED_BY_RESIZE = 4
     DELETED = 5
     DAMAGED = 6
-    #: a better copy of it was found in another tier while that recovered
+    #: The recovery of another tier found a copy that survives longer.
     REPLACED = 7
     EVICTED_UNDER_PRESSURE = 8
 
 
 class EvictionCause(StrEnum):
-    """For what an entry was evicted. Of strings, whose hash takes no call in Python."""
+    """Why an entry was evicted. A StrEnum, because the hash of a string takes no Python call."""
 
     SAVE = "save"
     """A save needed its room."""
@@ -68,23 +68,19 @@ class EvictionCause(StrEnum):
     PRESSURE = "pressure"
     """Memory was short."""
 
-    @property
-    def happening(self) -> Happening:
-        """What the journal says of it."""
-        return _HAPPENINGS[self]
 
-
-_HAPPENINGS: Final = {
+#: How the journal records an eviction.
+HAPPENINGS: Final = {
     EvictionCause.SAVE: Happening.EVICTED_FOR_SAVE,
     EvictionCause.OPERATOR: Happening.EVICTED_BY_OPERATOR,
     EvictionCause.RESIZE: Happening.EVICTED_BY_RESIZE,
     EvictionCause.PRESSURE: Happening.EVICTED_UNDER_PRESSURE,
 }
-CAUSES: Final = {happening: cause for cause, happening in _HAPPENINGS.items()}
+CAUSES: Final = {happening: cause for cause, happening in HAPPENINGS.items()}
 
 
 class Happened(NamedTuple):
-    """One record. `key`: the first half."""
+    """One record. `key` is the first half of the key."""
 
     key: bytes
     at_ns: int
@@ -95,34 +91,34 @@ class Happened(NamedTuple):
 
 
 class Journal:
-    """The last of what happened, in at most `size_bytes`; 0: nothing is remembered."""
+    """The latest records that fit into `size_bytes`. 0: nothing is recorded."""
 
     def __init__(self, size_bytes: int) -> None:
         self.most: Final = size_bytes // _COST_BYTES
-        #: records that were ever written
+        #: Records that were written since the start.
         self.written = 0
-        #: the owners and labels of the last sessions
+        #: Owners and labels of the latest sessions.
         self._owners: dict[int, tuple[str, str]] = {}
-        # Zeros that nobody wrote to take no memory.
+        # The pages of a new bytearray take no memory until they are written.
         self._ring = bytearray(self.most * RECORD_BYTES)
         buckets = 1 << max(0, self.most.bit_length() - 1)
         self._mask: Final = buckets - 1
-        #: by bucket: the number of its last record plus 1, modulo 2**32
+        #: By bucket: the number of its last record plus 1, modulo 2**32.
         self._last = array("I", bytes(4 * buckets)) if self.most else array("I")
         self._pack = _RECORD.pack_into
 
     def __len__(self) -> int:
-        """Records that are remembered."""
+        """The number of records that are kept."""
         return min(self.written, self.most)
 
     def know(self, session: int, owner: str, label: str) -> None:
-        """Whose session that is, also after it ended."""
+        """Remember the owner and label of a session, also after it ends."""
         self._owners[session] = owner, label
         if len(self._owners) > _MOST_SESSIONS:
             del self._owners[next(iter(self._owners))]
 
     def who(self, session: int) -> tuple[str, str]:
-        """The owner and the label of a session; empty if that is not known any more."""
+        """The owner and label of a session; empty if they are no longer known."""
         return self._owners.get(session, ("", ""))
 
     def note(
@@ -132,8 +128,11 @@ class Journal:
         now_ns: int,
         session: int = 0,
     ) -> None:
-        """Remember that it happened to these, in this order. A save has to wait for it: half a
-        microsecond each, so that it takes no attribute twice and no call more than it needs."""
+        """Record that `what` happened to these entries, in this order.
+
+        A save waits for it. It takes half a microsecond per entry, so it looks up no attribute
+        twice and makes no call that it can do without.
+        """
         most, number = self.most, self.written
         if not most:
             return
@@ -142,25 +141,25 @@ class Journal:
             key = entry.key
             bucket = hash(key) & mask
             place = number % most * 40
-            # Of the key as much as fits is taken.
+            # `pack` cuts the key off at the size of its field.
             pack(ring, place, key, now_ns, session, last[bucket], what, entry.tier, entry.reason)
             number += 1
             last[bucket] = number & _MASK_32
         self.written = number
 
     def newest_of(self, beginning: bytes) -> Iterator[Happened | None]:
-        """What happened to keys that begin so, the newest first. None: a step that looked at some
-        more records, after which others may write. What they overwrite is left out."""
+        """Records of keys with this beginning, the newest first. Yields None after each step, and
+        records may be written between two steps. Those that they overwrite are left out."""
         beginning = beginning[:KEY_BYTES]
         ring, end = self._ring, self.written
         while end > (oldest := self.written - len(self)):
-            # As many as lie one behind the other.
+            # Only records that are contiguous in the ring.
             first = max(oldest, end - _LOOKED_AT_ONCE, (end - 1) // self.most * self.most)
             place = first % self.most * RECORD_BYTES
             stop = place + (end - first) * RECORD_BYTES
             places: list[int] = []
             while (found := ring.find(beginning, place, stop)) >= 0:
-                # In the middle of a record it says nothing, and nothing more of that record does.
+                # A match inside of a record means nothing, and rules that record out.
                 inside = found % RECORD_BYTES
                 if not inside:
                     places.append(found)
@@ -170,14 +169,14 @@ class Journal:
             end = first
 
     def fate(self, key: bytes) -> Happened | None:
-        """How a key left the last time, and where it was; SAVED: it came, and never left; None:
-        nothing is known. Takes no longer the more there is."""
+        """The latest record of how a key left; if there is none, that of its save (SAVED); None if
+        nothing is known. The time does not depend on the number of records."""
         if not self.written:
             return None
         link = self._last[hash(key) & self._mask]
         fate: Happened | None = None
         for _ in range(_MOST_LOOKS):
-            # Numbers are kept modulo 2**32: how far it is back says which is meant.
+            # Record numbers are kept modulo 2**32; the distance from the newest one is unique.
             back = (self.written - (link - 1)) & _MASK_32
             if not link or not 0 < back <= len(self):
                 break
@@ -191,11 +190,11 @@ class Journal:
 
     @property
     def reaches_back(self) -> bool:
-        """Is everything remembered that happened since the start?"""
+        """Whether every record since the start is kept."""
         return self.most > 0 and self.written <= self.most
 
     def since_ns(self) -> int:
-        """When the oldest that is remembered happened; 0: nothing is."""
+        """The time of the oldest record that is kept; 0 if there is none."""
         if not self.written:
             return 0
         oldest = (self.written - len(self)) % self.most

@@ -1,35 +1,45 @@
-"""A session and what it holds: claims, and reservations with the protocol of a save."""
+"""Sessions and what they hold: claims with their pins, and reservations with their stages.
+
+The pins of a session are many small dicts once there are many: a dict of a million entries takes
+30 ms to grow, and stops everything meanwhile.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from typing import Final
 
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from .entries import Entry
-from .pins import Pins
+
+#: A session that pins this many entries keeps them in `_PARTS` dicts from then on.
+SPLIT_AT: Final = 8_192
+#: A power of two.
+_PARTS: Final = 256
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
-    """A pin on entries, root first."""
+    """Pins entries (root first) under a lease."""
 
     claim: int
     session: int
     entries: tuple[Entry, ...]
-    #: in served time, see `Tables.served_ns`
+    #: In served time, see `Tables.served_ns`.
     taken_ns: int
     lease_ns: int
 
 
 class Stage(IntEnum):
-    """Where a save stands."""
+    """The stage of a save."""
 
     RESERVED = auto()
     WRITING = auto()
     COMMITTING = auto()
-    #: lost while somebody still writes into its room
+    #: Lost while its writer still writes into its room.
     DOOMED = auto()
     PUBLISHED = auto()
     GONE = auto()
@@ -48,7 +58,7 @@ class Signal(IntEnum):
 
 
 #: The protocol of a save. A pair that is missing cannot happen; `tests/server/core/test_stages.py`
-#: enumerates them all. A save whose bytes are whole and checked is not lost any more.
+#: enumerates them all. A save whose bytes are complete and checked can't be lost any more.
 NEXT_STAGE: dict[tuple[Stage, Signal], Stage] = {
     (Stage.RESERVED, Signal.BEGIN): Stage.WRITING,
     (Stage.RESERVED, Signal.LOSE): Stage.GONE,
@@ -68,35 +78,35 @@ NEXT_STAGE: dict[tuple[Stage, Signal], Stage] = {
 
 @dataclass(slots=True, eq=False)
 class SaveBatch:
-    """The chain that one save belongs to: used as a whole once its last item ended."""
+    """The chain of one save, which is refreshed as a whole when the last item has ended."""
 
     chain: tuple[Key, ...]
-    #: tokens of those that have not ended
+    #: Tokens of the items that have not ended.
     unsettled: set[int] = field(default_factory=set)
-    #: sizes and counts of its entries: those that repeat, which is most, are one object. 96 bytes
-    #: less for each entry
+    #: The sizes and counts of its entries, most of which are equal: equal numbers share one object,
+    #: which saves 96 bytes per entry.
     numbers: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """The exclusive right to save an entry, which has its room already."""
+    """The exclusive right to save an entry, and the room for it."""
 
     token: int
     entry: Entry
     session: int
     token_ids: bytes
     batch: SaveBatch
-    #: in served time, like `expires_ns`
+    #: In served time, like `expires_ns`.
     reserved_ns: int
-    #: until its first byte arrives no later than `StateConfig.unwritten_ttl_ns` allows
+    #: Until the first byte arrives, at most `StateConfig.unwritten_ttl_ns` after `reserved_ns`.
     expires_ns: int
-    #: as the client asked; it runs from the first byte on
+    #: As the client requested. It applies once the first byte has arrived.
     ttl_ns: int
-    #: the key before it in its chain; empty: it is the first
+    #: The key before it in its chain; empty for the first.
     parent: bytes = b""
     stage: Stage = Stage.RESERVED
-    #: requests that wait for its end, in the order in which they began to
+    #: Requests that wait for its end, in the order in which they began to wait.
     waiters: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -107,43 +117,71 @@ class Reservation:
     def tier(self) -> Tier:
         return self.entry.tier
 
-    @property
-    def payload_bytes(self) -> int:
-        return self.entry.payload_bytes
 
-    @property
-    def stored_bytes(self) -> int:
-        return self.entry.stored_bytes
+class Pins:
+    """The entries that the claims of a session pin, and how many of its claims pin each.
+
+    An entry is in `parts[hash(entry.key) & mask]`. `Transition.pin` and `unpin` change the parts
+    directly, and `pin` calls `changed` afterwards.
+    """
+
+    __slots__ = ("changes", "mask", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[dict[Entry, int]] = [{}]
+        self.mask = 0
+        #: Grows with every change.
+        self.changes = 0
+
+    def changed(self) -> None:
+        """To be called after entries were added."""
+        self.changes += 1
+        if not self.mask and len(self.parts[0]) >= SPLIT_AT:
+            (one,) = self.parts
+            self.parts = [{} for _ in range(_PARTS)]
+            self.mask = _PARTS - 1
+            for entry, count in one.items():
+                self.parts[hash(entry.key) & self.mask][entry] = count
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def __iter__(self) -> Iterator[Entry]:
+        for part in self.parts:
+            yield from part
+
+    def __contains__(self, entry: Entry) -> bool:
+        return entry in self.parts[hash(entry.key) & self.mask]
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connected client. Its times are in served time, see `Tables.served_ns`."""
+    """A connected client. Its times are in served time, see `Tables.served_ns`."""
 
     session: int
     owner: str
     opened_ns: int
     heartbeat_ns: int
-    #: numbers in the order in which they were given out, like `tokens`
+    #: Numbers, in the order in which they were given out. So are `tokens`.
     claims: dict[int, None] = field(default_factory=dict)
     tokens: dict[int, None] = field(default_factory=dict)
-    #: requests of this session that wait
+    #: Its requests that wait.
     waits: dict[int, None] = field(default_factory=dict)
-    #: claims that were lost and not yet given back, with the reason; bounded like claims
+    #: Claims that were lost and not released since, with the reason. Bounded like `claims`.
     lost_claims: dict[int, str] = field(default_factory=dict)
-    #: what its claims hold
+    #: The entries that its claims pin.
     pins: Pins = field(default_factory=Pins)
-    #: stored bytes of `pins`, and of its reservations
+    #: Stored bytes of `pins`, and of its reservations.
     pinned_bytes: dict[Tier, int] = field(default_factory=dict)
     reserved_bytes: dict[Tier, int] = field(default_factory=dict)
-    #: saves that its requests wait for, over all of them
+    #: Saves that its requests wait for, over all requests.
     waited_keys: int = 0
-    #: items of its saves for which room is being found, see `Reserve`
+    #: Items of its saves for which a `Reserve` job finds room.
     reserving: int = 0
-    #: keys of the chains of its saves that have not ended, see `SaveBatch`
+    #: Keys of the chains of its unfinished saves, see `SaveBatch`.
     chained_keys: int = 0
-    #: the namespace that its client says it saves for
+    #: The label of its client.
     label: str = ""
-    #: what it saved that was published, and the payloads of these
+    #: Its saves that were published, and their payload bytes.
     saves: int = 0
     saved_bytes: int = 0

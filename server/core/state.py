@@ -1,11 +1,11 @@
-"""`MetaState`: the only thing that changes what prefixd knows.
+"""`MetaState`: every change of the daemon's tables goes through it.
 
-It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Everything that
-happens goes in as an event through `apply`, and comes out as a list of effects. One process
-has one `MetaState`, and one event loop calls it: that is the whole of prefixd's concurrency.
+It is sans-I/O: no clock, no randomness, no files, no logging, no asyncio. Whatever happens is an
+event that is passed to `apply`, which returns a list of effects. A process has one `MetaState`, and
+one event loop calls it, so nothing here needs a lock.
 
-No event takes long: what may concern many entries, claims or requests is left for later beyond
-`StateConfig.max_steps`. `busy` says that something is left, and `WorkLeft` goes on with it.
+No event takes long. Work that may concern many entries, claims or requests goes to a backlog, of
+which an event does `StateConfig.max_steps`. `busy` tells that some is left; `WorkLeft` goes on.
 """
 
 from __future__ import annotations
@@ -20,46 +20,13 @@ from ...proto.vocabulary import Tier
 from ...tiers.eviction.stack_distance import SampledCurve, position_of_bytes
 from ...tiers.ledger import Ledger
 from ...tiers.store import Usage
-from . import adoption, read_rules, reserving, resizing, save_rules
-from .answers import Answer, Opened, Refused
+from . import events as ev
+from . import reads, reservations, saves, tier_changes
 from .checking import ITEMS_A_STEP, Recount
-from .effects import Effect, RecordUsage, Reply
-from .events import (
-    ArenaGrown,
-    BytesRead,
-    CancelAsked,
-    ClaimAsked,
-    CommitFailed,
-    Committed,
-    DeleteAsked,
-    EntryDamaged,
-    Event,
-    EvictAsked,
-    HeartbeatCame,
-    KeysSuspected,
-    KeysTouched,
-    LimitsChanged,
-    LookupAsked,
-    Question,
-    ReleaseAsked,
-    RequestDropped,
-    ReserveAsked,
-    ResizeAsked,
-    SessionLost,
-    SessionOpened,
-    SlabsRestored,
-    Tick,
-    TierChanged,
-    TierRecovered,
-    TierState,
-    WorkLeft,
-    WriteBegan,
-    WriteSealed,
-    WriteStopped,
-)
-from .histogram import AGE_BOUNDS_NS, Histogram
-from .journal import EvictionCause, Journal
-from .reserving import Footprint
+from .counters import AGE_BOUNDS_NS, Histogram, TierCounters
+from .effects import Answer, Effect, Opened, RecordUsage, Refused, Reply
+from .journal import EvictionCause, Happening, Journal
+from .reservations import Footprint
 from .sessions import Session
 from .tables import (
     EndSession,
@@ -68,22 +35,22 @@ from .tables import (
     Reserve,
     StateConfig,
     Tables,
-    TierCounters,
     Timer,
     Unpin,
     Wake,
 )
 from .transition import Refusal, Transition
 
-#: To find room for an item of a save takes as long as so many other steps.
+#: Finding room for one item of a save takes as long as this many other steps.
 _STEPS_OF_AN_ITEM: Final = 16
 
 
 class MetaState:
     """The tables of the daemon and the rules by which they change.
 
-    `ledgers` are the tiers; `footprints` say what an entry costs in each; a tier in `blocking`
-    publishes only after its store said `Committed`. `stamp_ns` is the time of this start.
+    `ledgers` has an item for each tier. `footprints` tell the stored bytes of an entry in each. A
+    tier in `blocking` publishes an entry only after `Committed`. `stamp_ns` is the time of this
+    start.
     """
 
     def __init__(
@@ -107,14 +74,14 @@ class MetaState:
             }
         self._footprints = dict(footprints)
         self._blocking = blocking
-        #: numbers of adopted entries that repeat, see `SaveBatch`
+        #: Numbers that adopted entries share, see `SaveBatch.numbers`.
         self._numbers: dict[int, int] = {}
 
     # ---- the one door
 
-    def apply(self, event: Event) -> list[Effect]:
-        """Let something happen; returns what is to be done about it, in order."""
-        if isinstance(event, Tick):
+    def apply(self, event: ev.Event) -> list[Effect]:
+        """Apply an event to the tables. Returns its effects, in the order to carry them out."""
+        if isinstance(event, ev.Tick):
             self.tables.credit_ns += event.late_ns
         transition = Transition(self.tables, event.now_ns)
         if self.tables.unobserved:
@@ -126,96 +93,91 @@ class MetaState:
 
     @property
     def busy(self) -> bool:
-        """Is there work left for `WorkLeft`?"""
+        """Whether `WorkLeft` is due: some work is left."""
         return bool(self.tables.backlog or self.tables.unobserved)
 
     def next_deadline_ns(self) -> int | None:
-        """When a Tick is due at the latest, if nothing else happens."""
+        """When the next deadline ends, and with it a `Tick` is due."""
         timer = self.tables.next_timer()
         return None if timer is None else timer[0] + self.tables.credit_ns
 
     def recount(self, items_a_step: int = ITEMS_A_STEP) -> Recount:
-        """A recount of everything in steps, between which events may be applied."""
+        """A recount of all tables in steps; events may be applied between them."""
         return Recount(self.tables, items_a_step)
 
     def check(self) -> list[str]:
-        """Recount everything at once; what does not add up, in sentences."""
+        """Recount all tables at once. Returns each mismatch as a sentence."""
         with self.recount() as recount:
             for _ in recount.steps():
                 pass
         return recount.problems
 
-    def _happen(self, transition: Transition, event: Event) -> None:
+    def _happen(self, transition: Transition, event: ev.Event) -> None:
         t = transition.tables
+        if isinstance(event, ev.Question):
+            self._answer(transition, event)
+            waiting = t.waiting.get(event.request)
+            if waiting is not None:
+                in_ns = waiting.question.wait_until_ns - transition.now_ns
+                transition.arm(in_ns, Timer.WAITING, event.request)
+                t.counters.waits += 1
+            return
         match event:
-            case (
-                SessionOpened()
-                | LookupAsked()
-                | ClaimAsked()
-                | ReleaseAsked()
-                | DeleteAsked()
-                | ReserveAsked()
-                | CancelAsked()
-                | WriteBegan()
-                | EvictAsked()
-                | ResizeAsked()
-            ):
-                self._answer(transition, event)
-                self._begin_wait(transition, event)
-            case HeartbeatCame():
+            case ev.HeartbeatCame():
                 session = t.sessions.get(event.session)
                 if session is not None:
-                    # Served time steps back when a delay is noticed only after it.
+                    # A delay that is noticed late makes served time step back.
                     session.heartbeat_ns = max(session.heartbeat_ns, transition.served_ns)
-            case SessionLost():
+            case ev.SessionLost():
                 self._session_lost(transition, event.session, event.why, closed=event.closed)
-            case KeysTouched():
-                read_rules.touched(transition, event)
-            case KeysSuspected():
-                read_rules.suspected(transition, event)
-            case RequestDropped():
+            case ev.KeysTouched():
+                reads.touched(transition, event)
+            case ev.KeysSuspected():
+                reads.suspected(transition, event)
+            case ev.RequestDropped():
                 transition.unpark(event.request)
                 if event.request in t.reserving:
                     t.reserving[event.request].dropped = True
-            case WriteSealed():
-                save_rules.sealed(transition, event, self._blocking)
-            case WriteStopped():
-                save_rules.stopped(transition, event)
-            case Committed():
-                save_rules.committed(transition, event)
-            case CommitFailed():
-                save_rules.commit_failed(transition, event)
-            case EntryDamaged():
+            case ev.WriteSealed():
+                saves.sealed(transition, event, self._blocking)
+            case ev.WriteStopped():
+                saves.stopped(transition, event)
+            case ev.Committed():
+                saves.committed(transition, event)
+            case ev.CommitFailed():
+                saves.commit_failed(transition, event)
+            case ev.EntryDamaged():
                 entry = t.entries.find(event.key)
                 if entry is not None and entry.generation == event.generation:
-                    transition.drop_damaged(entry)
-            case ArenaGrown():
+                    transition.drop(entry, Happening.DAMAGED)
+                    t.tier_counters[entry.tier].corrupt += 1
+            case ev.ArenaGrown():
                 t.ledgers[event.tier].grow(event.secured_bytes)
-            case SlabsRestored():
+            case ev.SlabsRestored():
                 t.ledgers[event.tier].restore(event.location)
-            case TierChanged():
+            case ev.TierChanged():
                 t.closed.pop(event.tier, None)
-                if event.state is not TierState.SERVING:
+                if event.state is not ev.TierState.SERVING:
                     t.closed[event.tier] = event.state
                 elif not t.closed:
                     t.deleted.clear()
-            case BytesRead():
+            case ev.BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
-            case TierRecovered():
-                adoption.recovered(transition, event, self._footprints, self._numbers)
-            case LimitsChanged():
+            case ev.TierRecovered():
+                tier_changes.recovered(transition, event, self._footprints, self._numbers)
+            case ev.LimitsChanged():
                 t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
-            case Tick():
+            case ev.Tick():
                 self._tick(transition)
                 if event.flush and t.unrecorded:
                     t.backlog.append(FlushUsage(iter(t.unrecorded.values())))
                     t.unrecorded = {}
-            case WorkLeft():
+            case ev.WorkLeft():
                 pass
             case _:
                 assert_never(event)
 
-    def _answer(self, transition: Transition, question: Question) -> None:
+    def _answer(self, transition: Transition, question: ev.Question) -> None:
         try:
             answer = self._ask(transition, question)
         except Refusal as refusal:
@@ -223,44 +185,36 @@ class MetaState:
         if answer is not None:
             transition.effects.append(Reply(question.request, answer))
 
-    def _begin_wait(self, transition: Transition, question: Question) -> None:
-        """A question that is not answered yet has a deadline from now on."""
-        waiting = transition.tables.waiting.get(question.request)
-        if waiting is not None:
-            in_ns = waiting.question.wait_until_ns - transition.now_ns
-            transition.arm(in_ns, Timer.WAITING, question.request)
-            transition.tables.counters.waits += 1
-
-    def _ask(self, transition: Transition, question: Question) -> Answer | None:
+    def _ask(self, transition: Transition, question: ev.Question) -> Answer | None:
         match question:
-            case SessionOpened():
+            case ev.SessionOpened():
                 return self._open_session(transition, question)
-            case LookupAsked():
-                return read_rules.lookup(transition, question)
-            case ClaimAsked():
-                return read_rules.claim(transition, question)
-            case ReleaseAsked():
-                return read_rules.release(transition, question)
-            case DeleteAsked():
-                return read_rules.delete(transition, question)
-            case ReserveAsked():
-                reserving.reserve(transition, question)
+            case ev.LookupAsked():
+                return reads.lookup(transition, question)
+            case ev.ClaimAsked():
+                return reads.claim(transition, question)
+            case ev.ReleaseAsked():
+                return reads.release(transition, question)
+            case ev.DeleteAsked():
+                return reads.delete(transition, question)
+            case ev.ReserveAsked():
+                reservations.reserve(transition, question)
                 return None
-            case CancelAsked():
-                return save_rules.cancel(transition, question)
-            case WriteBegan():
-                return save_rules.began(transition, question)
-            case EvictAsked():
-                return resizing.evict(transition, question)
-            case ResizeAsked():
-                return resizing.resize(transition, question)
+            case ev.CancelAsked():
+                return saves.cancel(transition, question)
+            case ev.WriteBegan():
+                return saves.began(transition, question)
+            case ev.EvictAsked():
+                return tier_changes.evict(transition, question)
+            case ev.ResizeAsked():
+                return tier_changes.resize(transition, question)
             case _:
                 assert_never(question)
 
     # ---- work that was left for later
 
     def _work(self, transition: Transition, steps: int) -> int:
-        """Up to so many steps of it, about; returns how many are left."""
+        """Do about `steps` of the backlog. Returns how many steps are left over."""
         backlog = transition.tables.backlog
         while backlog and steps > 0:
             job = backlog[0]
@@ -284,7 +238,7 @@ class MetaState:
             steps -= took
         return steps
 
-    # Each of these says whether it is done, and how many steps it took.
+    # Each of these returns whether the job is done, and how many steps it took.
 
     def _unpin(self, transition: Transition, job: Unpin, steps: int) -> tuple[bool, int]:
         left = max(0, job.left - steps)
@@ -309,16 +263,16 @@ class MetaState:
             if waiting is None:
                 continue
             self._answer(transition, waiting.question)
-            took += read_rules.keys_asked(waiting.question)
+            took += reads.keys_asked(waiting.question)
             if request in t.reserving:
-                # Before the next one is told: it may have to wait for what this one saves.
+                # Reserve before the next waiter: it may have to wait for what this one saves.
                 t.backlog.appendleft(t.backlog.pop())
                 break
         return False, took
 
     def _reserve(self, transition: Transition, job: Reserve, steps: int) -> tuple[bool, int]:
         items = 1 + steps // _STEPS_OF_AN_ITEM
-        items -= reserving.go_on_reserving(transition, job, self._footprints, items)
+        items -= reservations.go_on_reserving(transition, job, self._footprints, items)
         return job.asked.request not in transition.tables.reserving, items * _STEPS_OF_AN_ITEM
 
     def _refresh(self, transition: Transition, job: Refresh, steps: int) -> tuple[bool, int]:
@@ -335,13 +289,13 @@ class MetaState:
                     took += waiting.waited_keys
                     gone = UnknownSession(f"session {job.session.session} ended: {job.why}")
                     transition.effects.append(Reply(request, Refused(gone)))
-            # Before its saves: those who wait for them may need the room of its claims.
+            # Claims before saves: requests that wait for these saves may need the claims' room.
             elif (claim := next(job.claims, None)) is not None:
                 transition.drop_claim(claim)
             elif (token := next(job.tokens, None)) is not None:
                 reservation = t.reservations.get(token)
                 if reservation is not None:
-                    save_rules.lose(transition, reservation, job.why, tell=False)
+                    saves.lose(transition, reservation, job.why, tell=False)
             else:
                 del t.ending[job.session.session]
                 return True, took
@@ -353,7 +307,7 @@ class MetaState:
         by_tier: dict[Tier, list[Usage]] = {}
         some = list(islice(job.entries, steps))
         for entry in some:
-            # What was used again since is handed over with the next flush.
+            # An entry that was used again since then goes with the next flush.
             if entry.published and entry.key not in t.unrecorded:
                 usage = Usage(entry, entry.last_used_ns, entry.hits)
                 by_tier.setdefault(entry.tier, []).append(usage)
@@ -363,7 +317,7 @@ class MetaState:
 
     # ---- sessions
 
-    def _open_session(self, transition: Transition, asked: SessionOpened) -> Opened:
+    def _open_session(self, transition: Transition, asked: ev.SessionOpened) -> Opened:
         t = transition.tables
         held = len(t.sessions) + len(t.ending)
         if held >= t.config.max_sessions:
@@ -380,7 +334,7 @@ class MetaState:
     def _session_lost(
         self, transition: Transition, session_id: int, why: str, *, closed: bool = False
     ) -> None:
-        """Nothing happens in it any more; what it holds is taken back in the background."""
+        """End a session. The backlog takes back what it holds."""
         t = transition.tables
         session = t.sessions.pop(session_id, None)
         if session is None:
@@ -406,54 +360,56 @@ class MetaState:
         while steps > 0 and (due := t.next_timer()) and due[0] <= transition.served_ns:
             at_ns, timer, number = t.pop_timer()
             steps -= 1
-            match timer:
-                case Timer.SESSION:
-                    self._session_due(transition, number, at_ns)
-                case Timer.CLAIM:
-                    self._claim_due(transition, number, at_ns)
-                case Timer.RESERVATION:
-                    self._reservation_due(transition, number, at_ns)
-                case Timer.WAITING:
-                    waiting = transition.unpark(number)
-                    if waiting is not None:
-                        t.counters.waits_timed_out += 1
-                        self._answer(transition, waiting.question)
-                        steps -= read_rules.keys_asked(waiting.question)
-                case _:
-                    assert_never(timer)
-            # What was due before the next deadline happens before it.
+            deadline_ns = self._deadline_ns(timer, number, at_ns)
+            if deadline_ns is not None and deadline_ns > at_ns:
+                # Set again even if it is due by now: however late a tick comes, deadlines end in
+                # their order.
+                t.set_timer(deadline_ns, timer, number)
+            elif deadline_ns is not None:
+                steps -= self._expire(transition, timer, number)
+            # The work that this left is done before the next deadline ends.
             steps = self._work(transition, steps)
 
-    # What was renewed gets a new timer even if that is due by now, too: however late a tick
-    # comes, things happen in the order in which they were due.
+    def _deadline_ns(self, timer: Timer, number: int, at_ns: int) -> int | None:
+        """The current deadline of what a timer was set for, in served time. None if that has
+        ended."""
+        t = self.tables
+        match timer:
+            case Timer.SESSION:
+                session = t.sessions.get(number)
+                lost_after_ns = t.config.session_lost_after_ns
+                return None if session is None else session.heartbeat_ns + lost_after_ns
+            case Timer.CLAIM:
+                claim = t.claims.get(number)
+                session = None if claim is None else t.sessions.get(claim.session)
+                if claim is None or session is None:
+                    return None
+                return max(claim.taken_ns, session.heartbeat_ns) + claim.lease_ns
+            case Timer.RESERVATION:
+                reservation = t.reservations.get(number)
+                return None if reservation is None else reservation.expires_ns
+            case Timer.WAITING:
+                return at_ns if number in t.waiting else None
+            case _:
+                assert_never(timer)
 
-    def _session_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        session = transition.tables.sessions.get(number)
-        if session is None:
-            return
-        due_ns = session.heartbeat_ns + transition.tables.config.session_lost_after_ns
-        if due_ns > at_ns:
-            transition.tables.set_timer(due_ns, Timer.SESSION, number)
-        else:
-            self._session_lost(transition, number, "its heartbeats stopped")
-
-    def _claim_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        t = transition.tables
-        claim = t.claims.get(number)
-        session = None if claim is None else t.sessions.get(claim.session)
-        if claim is None or session is None:
-            return
-        due_ns = max(claim.taken_ns, session.heartbeat_ns) + claim.lease_ns
-        if due_ns > at_ns:
-            t.set_timer(due_ns, Timer.CLAIM, number)
-        else:
-            transition.lose_claim(number, "its lease ran out")
-
-    def _reservation_due(self, transition: Transition, number: int, at_ns: int) -> None:
-        reservation = transition.tables.reservations.get(number)
-        if reservation is None:
-            return
-        if reservation.expires_ns > at_ns:
-            transition.tables.set_timer(reservation.expires_ns, Timer.RESERVATION, number)
-        else:
-            save_rules.lose(transition, reservation, "its time to live ran out", tell=True)
+    def _expire(self, transition: Transition, timer: Timer, number: int) -> int:
+        """End what has reached its deadline. Returns how many more steps that took."""
+        t = self.tables
+        match timer:
+            case Timer.SESSION:
+                self._session_lost(transition, number, "its heartbeats stopped")
+            case Timer.CLAIM:
+                transition.lose_claim(number, "its lease ran out")
+            case Timer.RESERVATION:
+                why = "its time to live ran out"
+                saves.lose(transition, t.reservations[number], why, tell=True)
+            case Timer.WAITING:
+                waiting = transition.unpark(number)
+                assert waiting is not None
+                t.counters.waits_timed_out += 1
+                self._answer(transition, waiting.question)
+                return reads.keys_asked(waiting.question)
+            case _:
+                assert_never(timer)
+        return 0

@@ -1,6 +1,6 @@
-"""What the metadata server knows: every table of `MetaState`, and nothing that acts on them.
+"""The tables of `MetaState`: everything that the daemon knows, and its deadlines.
 
-The invariants stand beside the attributes that they bind; `server.core.checking` recounts them all.
+Invariants are documented at the attributes that they bind; `server.core.checking` recounts them.
 """
 
 from __future__ import annotations
@@ -9,62 +9,54 @@ import heapq
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import Protocol, TypeAlias, assert_never
 
 from ...proto import limits
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.eviction.stack_distance import SampledCurve
 from ...tiers.ledger import Ledger
-from .answers import Reserved
+from .counters import Counters, Histogram, TierCounters
+from .effects import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
-from .histogram import Histogram
-from .journal import EvictionCause, Happening, Journal
+from .journal import HAPPENINGS, EvictionCause, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session
-
-
-class WaitMode(Enum):
-    """Which of the saves that a question waits for can still change its answer."""
-
-    ALL = auto()
-    #: those before the first that failed
-    RUN = auto()
-    #: those before the first that was published
-    FIRST = auto()
 
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A question that waits for saves in flight, and is answered when none of them is left."""
+    """A question that waits for saves in flight. It is answered when none of them is left."""
 
     question: LookupAsked | ClaimAsked | ReserveAsked
-    mode: WaitMode
-    #: token of each save that is waited for -> position of its key in the question, ascending. A
-    #: save that ends is removed, and so are those whose outcome no longer matters
+    #: Which of these saves can still change the answer. `RUN`: those before the first that failed.
+    #: `FIRST`: those before the first that was published. `ANY`: all of them.
+    mode: ClaimMode
+    #: Token of each awaited save -> position of its key in the question, ascending. A save is
+    #: removed when it ends, or when its outcome no longer matters.
     pending: dict[int, int]
-    #: what this counts for in `waited_keys`
+    #: What the question adds to `Tables.waited_keys`.
     waited_keys: int
 
 
-# ---- work that is left for later: an event does a bounded amount of it
+# ---- jobs of the backlog: an event does a bounded amount of them
 
 
 @dataclass(slots=True, eq=False)
 class Unpin:
-    """Entries of a claim that ended lose their pins, leaf first."""
+    """Unpin the entries of a claim that ended, leaf first."""
 
     claim: int
     session: Session
     entries: tuple[Entry, ...]
-    #: so many, from the root on, are still pinned
+    #: This many, from the root on, are still pinned.
     left: int
 
 
 @dataclass(slots=True, eq=False)
 class Wake:
-    """A save ended, one way or the other: the requests that wait for it are told."""
+    """Tell the requests that wait for a save that it ended."""
 
     token: int
     saved: bool
@@ -73,7 +65,7 @@ class Wake:
 
 @dataclass(slots=True, eq=False)
 class EndSession:
-    """A session ended: what it holds is taken back."""
+    """Take back what a session that ended holds."""
 
     session: Session
     why: str
@@ -84,105 +76,53 @@ class EndSession:
 
 @dataclass(slots=True, eq=False)
 class FlushUsage:
-    """Uses that the stores do not know yet are handed over to them, in order of use."""
+    """Hand the uses that the stores have not recorded yet over to them, in order of use."""
 
     entries: Iterator[Entry]
 
 
 @dataclass(slots=True, eq=False)
 class Reserve:
-    """Room is being found for the items of a save."""
+    """Find room for the items of a save."""
 
     asked: ReserveAsked
     session: Session
     batch: SaveBatch
-    #: of the first items
+    #: Of the items that were dealt with, in their order.
     results: list[Reserved] = field(default_factory=list)
-    #: an item for which some were evicted and more are to be
+    #: The item that room is being made for, if more entries have to be evicted for it.
     coming: Entry | None = None
-    #: how many may be evicted now
+    #: How many entries this event may still evict.
     evictions: int = 0
-    #: the request was given up: what was granted is taken back
+    #: The request was given up: take back what was granted.
     dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
 class Refresh:
-    """The chain of a save that ended becomes the most recent, the root last."""
+    """Make the chain of a save that ended the most recent, the root last."""
 
     chain: Sequence[Key]
-    #: None: that has ended
+    #: None: it has ended.
     session: Session | None
-    #: how many of them are left, those next to the root
+    #: This many keys, from the root on, are still to be refreshed.
     left: int
 
 
-#: What a hit curve is shown: key, tokens, stored bytes.
+#: An access as the hit curves take it: key, tokens, stored bytes.
 Access: TypeAlias = "tuple[Key, int, int]"
 
 Job: TypeAlias = Unpin | Wake | Reserve | Refresh | EndSession | FlushUsage
 
 
 class Timer(IntEnum):
-    """What a deadline belongs to. Of deadlines at one moment the waits come last: they are
-    answered with what the others left."""
+    """What a deadline belongs to. Of deadlines at the same moment, waits come last: their answers
+    take into account what the others changed."""
 
     SESSION = 0
     CLAIM = 1
     RESERVATION = 2
     WAITING = 3
-
-
-@dataclass(slots=True)
-class TierCounters:
-    """What happened in a tier since the start."""
-
-    hits: int = 0
-    hit_tokens: int = 0
-    saves: int = 0
-    saved_bytes: int = 0
-    read_bytes: int = 0
-    evictions: int = 0
-    evicted_bytes: int = 0
-    corrupt: int = 0
-    recovered_entries: int = 0
-    recovered_bytes: int = 0
-    dropped_at_start: int = 0
-    #: a gauge, not a counter: payload bytes of the entries that are published now
-    payload_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Counters:
-    """What happened since the start, over all tiers."""
-
-    lookups: int = 0
-    lookup_keys: int = 0
-    lookup_hits: int = 0
-    claims: int = 0
-    claims_empty: int = 0
-    claimed_entries: int = 0
-    releases: int = 0
-    claims_lost: int = 0
-    reservations: int = 0
-    duplicate_saves: int = 0
-    in_flight_refusals: int = 0
-    too_large_refusals: int = 0
-    no_room_refusals: int = 0
-    quota_refusals: int = 0
-    closed_refusals: int = 0
-    reservations_lost: int = 0
-    crc_mismatches: int = 0
-    length_mismatches: int = 0
-    failed_saves: int = 0
-    waits: int = 0
-    waits_timed_out: int = 0
-    touches: int = 0
-    suspects: int = 0
-    deletes: int = 0
-    sessions_opened: int = 0
-    sessions_ended: int = 0
-    sessions_lost: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,26 +136,26 @@ class StateConfig:
     max_claims_per_session: int = limits.MAX_CLAIMS_PER_SESSION
     max_reservations_per_session: int = limits.MAX_RESERVATIONS_PER_SESSION
     max_waiters: int = limits.MAX_WAITERS
-    #: saves that waiting requests may wait for, over all of them and for each session
+    #: Saves that requests may wait for, over all requests and for each session.
     max_waited_keys: int = limits.MAX_WAITED_KEYS
     max_waited_keys_per_session: int = limits.MAX_WAITED_KEYS_PER_SESSION
-    #: parts of a tier's budget that the claims, and the reservations, of one session may hold
+    #: Shares of a tier that the claims, and the reservations, of one session may hold.
     max_pinned_share: float = 1.0
     max_reserved_share: float = 1.0
-    #: how long a reservation may stand without its first byte
+    #: How long a reservation may stand without its first byte.
     unwritten_ttl_ns: int = limits.MAX_LEASE_MS * 1_000_000
-    #: what one event does at most of work that can wait: an entry, a key or a request each
+    #: Backlog steps of one event at most. A step is an entry, a key or a request.
     max_steps: int = 2048
-    #: keys that the live hit curve of a tier samples; 0: there is none
+    #: Keys that the live hit curve of a tier samples; 0: no curve is kept.
     curve_keys: int = 0
-    #: hand over the use of what is in RAM as well, which no store records
+    #: Hand over the use of entries in RAM as well, though no store records it.
     ram_use: bool = False
-    #: what `journal.Journal` may take
+    #: Memory for `journal.Journal`.
     journal_bytes: int = 0
 
 
 class Watcher(Protocol):
-    """The changes that a running recount is told of, each before it is made."""
+    """What a running recount is told: each change, before it is made."""
 
     def entered(self, entry: Entry) -> None: ...
     def left(self, entry: Entry) -> None: ...
@@ -227,96 +167,96 @@ class Watcher(Protocol):
 
 @dataclass(slots=True)
 class Tables:
-    """Everything. Only the functions of `server.core.state` and its helpers change it."""
+    """All tables. Only `server.core` changes them."""
 
     config: StateConfig
     ledgers: dict[Tier, Ledger]
-    #: the last stamp given out; stamps only grow
+    #: The last stamp given out. Stamps only grow.
     stamp_ns: int
-    #: all and only the published keys
+    #: All and only the published keys.
     entries: EntryTable = field(default_factory=EntryTable)
-    #: by generation: entries that were dropped while claims held them; no key leads to them, but
-    #: their room is not free before the last of these claims ends
+    #: By generation: entries that were dropped while claims held them. No key leads to them. Their
+    #: room is not free before the last of these claims ends.
     condemned: dict[int, Entry] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
-    #: sessions that ended and still hold something, see `EndSession`
+    #: Sessions that ended and still hold something, see `EndSession`.
     ending: dict[int, Session] = field(default_factory=dict)
-    #: each belongs to exactly one session and is in its `claims`
+    #: Each belongs to exactly one session and is in its `claims`.
     claims: dict[int, Claim] = field(default_factory=dict)
-    #: every reservation that holds room, doomed ones included
+    #: Every reservation that holds room, doomed ones included.
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    #: those that can still be published; disjoint from `entries`
+    #: Reservations that can still be published. Disjoint from `entries`.
     in_flight: dict[Key, Reservation] = field(default_factory=dict)
-    #: by request number; each is in `waiters` of all its reservations
+    #: By request number. Each is in `waiters` of every reservation that it waits for.
     waiting: dict[int, Waiting] = field(default_factory=dict)
-    #: saves that all of `waiting` wait for, and those of it that belong to no session
+    #: Saves that the requests in `waiting` wait for: of all, and of those without a session.
     waited_keys: int = 0
     anonymous_waited_keys: int = 0
-    #: work that is left, the next first
+    #: Work that was left for later, the next job first.
     backlog: deque[Job] = field(default_factory=deque)
-    #: the `Unpin` in `backlog`, by claim
+    #: Each `Unpin` in `backlog`, by claim.
     unpinning: dict[int, Unpin] = field(default_factory=dict)
-    #: the `Reserve` in `backlog`, by request
+    #: Each `Reserve` in `backlog`, by request.
     reserving: dict[int, Reserve] = field(default_factory=dict)
-    #: tokens of the saves whose `Wake` is in `backlog`
+    #: Tokens of the saves whose `Wake` is in `backlog`.
     waking: set[int] = field(default_factory=set)
-    #: recounts under way, which have to know what changes
+    #: Recounts under way, which are told of changes.
     recounts: list[Watcher] = field(default_factory=list)
-    #: what hits every capacity of a tier would have had, from a sample of its keys
+    #: The hits that a tier would have had at other capacities, from a sample of its keys.
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
-    #: uses that the curves have not counted yet, in order
+    #: Accesses that the curves have not counted yet, in order.
     unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
-    #: entries whose use is not yet recorded by their store, in order of use; none of the RAM
-    #: tier, which is gone with the daemon
+    #: Entries whose store has not recorded their last use yet, in order of use. None of the RAM
+    #: tier, which does not outlive the daemon, unless `StateConfig.ram_use` is set.
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
-    #: a heap of what may be due when, in served time. Everything that can run out is in it or in
-    #: `old_timers`, which is a heap too; what ended before it was due stays until it would have
-    #: been, or until there is too much of that and `sift_timers` moves over what is alive
+    #: Two heaps of deadlines, in served time. Everything that can expire has a timer in one of
+    #: them. What ends earlier leaves a stale timer. When there are too many of these, all timers
+    #: become `old_timers`, and `sift_timers` moves the live ones back.
     timers: list[tuple[int, Timer, int]] = field(default_factory=list)
     old_timers: list[tuple[int, Timer, int]] = field(default_factory=list)
-    #: the tiers that do not serve; those that do are not in it
+    #: The state of each tier that does not serve.
     closed: dict[Tier, TierState] = field(default_factory=dict)
-    #: keys that were deleted since not all tiers serve: their records may not have been read yet
+    #: Keys that were deleted while some tier did not serve: it may not have read their records yet.
     deleted: set[Key] = field(default_factory=set)
-    #: the highest generation of an earlier start; those above are of this one
+    #: The highest generation of an earlier start. Higher ones are of this start.
     adopted_ns: int = 0
-    #: by tier: the last stamp of use that was adopted at start
+    #: By tier: the last stamp of use that recovery has given to an entry.
     recovered_ns: dict[Tier, int] = field(default_factory=dict)
-    #: for how long in all the daemon did not serve, see `served_ns`
+    #: How long the daemon did not serve in total, see `served_ns`.
     credit_ns: int = 0
     next_session: int = 1
     next_claim: int = 1
     next_token: int = 1
     counters: Counters = field(default_factory=Counters)
     tier_counters: dict[Tier, TierCounters] = field(default_factory=dict)
-    #: what happened to entries
+    #: What happened to entries.
     journal: Journal = field(default_factory=lambda: Journal(0))
-    #: for how long evicted entries had not been used, in nanoseconds
+    #: How long evicted entries had not been used, in nanoseconds.
     eviction_ages: dict[tuple[Tier, EvictionCause], Histogram] = field(default_factory=dict)
 
     def oldest_claim_ns(self, now_ns: int) -> int:
-        """For how long the oldest claim is held; 0: there is none. Callable on any thread."""
+        """The age of the oldest claim; 0 if there is none. Callable on any thread."""
         try:
             oldest = next(iter(self.claims.values()), None)
-        except RuntimeError:  # they changed in that moment
+        except RuntimeError:  # the dict changed at this moment
             return 0
         return 0 if oldest is None else max(0, self.served_ns(now_ns) - oldest.taken_ns)
 
-    def happened(self, what: Happening, entry: Entry, now_ns: int, session: int = 0) -> None:
-        """Let the journal remember it."""
-        self.journal.note(what, (entry,), now_ns, session)
+    def holder(self, session: int) -> Session | None:
+        """The session of that number, open or ending."""
+        return self.sessions.get(session) or self.ending.get(session)
 
     def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
-        """Count an eviction. `session`: for whose save."""
+        """Count an eviction. `session`: the one whose save needs the room."""
         tier = entry.tier
-        self.happened(cause.happening, entry, now_ns, session)
+        self.journal.note(HAPPENINGS[cause], (entry,), now_ns, session)
         counters = self.tier_counters[tier]
         counters.evictions += 1
         counters.evicted_bytes += entry.stored_bytes
         self.eviction_ages[tier, cause].observe(max(0, now_ns - entry.last_used_ns))
 
     def timed(self, timer: Timer) -> Mapping[int, object]:
-        """What is alive of all that a kind of timer can belong to, by number."""
+        """The table that a kind of timer refers to, by number."""
         match timer:
             case Timer.SESSION:
                 return self.sessions
@@ -331,26 +271,26 @@ class Tables:
 
     @property
     def max_timers(self) -> int:
-        """As many stale ones as live ones, and some."""
+        """The most timers that are kept: as many stale ones as live ones, and some."""
         live = len(self.sessions) + len(self.claims) + len(self.reservations) + len(self.waiting)
         return 2 * live + 64
 
     # ---- deadlines
 
     def served_ns(self, now_ns: int) -> int:
-        """`now_ns` less the time in which the daemon did not get around to serve.
+        """`now_ns` less the time during which the daemon was too late to serve.
 
-        Deadlines are kept in it: while the daemon was late, the time of no session, claim,
-        reservation or wait ran, for what their clients said meanwhile was not heard either.
+        Deadlines are in served time, so no session, claim, reservation or wait expires because
+        the daemon was late: it did not hear their clients during that time either.
         """
         return now_ns - self.credit_ns
 
     def set_timer(self, at_ns: int, timer: Timer, number: int) -> None:
-        """`at_ns`: in served time."""
+        """Set a deadline. `at_ns`: in served time."""
         heapq.heappush(self.timers, (at_ns, timer, number))
 
     def next_timer(self) -> tuple[int, Timer, int] | None:
-        """The soonest deadline; stays where it is."""
+        """The next deadline, which stays set; None if there is none."""
         soonest = self._soonest()
         return soonest[0] if soonest else None
 
@@ -362,18 +302,18 @@ class Tables:
         return old if old and (not new or old[0] < new[0]) else new
 
     def sift_timers(self, steps: int) -> None:
-        """Claims are released long before their leases end: without this, their timers would
-        pile up. Looks at `steps` timers at most."""
+        """Remove stale timers, looking at `steps` timers at most. Without this they would pile up,
+        because claims are released long before their leases end."""
         if not self.old_timers and len(self.timers) > self.max_timers:
             self.old_timers, self.timers = self.timers, []
-        # From the end: what is left of a heap is a heap.
+        # Taken from the end, so that the rest stays a heap.
         for _ in range(min(steps, len(self.old_timers))):
             timer = self.old_timers.pop()
             if timer[2] in self.timed(timer[1]):
                 heapq.heappush(self.timers, timer)
 
     def stamp(self, now_ns: int) -> int:
-        """A time that was never given out before, `now_ns` whenever possible."""
+        """A time that was never given out before: `now_ns` whenever possible."""
         last_ns = self.stamp_ns
         self.stamp_ns = stamp_ns = now_ns if now_ns > last_ns else last_ns + 1
         return stamp_ns

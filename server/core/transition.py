@@ -1,7 +1,7 @@
-"""One transition of the metadata server: an event is being applied.
+"""`Transition`: the application of one event to the tables.
 
-`Transition` is what the helpers of `MetaState` share while they work: the tables, the time of
-the event, the effects so far, and the few moves that several of them need.
+The rules of `MetaState` share it: the tables, the time of the event, the effects so far, and the
+changes that several rules make.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from typing import Final
 from ...proto import limits
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
 from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
 from .sessions import Claim, Reservation, Session
-from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, WaitMode, Wake
+from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, Wake
 
-#: Compared with for every key of a claim: Enum attribute lookup is slow, so it is cached here.
+#: Used for every key of a claim. Enum attribute lookup is slow, so it is cached here.
 _RAM: Final = Tier.RAM
-#: Keys of chains that one event refreshes: as many as the longest has, some milliseconds' worth.
+#: Chain keys that one event refreshes: as many as the longest chain has. Takes some milliseconds.
 _CHAINED_AT_ONCE: Final = 2 * limits.MAX_BATCH_KEYS
 
 
 class Refusal(Exception):
-    """The whole question is refused; `MetaState` turns it into the answer."""
+    """A question is refused as a whole. `MetaState` turns this into the answer."""
 
     def __init__(self, error: PrefixdError) -> None:
         super().__init__(str(error))
@@ -36,7 +36,8 @@ class Refusal(Exception):
 
 
 class Transition:
-    """See the module. `now_ns` is the time of the event, `served_ns` what deadlines count in."""
+    """`now_ns` is the time of the event, `served_ns` the same in served time
+    (`Tables.served_ns`), which deadlines are in."""
 
     __slots__ = ("_chained_keys", "_erased", "effects", "now_ns", "served_ns", "tables")
 
@@ -45,13 +46,13 @@ class Transition:
         self.now_ns = now_ns
         self.served_ns = tables.served_ns(now_ns)
         self.effects: list[Effect] = []
-        #: the entries of the one `Erase` of each tier
+        #: The entries of each tier's `Erase`, of which there is at most one.
         self._erased: dict[Tier, list[EntryRef]] = {}
-        #: keys of chains that were refreshed
+        #: Chain keys that were refreshed so far.
         self._chained_keys = 0
 
     def session(self, session: int) -> Session:
-        """The live session of that number. Raises Refusal."""
+        """The open session of that number. Raises Refusal."""
         found = self.tables.sessions.get(session)
         if found is None:
             raise Refusal(
@@ -61,32 +62,29 @@ class Transition:
             )
         return found
 
-    def holder(self, session: int) -> Session | None:
-        """The session of that number, also while what it holds is taken back."""
-        return self.tables.sessions.get(session) or self.tables.ending.get(session)
-
     # ---- waiting
 
     def park(
         self,
         question: LookupAsked | ClaimAsked | ReserveAsked,
-        mode: WaitMode,
-        pending: dict[int, int],
+        mode: ClaimMode,
+        keys: Sequence[Key],
     ) -> bool:
-        """Let a question wait for saves in flight: token -> position of the key in the question.
+        """Let a question about `keys` wait for the saves in flight that can change its answer.
 
-        False: there are none, it has waited long enough, or too much is waited for; it is to be
-        answered as things are.
+        False: no such save is in flight, its waiting time is over, or a bound on waiting is
+        reached. The question is to be answered now.
         """
         t = self.tables
         config = t.config
-        if not pending or self.now_ns >= question.wait_until_ns:
+        pending = self._awaited(keys, mode) if self.now_ns < question.wait_until_ns else {}
+        if not pending:
             return False
         if len(t.waiting) >= config.max_waiters:
             return False
         if t.waited_keys + len(pending) > config.max_waited_keys:
             return False
-        session = self._session_of(question)
+        session = self._asker(question)
         waited_keys = t.anonymous_waited_keys if session is None else session.waited_keys
         if waited_keys + len(pending) > config.max_waited_keys_per_session:
             return False
@@ -99,25 +97,34 @@ class Transition:
         return True
 
     def unpark(self, request: int) -> Waiting | None:
-        """Take a question out of those that wait."""
+        """Stop the wait of a question. None if it does not wait."""
         t = self.tables
         waiting = t.waiting.pop(request, None)
         if waiting is not None:
             for token in waiting.pending:
                 self._forget_waiter(token, request)
-            session = self._session_of(waiting.question)
+            session = self._asker(waiting.question)
             self._count_waited(session, -waiting.waited_keys)
             if session is not None:
                 session.waits.pop(request, None)
         return waiting
 
-    def _session_of(self, question: LookupAsked | ClaimAsked | ReserveAsked) -> Session | None:
-        """Whose question it is; None for those that need no session."""
-        if isinstance(question, LookupAsked):
-            return None
+    def _awaited(self, keys: Sequence[Key], mode: ClaimMode) -> dict[int, int]:
+        """The saves in flight that can change the answer to a question about `keys`: token ->
+        position of the key."""
         t = self.tables
-        session = t.sessions.get(question.session)
-        return t.ending[question.session] if session is None else session
+        pending: dict[int, int] = {}
+        for position, key in enumerate(keys):
+            flight = t.in_flight.get(key)
+            if flight is not None:
+                pending.setdefault(flight.token, position)
+            elif mode is not ClaimMode.ANY and (key in t.entries) == (mode is ClaimMode.FIRST):
+                break
+        return pending
+
+    def _asker(self, question: LookupAsked | ClaimAsked | ReserveAsked) -> Session | None:
+        """The session that a question belongs to; None for lookups, which need none."""
+        return None if isinstance(question, LookupAsked) else self.tables.holder(question.session)
 
     def _count_waited(self, session: Session | None, keys: int) -> None:
         self.tables.waited_keys += keys
@@ -127,14 +134,14 @@ class Transition:
             session.waited_keys += keys
 
     def _forget_waiter(self, token: int, request: int) -> None:
-        # A save that ended is not there, but its `Wake` may be.
+        # A save that ended has no reservation, but its `Wake` may still be in the backlog.
         reservation = self.tables.reservations.get(token)
         if reservation is not None:
             reservation.waiters.pop(request, None)
 
     def save_ended(self, request: int, token: int, *, saved: bool) -> Waiting | None:
-        """A save that a question waits for ended. Returns the question if it waits for nothing
-        any more; it is out of those that wait then."""
+        """A save ended for which `request` waits. If that was the last one, stop the wait and
+        return the question."""
         waiting = self.tables.waiting.get(request)
         if waiting is None:
             return None
@@ -142,11 +149,11 @@ class Transition:
         position = pending.pop(token, None)
         if position is None:
             return None
-        decides = (waiting.mode is WaitMode.RUN and not saved) or (
-            waiting.mode is WaitMode.FIRST and saved
+        decides = (waiting.mode is ClaimMode.RUN and not saved) or (
+            waiting.mode is ClaimMode.FIRST and saved
         )
         if decides:
-            # Whatever becomes of the keys behind this one, the answer is the same.
+            # The keys behind this one no longer change the answer.
             while pending:
                 later, its_position = pending.popitem()
                 if its_position < position:
@@ -156,7 +163,7 @@ class Transition:
         return None if pending else self.unpark(request)
 
     def wake(self, reservation: Reservation, *, saved: bool) -> None:
-        """A reservation ended, one way or the other: those who wait for it are told."""
+        """A reservation ended: have the backlog tell the requests that wait for it."""
         waiters = reservation.waiters
         if waiters:
             reservation.waiters = {}
@@ -166,14 +173,14 @@ class Transition:
     # ---- entries
 
     def use(self, entry: Entry) -> None:
-        """One access of a published entry."""
+        """Count one access of a published entry."""
         self._mark_used(entry)
         entry.hits += 1
         self.tables.ledgers[entry.tier].policy.hit(entry)
 
     def read_all(self, entries: Sequence[Entry]) -> None:
-        """One access of each by a client that reads them, in this order."""
-        # Written out, without calls: it runs for every block of every claim.
+        """Count one access of each entry by a client that reads them, in this order."""
+        # Written out without calls: it runs for every block of every claim.
         tables, now_ns = self.tables, self.now_ns
         ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
         if not entries:
@@ -196,32 +203,30 @@ class Transition:
         tables.stamp_ns = stamp_ns
 
     def observe(self, tier: Tier, accesses: Sequence[Access]) -> None:
-        """Show accesses (root first) to the tier's hit curve, those that hit as well as those that
-        did not and are saved now: after the next event, for nobody waits for that."""
+        """Show accesses (root first) to the tier's hit curve: hits, and misses that are saved now.
+
+        The next event does it, because no answer depends on it.
+        """
         if accesses and tier in self.tables.curves:
             self.tables.unobserved.append((tier, accesses))
 
     def observe_entries(self, entries: Sequence[Entry]) -> None:
-        """Show hits to the curves of their tiers."""
+        """Show hits to the hit curves of their tiers."""
         for tier in self.tables.curves:
             its_own = [entry for entry in entries if entry.tier is tier]
             self.observe(tier, [(e.key, e.token_count, e.stored_bytes) for e in its_own])
 
     def observe_now(self) -> None:
-        """Do what `observe` left."""
+        """Do what `observe` left for this event."""
         tables = self.tables
         for tier, accesses in tables.unobserved:
             keys, tokens, stored_bytes = zip(*accesses, strict=True)
             tables.curves[tier].access(keys, tokens, stored_bytes)
         tables.unobserved.clear()
 
-    def refresh(self, entry: Entry) -> None:
-        """Most recent from now on, without being an access."""
-        self._mark_used(entry)
-        self.tables.ledgers[entry.tier].policy.refresh(entry)
-
     def refresh_chain(self, chain: Sequence[Key], session: Session | None) -> None:
-        """All of it: now, if it is the first of an event or those before it were short."""
+        """Make a chain the most recent: now, or in the backlog if this event has refreshed many
+        keys already."""
         refresh = Refresh(chain, session, len(chain))
         self._chained_keys += len(chain)
         if self._chained_keys > _CHAINED_AT_ONCE:
@@ -230,8 +235,8 @@ class Transition:
             self.go_on_refreshing(refresh, len(chain))
 
     def go_on_refreshing(self, job: Refresh, keys: int) -> int:
-        """`refresh` of what is there of so many keys more, the root last. Returns how many were
-        left for that."""
+        """Refresh the entries of the next `keys` keys of the chain, the root last. Returns how many
+        keys that were."""
         end = job.left
         job.left = max(0, end - keys)
         there = self.tables.entries.find_all(job.chain[job.left : end][::-1])
@@ -241,8 +246,8 @@ class Transition:
         return end - job.left
 
     def refresh_all(self, entries: Iterable[Entry]) -> None:
-        """`refresh` of each, in this order."""
-        # Written out, without calls: it runs for every block that is saved.
+        """Make each entry the most recent, in this order, without counting an access."""
+        # Written out without calls: it runs for every block that is saved.
         tables, now_ns = self.tables, self.now_ns
         ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
         ram_use = tables.config.ram_use
@@ -263,7 +268,7 @@ class Transition:
             unrecorded[entry.key] = entry
 
     def enter(self, entries: Sequence[Entry]) -> None:
-        """Entries can be found from now on; their room is the ledger's already."""
+        """Publish entries. The ledger has their room already."""
         tables = self.tables
         counters, recounts = tables.tier_counters, tables.recounts
         for entry in entries:
@@ -276,32 +281,27 @@ class Transition:
     def evict(
         self, victim: Key, cause: EvictionCause, session: int = 0, heir: Entry | None = None
     ) -> Entry:
-        """An entry that `Ledger.next_victim` chose leaves. `session`: for whose save. `heir`: for
-        what, which has no room yet."""
+        """Remove an entry that `Ledger.next_victim` chose, and count the eviction. `session`: the
+        one whose save needs the room. `heir`: the entry to be saved, which has no room yet."""
         entry = self.forget(victim, heir)
         self.tables.evicted(entry, cause, self.now_ns, session)
         return entry
 
     def forget(self, victim: Key, heir: Entry | None = None) -> Entry:
-        """The same, where it is no eviction to be counted."""
+        """Remove an entry that has left the eviction order, without counting an eviction."""
         tables = self.tables
         entry = tables.entries[victim]
         self._leave(entry)
         tables.ledgers[entry.tier].forget(entry, heir)
         return entry
 
-    def drop_damaged(self, entry: Entry) -> None:
-        """An entry whose bytes are wrong can't be found any more, at once.
-
-        Claims on it stay until they are released, which tells that they are lost: a read of it
-        fails from now on. Its room is free when the last of them ended.
-        """
-        self.drop(entry, Happening.DAMAGED)
-        self.tables.tier_counters[entry.tier].corrupt += 1
-
     def drop(self, entry: Entry, why: Happening) -> None:
-        """The same, also of an entry that nothing is wrong with."""
-        self.tables.happened(why, entry, self.now_ns)
+        """Unpublish an entry at once, claimed or not.
+
+        Claims on it stay until they are released, and the release reports them as lost. Its room is
+        free when the last of them has ended.
+        """
+        self.tables.journal.note(why, (entry,), self.now_ns)
         ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)
@@ -311,7 +311,7 @@ class Transition:
             ledger.forget(entry)
 
     def _leave(self, entry: Entry) -> None:
-        """An entry that left the eviction order already is gone, for readers first."""
+        """Unpublish an entry that has left the eviction order: for readers of the index first."""
         tables, tier = self.tables, entry.tier
         for recount in tables.recounts:
             recount.left(entry)
@@ -322,7 +322,7 @@ class Transition:
         self.effects.append(IndexDelete(entry))
         erased = self._erased.get(tier)
         if erased is None:
-            # Those that follow join it: what is erased sooner than it has to be is no harm.
+            # Later entries join this effect. To erase them sooner than necessary does no harm.
             erased = self._erased[tier] = []
             self.effects.append(Erase(tier, erased))
         erased.append(entry)
@@ -330,7 +330,7 @@ class Transition:
     # ---- claims
 
     def pin(self, session: Session, claim: Claim) -> None:
-        """A claim takes hold of its entries."""
+        """Pin the entries of a claim."""
         t = self.tables
         pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
         pins = session.pins
@@ -350,7 +350,7 @@ class Transition:
         pins.changed()
 
     def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
-        """These entries of a claim that ended are let go, in this order."""
+        """Take the pins of an ended claim from these entries, in this order."""
         t = self.tables
         pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
         pins = session.pins
@@ -370,7 +370,7 @@ class Transition:
             if entry.pins:
                 continue
             if entry.published:
-                # It enters the eviction order as the most recent: the time has to say the same.
+                # It enters the eviction order as the most recent, so `last_used_ns` has to agree.
                 self._mark_used(entry)
                 ledgers[entry.tier].unpin(entry)
             else:
@@ -378,26 +378,25 @@ class Transition:
                 ledgers[entry.tier].bury(entry)
 
     def lose_claim(self, claim_id: int, why: str) -> None:
-        """Take a claim from its holder, who is told, and told again at release."""
+        """Take a claim from its session, which is told now and again at the release."""
         session = self.drop_claim(claim_id)
         self.remember_loss(session, claim_id, why)
         self.effects.append(TellClaimLost(session.session, claim_id, why))
 
     def remember_loss(self, session: Session, claim_id: int, why: str) -> None:
-        """A claim did not hold to its end: its holder is told whenever it asks."""
+        """Note that a claim was lost, for its session to be told whenever it releases the claim."""
         session.lost_claims[claim_id] = why
         if len(session.lost_claims) > self.tables.config.max_claims_per_session:
             del session.lost_claims[next(iter(session.lost_claims))]
         self.tables.counters.claims_lost += 1
 
     def drop_claim(self, claim_id: int) -> Session:
-        """End a claim. Its entries are let go leaf first, so that the root is the most recent
-        afterwards."""
+        """End a claim. The backlog unpins its entries leaf first, so that the root is the most
+        recent afterwards."""
         t = self.tables
         claim = t.claims.pop(claim_id)
-        session = t.sessions.get(claim.session)
-        if session is None:
-            session = t.ending[claim.session]
+        session = t.holder(claim.session)
+        assert session is not None
         session.claims.pop(claim_id, None)
         job = Unpin(claim_id, session, claim.entries, len(claim.entries))
         t.unpinning[claim_id] = job
@@ -405,5 +404,5 @@ class Transition:
         return session
 
     def arm(self, in_ns: int, timer: Timer, number: int) -> None:
-        """Something runs out so long after this event."""
+        """Set a deadline, this long after the event."""
         self.tables.set_timer(self.served_ns + in_ns, timer, number)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from ...proto.limits import LATENCY_BOUNDS_NS
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 
 #: How often the loop runs a callback that measures its delay.
 PULSE_NS: Final = 20_000_000

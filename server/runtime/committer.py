@@ -13,7 +13,7 @@ import structlog
 from ...proto.limits import LATENCY_BOUNDS_NS
 from ...proto.vocabulary import Tier
 from ...tiers.store import EntryRef, EntryWriter, Store, StoreError, StoreFull, Usage
-from ..core.histogram import Histogram
+from ..core.counters import Histogram
 from .clock import Clock
 from .listeners import Step
 

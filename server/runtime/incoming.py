@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...proto import limits
-from ...proto.copying import RELEASE_BYTES
 from ...proto.errors import PrefixdError
+from ...proto.payload import RELEASE_BYTES
 from ...proto.vocabulary import SaveStatus, Tier
 from ..core.effects import SaveEnded
 from ..core.events import WriteSealed

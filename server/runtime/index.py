@@ -38,13 +38,13 @@ from ...proto.index import (
     SHAPE,
     STATE,
     WORDS_PER_ROW,
-    IndexReader,
     Layout,
     Listed,
     pack_continuation,
     pack_header,
     pack_row,
 )
+from ...proto.index_reader import IndexReader
 from ...proto.keys import Key
 from ...proto.limits import KEY_BYTES
 from ...tiers.arena import SEALS

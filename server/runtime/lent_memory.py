@@ -22,8 +22,8 @@ from itertools import accumulate
 from typing import Final
 
 from ...proto import limits
-from ...proto.copying import address_of, unset_bytearray
 from ...proto.errors import PrefixdError, UnreadableMemory
+from ...proto.payload import address_of, unset_bytearray
 from .devices import Devices
 from .writes import Write
 

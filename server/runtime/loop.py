@@ -25,20 +25,24 @@ import structlog
 from ...proto.errors import PrefixdError, UnknownSession
 from ...proto.vocabulary import SaveStatus, Tier
 from ...tiers.store import Store, StoreFull
-from ..core.answers import Answer, ClaimAnswer, Refused, ReserveAnswer, WriteOrder
 from ..core.effects import (
+    Answer,
+    ClaimAnswer,
     Commit,
     Effect,
     Erase,
     IndexDelete,
     IndexPut,
     RecordUsage,
+    Refused,
     Reply,
+    ReserveAnswer,
     SaveEnded,
     StopWriting,
     TellClaimLost,
     TellReservationLost,
     Verify,
+    WriteOrder,
 )
 from ..core.entries import Entry
 from ..core.events import (

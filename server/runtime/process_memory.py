@@ -23,7 +23,7 @@ from typing import Final
 import structlog
 
 from ...tiers.heap import free_heap_bytes, give_back_free_heap
-from ..core.tables import TierCounters
+from ..core.counters import TierCounters
 
 log = structlog.get_logger("prefixd.heap")
 

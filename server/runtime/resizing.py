@@ -27,7 +27,7 @@ from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.store import Location, Store, StoreError, StoreFull
-from ..core.answers import EvictAnswer, ResizeAnswer
+from ..core.effects import EvictAnswer, ResizeAnswer
 from ..core.events import ArenaGrown, EvictAsked, ResizeAsked, SlabsRestored, TierState
 from ..core.journal import EvictionCause
 from .loop import Core

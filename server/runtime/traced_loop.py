@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from ..core.answers import Answer, WriteOrder
+from ..core.effects import Answer, WriteOrder
 from ..core.events import Question
 from .committer import CommitResult
 from .listeners import Tracing

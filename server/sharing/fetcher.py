@@ -14,7 +14,7 @@ from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import DEFAULT_RESERVATION_TTL_MS, MAX_BATCH_KEYS
 from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus
-from ..core.answers import ReserveAnswer, WriteOrder
+from ..core.effects import ReserveAnswer, WriteOrder
 from ..core.events import ReserveAsked, SaveItem
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core

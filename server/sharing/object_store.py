@@ -20,7 +20,7 @@ from obstore.exceptions import BaseError
 from obstore.store import from_url
 
 from ...proto.keys import Key
-from ...proto.layout import crc32c
+from ...proto.payload import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .store import NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 

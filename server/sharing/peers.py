@@ -26,7 +26,7 @@ from ...client.counters import Counters
 from ...client.wire.data_transport import DataTransport
 from ...client.wire.security import Security
 from ...proto.keys import Key
-from ...proto.layout import crc32c
+from ...proto.payload import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .redis_store import RedisStore
 from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted

@@ -27,8 +27,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from ...proto.keys import Key
-from ...proto.layout import crc32c
 from ...proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
+from ...proto.payload import crc32c
 from .store import SharedEntry
 
 MAGIC: Final = b"pxs1"

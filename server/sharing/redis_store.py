@@ -18,7 +18,7 @@ from typing import Any, Final
 import redis
 
 from ...proto.keys import Key
-from ...proto.layout import crc32c
+from ...proto.payload import crc32c
 from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of
 from .redis_nodes import Address, Nodes, name_of
 from .resp import Piece, Refused, Request, Result, Work, exchange

@@ -26,7 +26,7 @@ import structlog
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
-from ..core.answers import Opened
+from ..core.effects import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.quota import Quota

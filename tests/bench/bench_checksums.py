@@ -20,8 +20,7 @@ from importlib import import_module
 from typing import Final
 
 from prefixd.client.bench.transfers import Buffers
-from prefixd.proto.copying import address_of
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import address_of, crc32c
 
 KIB: Final = 2**10
 LARGE_BYTES: Final = 5 * 2**20

@@ -35,7 +35,7 @@ import redis
 
 from prefixd.client.lab.trace import Request, TraceReader
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.link import TOUCH_EVERY_MS, expiries_ms
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry

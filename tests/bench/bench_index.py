@@ -20,7 +20,8 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
-from prefixd.proto.index import IndexReader, IndexRow
+from prefixd.proto.index import IndexRow
+from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.server.runtime.index import IndexWriter
 

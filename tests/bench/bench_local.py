@@ -23,7 +23,7 @@ from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.connection import Calls
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.copying import copy, copy_crc32c
+from prefixd.proto.payload import copy, copy_crc32c
 
 Pairs: TypeAlias = "list[tuple[memoryview, memoryview]]"
 BUDGETS = ("--ram.budget=16MiB", "--shm.budget=16MiB", "--disk.budget=16MiB")

@@ -36,7 +36,7 @@ import redis
 from redis.utils import HIREDIS_AVAILABLE
 
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 

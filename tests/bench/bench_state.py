@@ -25,8 +25,14 @@ from typing import TypeVar
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
-from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
-from prefixd.server.core.effects import Effect, Reply
+from prefixd.server.core.effects import (
+    ClaimAnswer,
+    Effect,
+    Opened,
+    Reply,
+    ReserveAnswer,
+    WriteOrder,
+)
 from prefixd.server.core.events import (
     ClaimAsked,
     EvictAsked,

@@ -21,10 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prefixd.proto.copying import copy, copy_crc32c
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import copy, copy_crc32c, crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_stores import DiskStore, RamStore, RecordedStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator

@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 
 from prefixd.client.buffers import MAX_PIECES, flat_bytes
-from prefixd.proto.copying import copy
 from prefixd.proto.errors import CallerError, InvalidSize
-from prefixd.proto.pieces import Pieces
+from prefixd.proto.payload import Pieces, copy
 
 BUFFERS: list[Any] = [
     bytearray(12),

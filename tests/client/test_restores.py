@@ -20,8 +20,7 @@ from prefixd.client.results import Entry, RestoreResult, restore_result
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
-from prefixd.proto.pieces import FlatBytes
+from prefixd.proto.payload import FlatBytes, crc32c
 from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from tests.support.fakes import PATIENCE_S, keys, payloads
 

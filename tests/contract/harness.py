@@ -17,7 +17,7 @@ from faulty import FaultyStore
 
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.disk_arena import PIECE_BYTES

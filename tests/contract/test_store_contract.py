@@ -21,7 +21,7 @@ from harness import (
 )
 
 from prefixd.proto.entry import EntryRecord
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.store import Damaged, StoreError, Usage

@@ -11,7 +11,7 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import strategies as st
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from tests.support.running import key
 
 KEYS: Final = [key(number) for number in range(6)]

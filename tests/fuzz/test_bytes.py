@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from prefixd.client.wire import messages as client_messages
 from prefixd.client.wire.messages import understanding
-from prefixd.proto import arena_header, data, index, local
+from prefixd.proto import arena_header, frames, index
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
-from prefixd.proto.index_columns import columns_of
+from prefixd.proto.index import columns_of
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.messages import fields_of, parse
@@ -70,29 +70,29 @@ def entries() -> st.SearchStrategy[EntryRecord]:
 def test_frames_come_out_as_they_went_in_however_they_are_cut(
     draw: st.DataObject, sent: list[Any]
 ) -> None:
-    stream = b"".join(map(local.frame, sent))
-    frames = local.Frames(pb.LocalRequest.FromString)
+    stream = b"".join(map(frames.frame, sent))
+    parser = frames.Frames(pb.LocalRequest.FromString)
     found = []
     for piece in draw.draw(pieces(stream)):
-        frames.feed(piece)
-        while (message := frames.next()) is not None:
+        parser.feed(piece)
+        while (message := parser.next()) is not None:
             found.append(message)
     assert found == [pb.LocalRequest.FromString(one.SerializeToString()) for one in sent]
-    assert not frames.buffered_bytes
+    assert not parser.buffered_bytes
 
 
 @FUZZ
 @given(st.data(), messages(pb.LocalRequest.DESCRIPTOR, 2))
 def test_no_bytes_are_more_than_a_message_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
-    stream = draw.draw(damaged(local.frame(sent)))
-    frames = local.Frames(pb.LocalRequest.FromString)
+    stream = draw.draw(damaged(frames.frame(sent)))
+    parser = frames.Frames(pb.LocalRequest.FromString)
     try:
         for at in range(len(stream)):
-            frames.feed(stream[at : at + 1])
-            frames.next()
+            parser.feed(stream[at : at + 1])
+            parser.next()
     except MalformedMessage:
         return
-    assert frames.buffered_bytes <= len(stream)
+    assert parser.buffered_bytes <= len(stream)
 
 
 @FUZZ
@@ -102,7 +102,7 @@ def test_no_bytes_are_more_than_a_request_or_a_mistake(draw: st.DataObject, sent
     with contextlib.suppress(MalformedMessage):
         parse(pb.DataRequest, raw)
     with contextlib.suppress(MalformedMessage):
-        data.response_of(raw)
+        frames.response_of(raw)
 
 
 @FUZZ

@@ -16,7 +16,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from prefixd.proto import data, local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from tests.proto.test_contract import METHODS
@@ -114,7 +114,7 @@ class Daemon(RuleBasedStateMachine):
         """To the local socket: a frame in pieces, whole or not, behind whatever came before."""
         reader, writer = data.draw(st.sampled_from(self._local))
         request = data.draw(requests(pb.LocalRequest.DESCRIPTOR, self._session.ref))
-        raw = data.draw(damaged(local.frame(request)))  # type: ignore[arg-type]
+        raw = data.draw(damaged(frames.frame(request)))  # type: ignore[arg-type]
         self._do(self._sent(reader, writer, data.draw(pieces(raw))))
 
     @rule()
@@ -209,7 +209,7 @@ class Daemon(RuleBasedStateMachine):
 
 
 def _framed(request: Any) -> bytes:
-    return data.frame(request)
+    return frames.frame(request)
 
 
 #: An example takes a daemon: to make one smaller takes longer than to read it.

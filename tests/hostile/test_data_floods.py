@@ -15,7 +15,7 @@ import pytest
 from prefixd.client import Client, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.link import Link
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
@@ -43,7 +43,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 
 def frame(**kind: Any) -> bytes:
-    return data.frame(pb.DataRequest(**kind))
+    return frames.frame(pb.DataRequest(**kind))
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def good_client(daemon: PrivateDaemon) -> Iterator[Client]:
 def test_large_requests_wait_in_the_kernel(daemon: PrivateDaemon) -> None:
     """Each names as many keys as it may, but for the last byte."""
     request = frame(lookup=pb.LookupRequest(keys=[bytes(32)] * MAX_BATCH_KEYS))
-    huge = data.HEAD.pack(MAX_MESSAGE_BYTES)
+    huge = frames.HEAD.pack(MAX_MESSAGE_BYTES)
     with (
         good_client(daemon) as client,
         session_at(daemon) as link,

@@ -15,7 +15,7 @@ import pytest
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.tiers.arena_stores import ARENA_FILE
@@ -126,7 +126,7 @@ def test_who_keeps_and_locks_everything_holds_up_nobody() -> None:
         link = open_.enter_context(session_at(daemon))
         with local_connection(link) as connection:
             connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
-            _, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+            _, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
         for fd in fds:
             open_.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

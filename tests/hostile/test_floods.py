@@ -24,7 +24,7 @@ from prefixd.client import Client, SaveItem, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.link import Link
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.endpoints import admin_address
 from prefixd.proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
@@ -199,7 +199,7 @@ def local_connection(link: Link) -> socket.socket:
 
 
 def frame(**kind: Any) -> bytes:
-    return local.frame(pb.LocalRequest(**kind))
+    return frames.frame(pb.LocalRequest(**kind))
 
 
 def pour(connection: socket.socket, data: bytes, bytes_at_most: int) -> int:
@@ -253,7 +253,7 @@ def test_a_large_request_waits_for_room_and_for_no_stranger() -> None:
     ):
         link = open_.enter_context(session_at(daemon))
         huge = (MAX_MESSAGE_BYTES).to_bytes(4, "little") + bytes(MAX_MESSAGE_BYTES - 1)
-        bound_bytes = 32 * MIB + 40 * 2 * local.MAX_SMALL_REQUEST_BYTES
+        bound_bytes = 32 * MIB + 40 * 2 * frames.LOCAL_SMALL_REQUEST_BYTES
         with watching(daemon, bound_bytes) as watch, ThreadPoolExecutor(8) as threads:
 
             def hold(_: int) -> None:
@@ -353,14 +353,16 @@ def test_staging_memory_of_all_sessions_is_bounded() -> None:
                 link = open_.enter_context(session_at(daemon))
                 with local_connection(link) as connection:
                     connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
-                    frames = local.Frames(pb.LocalResponse.FromString)
-                    data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+                    parser = frames.Frames(pb.LocalResponse.FromString)
+                    data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
                     for fd in fds:
                         open_.callback(socket.close, fd)
-                    frames.feed(data)
-                    response = frames.next()
+                    parser.feed(data)
+                    response = parser.next()
                     assert response is not None
-                    refused += "save over gRPC" in response.hand_over.refused.get(local.STAGING, "")
+                    refused += "save over gRPC" in response.hand_over.refused.get(
+                        frames.STAGING, ""
+                    )
             staged_bytes = 16 * MIB + watch.before_bytes
             eventually(lambda: memory_bytes(daemon) >= staged_bytes, 10)
         flight = in_flight(daemon)

@@ -224,18 +224,18 @@ async def test_nor_does_the_data_socket(tmp_path: Path, kind: str) -> None:
 #: Another process, which has stolen everything: asks each of these, says how each was answered.
 THIEF = """
 import socket, sys
-from prefixd.proto import local, prefixd_pb2 as pb
+from prefixd.proto import frames, prefixd_pb2 as pb
 path, *stolen = sys.argv[1:]
 for request in map(bytes.fromhex, stolen):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
         look = pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)]))
         # At once: a refused staged save ends its connection.
-        connection.sendall(len(request).to_bytes(4, "little") + request + local.frame(look))
-        data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
-        frames = local.Frames(pb.LocalResponse.FromString)
-        frames.feed(data)
-        answer = frames.next()
+        connection.sendall(len(request).to_bytes(4, "little") + request + frames.frame(look))
+        data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
+        parser = frames.Frames(pb.LocalResponse.FromString)
+        parser.feed(data)
+        answer = parser.next()
         print(answer.WhichOneof("kind"), answer.failure.error or "-", len(fds))
 """
 

@@ -1,4 +1,4 @@
-"""The machine of `tests.model.machine` in a daemon that serves while its tiers recover, and whose
+"""The machine of `tests.model.machine` for a daemon whose tiers recover while it serves, and whose
 devices hang from time to time."""
 
 from __future__ import annotations

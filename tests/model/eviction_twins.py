@@ -1,8 +1,8 @@
 # ruff: noqa: ARG002 (the twins share signatures)
 """Slow twins of the eviction policies, sharing no code with them.
 
-They are lists that are scanned from the front; a pinned key stays where it is and is looked
-past. They know weights and pins, and the shares that S3-FIFO gives its queues.
+They are lists that are scanned from the front. A pinned key stays in its place and is skipped. They
+know weights, pins, and the shares that S3-FIFO gives its queues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class Twin:
-    """A cache of weighted keys: who is resident, and who would leave for a new key."""
+    """A cache of weighted keys: which are resident, and which would leave for a new key."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -28,7 +28,7 @@ class Twin:
         return next((key for key in keys if key not in self.pinned), None)
 
     def access(self, key: int, weight: int) -> tuple[bool, list[int]]:
-        """(was it a hit, who was evicted)."""
+        """(whether it was a hit, the evicted keys)."""
         evicted: list[int] = []
         if key in self.weight:
             self.hit(key)
@@ -57,7 +57,7 @@ class Twin:
     def enter(self, key: int) -> None: ...
 
     def forget(self, key: int) -> None:
-        """The key leaves the cache; ghosts are the caller's business."""
+        """The key leaves the cache. The caller handles ghosts."""
         del self.weight[key]
 
     def evict(self, key: int | None, weight: int) -> int | None:
@@ -222,7 +222,7 @@ class TwinS3FIFO(Twin):
 
 
 class TwinARC(Twin):
-    """T1 and T2 are lists with the pinned keys where they were; the weights do the rest."""
+    """T1 and T2 are lists, with pinned keys in their places, and weights."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)

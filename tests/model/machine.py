@@ -1,4 +1,4 @@
-"""Hypothesis drives `MetaState` and its twin with the same events, and compares all they say."""
+"""Hypothesis drives `MetaState` and its twin with the same events, and compares all output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LIMITS = TwinLimits(
     waited_of_one=4,
     unwritten=30,
 )
-#: Of these some are exactly, and some just above, what a tier can take.
+#: Some of these are exactly what a tier can take, and some are just above it.
 PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
 
 
@@ -50,7 +50,7 @@ KEY = st.sampled_from(NAMES)
 SOME_KEYS = st.lists(KEY, min_size=1, max_size=4, unique=True) | st.just(list(NAMES))
 TIER = st.sampled_from(["ram", "shm", "disk"])
 WAIT = st.sampled_from([0, 0, 15, 35])
-#: Which of those that are there; see the methods that pick.
+#: Selects one of what is there, see the methods that pick.
 PICK = st.integers(0, 11)
 PICKS = st.lists(PICK, min_size=1, max_size=3, unique=True)
 ITEM = st.tuples(KEY, PAYLOADS, st.sampled_from([0, 0, 1, 4]))
@@ -63,7 +63,7 @@ def outcome_name(outcome: SaveStatus) -> str:
 
 
 def one_usage(said: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Uses may be handed over in several pieces; the twin does it in one for each tier."""
+    """Joins uses that were handed over in several effects. The twin has one for each tier."""
     found = [fact for fact in said if fact[0] != "usage"]
     by_tier: dict[str, list[Any]] = {}
     for fact in said:
@@ -73,8 +73,8 @@ def one_usage(said: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 
 
 class MetaStateMachine(RuleBasedStateMachine):
-    """See the module. `max_steps`: what an event does at most of work that can wait. `shares`: of
-    each tier, by namespace, and `parts`: which keys are of which."""
+    """See the module. `max_steps`: the backlog steps of one event. `shares`: of each tier, by
+    namespace. `parts`: the namespaces of keys."""
 
     max_steps = 4096
     shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {}, "disk": {}}
@@ -82,7 +82,7 @@ class MetaStateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        #: a recount that is under way while things happen
+        #: a recount that runs while events are applied
         self.recount: Recount | None = None
         self.recount_steps: Iterator[None] = iter(())
         self.now = 1_000
@@ -130,7 +130,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         return effects
 
     def applied(self, event: ev.Event) -> list[fx.Effect]:
-        """Everything that comes of an event, also what it leaves for later."""
+        """All effects of an event, including the work that it leaves for later."""
         flush = isinstance(event, ev.Tick) and event.flush
         if isinstance(event, ev.Tick):
             event = replace(event, flush=False)
@@ -172,7 +172,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         for tier, ledger in tables.ledgers.items():
             assert ledger.published_bytes + ledger.reserved_bytes <= ledger.limit_bytes
             assert (ledger.published_bytes + ledger.reserved_bytes) == twin.used(tier.label)[0]
-            # As an operator asks for several at once.
+            # As for an operator who asks for several entries at once.
             for entries in (1, SHM_ENTRIES, SHM_ENTRIES + 1):
                 too_many = 0 < ledger.max_entries < entries
                 assert (ledger.admission(1, entries) is Admission.TOO_LARGE) == too_many
@@ -208,12 +208,12 @@ class MetaStateMachine(RuleBasedStateMachine):
         return live[pick % len(live)] if live and pick != 5 else 99
 
     def owner_of(self, pick: int, held: dict[int, dict[str, Any]], numbers: list[int]) -> int:
-        """The session that holds one of these, or any."""
+        """The session that holds one of these, or any session."""
         owners = [held[number]["session"] for number in numbers if number in held]
         return owners[0] if owners and pick < 9 else self.a_session(pick)
 
     def some_of(self, picks: list[int], held: dict[int, dict[str, Any]], given: int) -> list[int]:
-        """Some of what is held, and of the `given` numbers that were ever given out."""
+        """Some numbers of what is held, and some of all `given` numbers so far."""
         live = sorted(held)
         return [
             99 if pick == 5 else given - pick if pick < 2 or not live else live[pick % len(live)]
@@ -252,7 +252,7 @@ class MetaStateMachine(RuleBasedStateMachine):
                     break
                 self.found_bytes += location[1]
             self.found += 1
-            # Ages in any order, no two the same; generations of an earlier start.
+            # Distinct ages in any order; generations of an earlier start.
             used_ns = 100 + 100 * used + self.found
             record = EntryRecord(
                 key=key_of(key),
@@ -356,7 +356,7 @@ class MetaStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.twin.entries)
     @rule(name=KEY, how=st.sampled_from(["suspect", "suspect", "damage", "stale"]))
     def doubt(self, name: str, how: str) -> None:
-        """A reader saw a wrong checksum, or a store found one."""
+        """A reader or a store found a wrong checksum."""
         if how == "suspect" or name not in self.twin.entries:
             self.suspect([name])
         else:
@@ -428,7 +428,7 @@ class MetaStateMachine(RuleBasedStateMachine):
     def save(
         self, who: int, tier: str, items: list[tuple[str, int, int]], ancestors: list[str]
     ) -> None:
-        """The whole of it at once, so that there is something to read."""
+        """A whole save at once, so that there is something to read."""
         before = self.twin.reserved
         self._reserve(who, tier, items, ancestors, begin=True, wait=0)
         self._seal([(token, 5, 5) for token in range(before + 1, self.twin.reserved + 1)])
@@ -524,7 +524,7 @@ class MetaStateMachine(RuleBasedStateMachine):
 
     @rule(passed=st.sampled_from([1, 9, 20]))
     def time_passes(self, passed: int) -> None:
-        """And nobody ticks: whatever comes next comes late."""
+        """Without a tick, so that the next event is late."""
         self.now += passed
 
     @rule(
@@ -534,7 +534,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         late=st.sampled_from([0, 0, 0, 5, 60]),
     )
     def tick(self, passed: int, flush: bool, heard: bool = False, late: int = 0) -> None:
-        """`late`: for so long the daemon did not serve."""
+        """`late`: how long the daemon did not serve."""
         self.now += passed + late
         if heard:
             for who in range(len(self.twin.sessions)):
@@ -544,9 +544,9 @@ class MetaStateMachine(RuleBasedStateMachine):
     # ---- the end
 
     def teardown(self) -> None:
-        """Everybody goes; whatever they held is free."""
+        """All sessions end, and everything that they held is free."""
         if self.broken:
-            return  # what went wrong is told already
+            return  # a failure was reported already
         for session in sorted(self.twin.sessions):
             event = ev.SessionLost(session, "the daemon stops", self.now)
             self.happens(event, partial(self.twin.lose_session, session))

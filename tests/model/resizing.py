@@ -1,5 +1,5 @@
-"""The machine of `tests.model.machine` with an operator who makes tiers smaller and larger, step by
-step, while everything else goes on."""
+"""The machine of `tests.model.machine` with an operator who resizes tiers step by step, while
+everything else goes on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.model.machine import MetaStateMachine
@@ -25,7 +25,7 @@ from tests.model.tiers import (
 HEADERS = {"ram": 0, "shm": SHM_HEADER_BYTES}
 SLABS = {"ram": RAM_SLAB_BYTES, "shm": SHM_SLAB_BYTES}
 MOST = {"ram": RAM_BYTES, "shm": SHM_BYTES}
-#: Those that give out slabs.
+#: The tiers with slabs.
 RESIZED = st.sampled_from(sorted(HEADERS))
 
 
@@ -75,7 +75,7 @@ class ResizingMachine(MetaStateMachine):
         most=st.sampled_from([1, 2, 9, 9]),
     )
     def resize(self, name: str, part: float, most: int) -> None:
-        """One step, as often as it is drawn: others come between."""
+        """One step of a resize; other events come between two steps."""
         slab, tier = SLABS[name], Tier[name.upper()]
         target = max(slab, round(part * MOST[name]) // slab * slab)
         arena, request = HEADERS[name] + target, self.question()
@@ -88,7 +88,7 @@ class ResizingMachine(MetaStateMachine):
     @precondition(lambda self: any(t.limit < t.budget for t in self.twin.tiers.values()))
     @rule(name=RESIZED, slabs=st.integers(1, 3))
     def restore(self, name: str, slabs: int) -> None:
-        """The room that was retired comes back, up to what the tier may have."""
+        """Retired room comes back, up to what the tier may have."""
         tier, rules = Tier[name.upper()], self.twin.tiers[name]
         missing = min(rules.budget - rules.limit, slabs * SLABS[name])
         location = self.state.tables.ledgers[tier].next_restored(max(0, missing))
@@ -101,7 +101,7 @@ class ResizingMachine(MetaStateMachine):
     @precondition(lambda self: self.secured < RAM_BYTES)
     @rule(slabs=st.integers(1, 2))
     def grow(self, slabs: int) -> None:
-        """Memory that was under way when the tier became smaller is none of it."""
+        """Memory that is secured after the tier became smaller is not added to it."""
         before, ledger = self.secured, self.state.tables.ledgers[Tier.RAM]
         self.secured = min(before + slabs * RAM_SLAB_BYTES, RAM_BYTES)
         rules, held = self.twin.tiers["ram"], len(ledger.retired)

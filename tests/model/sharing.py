@@ -1,4 +1,4 @@
-"""The machine of `tests.model.closing` where namespaces have shares of the tiers."""
+"""The machine of `tests.model.closing`, with shares of the tiers for namespaces."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from tests.model.closing import ClosingMachine
 
 
 class SharesMachine(ClosingMachine):
-    """Two namespaces and some of none, with shares of each tier: more than all of what RAM has so
-    far, and such that not much is left of the others."""
+    """Two namespaces with shares of each tier, and keys without a namespace. The shares are larger
+    than what RAM has at first, and leave little of the other tiers."""
 
     shares: ClassVar[dict[str, dict[str, int]]] = {
         "ram": {"one": 16, "two": 12},
@@ -20,8 +20,8 @@ class SharesMachine(ClosingMachine):
 
 
 class FewEntriesMachine(SharesMachine):
-    """One namespace with a share of the tier that holds only so many entries: it is sure of one of
-    two. Nearly all keys are of none, so that more of them are often there than may be pinned."""
+    """One namespace with a share of the tier that is limited in entries: its share is one of two.
+    Nearly all keys have no namespace, so more of them are often there than may be pinned."""
 
     shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {"one": 20}, "disk": {}}
     parts: ClassVar[dict[str, str]] = {"a": "one"}

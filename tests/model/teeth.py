@@ -1,10 +1,10 @@
-"""Steps that show a mistake: of each one that `test_model_has_teeth` plants, as few as do.
+"""The fewest steps that show each mistake that `test_model_has_teeth` plants.
 
     python -m tests.model.teeth
 
-looks for those that are missing in `teeth.txt`, or that do not show their mistake any more, with
-Hypothesis, and leaves out what is not needed. They are statements, as Hypothesis prints them, so
-they hold for any version of it.
+uses Hypothesis to find steps that are missing in `teeth.txt` or no longer show their mistake, and
+leaves out what is not needed. Steps are statements, as Hypothesis prints them, so they work with
+any version of it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tests.model.sharing import FewEntriesMachine, SharesMachine
 from tests.support.lengths import times
 
 STORED: Final = Path(__file__).with_suffix(".txt")
-#: How a mistake shows.
+#: The errors that show a mistake.
 NOTICED: Final = (AssertionError, KeyError, TypeError, ValueError)
-#: What the steps name.
+#: The names that steps use.
 NAMES: Final = {
     one.__name__: one
     for one in (
@@ -37,7 +37,7 @@ NAMES: Final = {
         *(ClaimMode, SaveStatus, Tier),
     )
 }
-#: Ends at the first problem: most of these find one within ten examples.
+#: Stops at the first problem. Most mistakes show within ten examples.
 SHORT: Final = settings(
     max_examples=times(400, 4_000),
     stateful_step_count=50,
@@ -51,18 +51,18 @@ SHORT: Final = settings(
 
 
 def run(steps: list[str]) -> None:
-    """Do these steps, of which the first makes the machine, and end."""
+    """Run these steps, of which the first creates the machine, and tear the machine down."""
     exec("\n".join([*steps, "state.teardown()"]), dict(NAMES))
 
 
 def search(*machines: type[MetaStateMachine]) -> None:
-    """Do random steps until one shows a mistake; that is raised, with the steps in its notes."""
+    """Run random steps until one shows a mistake. Raises it, with the steps in its notes."""
     for machine in dict.fromkeys(machines):
         run_state_machine_as_test(machine, settings=SHORT)
 
 
 def stored() -> dict[str, list[str]]:
-    """By the name of the mistake."""
+    """The stored steps, by the name of their mistake."""
     found: dict[str, list[str]] = {}
     if not STORED.exists():
         return found
@@ -73,18 +73,18 @@ def stored() -> dict[str, list[str]]:
 
 
 def shows(steps: list[str]) -> bool:
-    """Is something noticed?"""
+    """Whether these steps show a mistake."""
     try:
         run(steps)
     except NOTICED:
         return True
-    except Exception:  # as they are now they make no sense
+    except Exception:  # these steps are not valid any more
         return False
     return False
 
 
 def makes_sense(steps: list[str]) -> bool:
-    """Is all well where nothing is broken?"""
+    """Whether these steps pass without a planted mistake."""
     try:
         run(steps)
     except Exception:
@@ -93,7 +93,7 @@ def makes_sense(steps: list[str]) -> bool:
 
 
 def found(machine: type[MetaStateMachine]) -> list[str]:
-    """Steps that show the mistake there is."""
+    """Steps that show the planted mistake."""
     try:
         search(machine, SharesMachine)
     except NOTICED as problem:
@@ -105,7 +105,7 @@ def found(machine: type[MetaStateMachine]) -> list[str]:
 
 
 def fewer(steps: list[str], still: Callable[[list[str]], bool]) -> list[str]:
-    """Without what is not needed, large parts first. The first stays."""
+    """The steps without needless ones. Tries to omit large parts first; the first step stays."""
     part = len(steps) // 2
     while part:
         at = 1

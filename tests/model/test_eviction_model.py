@@ -1,4 +1,4 @@
-"""Every policy, hit by hit and eviction by eviction, against its slow twin."""
+"""Every eviction policy against its slow twin, hit by hit and eviction by eviction."""
 
 from __future__ import annotations
 

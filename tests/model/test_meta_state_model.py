@@ -1,4 +1,4 @@
-"""The metadata server against its twin: see `machine`, `twin` and `witness` beside this file."""
+"""`MetaState` against its twin: see `machine`, `twin` and `witness` in this folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.lengths import times
 
 
 class SmallStepsMachine(MetaStateMachine):
-    """Leaves all that can wait for later, and does it one piece at a time."""
+    """Leaves as much work as possible for later, and does it one step at a time."""
 
     max_steps = 1
 

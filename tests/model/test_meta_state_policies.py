@@ -1,4 +1,4 @@
-"""Every eviction order under the state: the books balance, whoever leaves."""
+"""`MetaState` with every eviction policy: the accounting balances."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
-from prefixd.server.core.answers import WriteOrder
+from prefixd.server.core.effects import WriteOrder
 from prefixd.server.core.sessions import Stage
 from prefixd.tiers.eviction import POLICIES, EvictionPolicy
 from prefixd.tiers.ledger import Admission
@@ -31,7 +31,7 @@ def driver_with(policy: type[EvictionPolicy[Key]], max_ghosts: int | None) -> Dr
 
 
 def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
-    """One random thing; the driver checks the state after it."""
+    """One random event. The driver checks the state after it."""
     tables, session = driver.tables, chance.choice(sessions)
     some = " ".join(chance.sample([f"k{n}" for n in range(30)], chance.randint(1, 4)))
     tier, size = chance.choice(list(Tier)), chance.choice([1, 2, 3, 5, 8, 13, 39, 40])
@@ -68,7 +68,7 @@ def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
         case 10:
             driver.tick(flush=True)
         case 11 if tables.entries and chance.random() < 0.5:
-            # In an order of their own: the table's is another one in every process.
+            # Sorted, because the order of the table differs from process to process.
             entry = tables.entries[chance.choice(sorted(tables.entries))]
             driver.damage(entry.key.rstrip(b".").decode())
 

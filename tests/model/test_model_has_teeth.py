@@ -141,8 +141,8 @@ def test_no_steps_are_kept_of_what_is_no_mistake_any_more() -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_model_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the steps that are stored, which show nothing where nothing is broken; by random ones
-    where none are, and in the long form in any case."""
+    """By the stored steps, which pass if nothing is broken. By random steps if none are stored, and
+    always in the long form."""
     steps = None if LONG else STEPS.get(str(mutation))
     if steps is not None:
         run(steps)

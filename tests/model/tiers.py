@@ -1,4 +1,4 @@
-"""The tiers of `machine`: small, and different in what they have; and those of the twin."""
+"""The small tiers of `machine`, each with other features, and those of the twin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model.witness import key_of
 
 RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
 SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
-#: In front of what entries can have: the header of the arena.
+#: The header of the arena, in front of the room for entries.
 SHM_HEADER_BYTES = SHM_SLAB_BYTES
 DISK_BYTES, DISK_IN_FLIGHT_BYTES = 30, 20
 
@@ -46,7 +46,7 @@ Shares = Mapping[str, Mapping[str, int]]
 
 
 def ledgers(shares: Shares, parts: Mapping[str, str]) -> dict[Tier, Ledger]:
-    """`shares`: of each tier, by namespace; `parts`: which keys are of which."""
+    """`shares`: of each tier, by namespace. `parts`: the namespaces of keys."""
     made = {
         Tier.RAM: Ledger(
             Tier.RAM,
@@ -73,7 +73,7 @@ def ledgers(shares: Shares, parts: Mapping[str, str]) -> dict[Tier, Ledger]:
     }
     for ledger in made.values():
         if ledger.shares is not None:
-            # Keys go by a letter here, and end in eight of it.
+            # A key is named by a letter here, and ends in eight of it.
             numbers = {name: n for n, name in enumerate(ledger.shares.namespaces, 1)}
             tags = {key_of(letter)[-TAG_BYTES:]: part for letter, part in parts.items()}
             ledger.shares._numbers.clear()

@@ -1,8 +1,7 @@
-"""A second metadata server, made of dicts and lists: slow, obvious, and nothing of it is shared
-with the first one.
+"""A twin of `MetaState`, made of dicts and lists: slow, obvious, and without shared code.
 
-It counts by looking at everything again, each time. What it says has the form of plain tuples;
-`witness.plain` brings what `MetaState` says into the same form.
+It counts by visiting everything each time. Its output is plain tuples; `witness.plain` turns the
+effects of `MetaState` into the same form.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import Any
 
 from tests.model.twin_shares import TwinShares, TwinTier
 
-#: An answer, or the saves that it waits for: the mode, and their tokens by the places of the keys.
+#: An answer, or the saves that it waits for: the mode, and tokens by the positions of the keys.
 Attempt = Callable[[bool], Any]
 
 
@@ -24,9 +23,9 @@ class TwinLimits:
     reservations: int
     waiters: int
     lost_after: int
-    waited: int  # saves that requests wait for, each counted for each request; and of a session
+    waited: int  # saves that requests wait for, counted per request; and of a session
     waited_of_one: int
-    unwritten: int  # how long a reservation stands without a byte
+    unwritten: int  # how long a reservation lasts without a byte
 
 
 class Twin(TwinShares):
@@ -34,14 +33,14 @@ class Twin(TwinShares):
         self, tiers: dict[str, TwinTier], limits: TwinLimits, parts: dict[str, str] | None = None
     ) -> None:
         self.tiers = tiers
-        self.parts = parts or {}  # of keys that are of one: which
+        self.parts = parts or {}  # the namespaces of keys
         self.limits = limits
         self.now = 0
         self.credit = 0
         self.entries: dict[str, dict[str, Any]] = {}
-        self.condemned: list[dict[str, Any]] = []  # found damaged while they were claimed
-        self.closed: dict[str, str] = {}  # tiers that do not serve, and what they do
-        self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # next victim first
+        self.condemned: list[dict[str, Any]] = []  # dropped while they were claimed
+        self.closed: dict[str, str] = {}  # states of tiers that do not serve
+        self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # the next victim first
         self.dirty: list[str] = []
         self.sessions: dict[int, dict[str, Any]] = {}
         self.claims: dict[int, dict[str, Any]] = {}
@@ -50,10 +49,10 @@ class Twin(TwinShares):
         self.opened = self.claimed = self.reserved = self.batches = 0
         self.said: list[tuple[Any, ...]] = []
         self.deadlines: dict[int, int] = {}  # of requests that wait, or waited
-        self.ended: list[tuple[int, bool]] = []  # saves, and whether they were published
+        self.ended: list[tuple[int, bool]] = []  # saves that ended, and whether they were published
 
     def happens(self, now: int, what: Callable[[], None]) -> list[tuple[Any, ...]]:
-        """Let something happen, then answer those who waited for it; returns all that was said."""
+        """Apply an event, then answer the requests that waited for it. Returns all output."""
         self.now, self.said = now, []
         what()
         self.tell_waiters()
@@ -64,7 +63,7 @@ class Twin(TwinShares):
         return self.now - self.credit
 
     def tell_waiters(self) -> None:
-        """Of each save that ended, those who wait for it, in the order in which they began to."""
+        """Answer the requests that wait for saves that ended, in the order in which they began."""
         while self.ended:
             token, saved = self.ended.pop(0)
             for request in [r for r, p in self.parked.items() if token in p["tokens"].values()]:
@@ -102,7 +101,7 @@ class Twin(TwinShares):
             return
         self.parked[request] = {
             "until": until,
-            # Of the first time that it waits, also if it comes to wait for other saves.
+            # The deadline of its first wait holds, also if it waits for other saves later.
             "deadline": self.deadlines.setdefault(request, until - self.credit),
             "session": session,
             "attempt": attempt,
@@ -143,7 +142,7 @@ class Twin(TwinShares):
         return ("in flight", owner, self.served - save["since"])
 
     def waits_for(self, keys: Iterable[str], mode: str) -> Any:
-        """What a question about these keys waits for; None: for nothing."""
+        """The saves that a question about these keys waits for; None if there are none."""
         tokens = {}
         for place, key in enumerate(keys):
             save = self.saver_of(key)
@@ -256,7 +255,7 @@ class Twin(TwinShares):
 
     def note_use(self, key: str) -> None:
         if self.entries[key]["tier"] == "ram":
-            return  # nobody comes back to it
+            return  # nothing refers to it later
         if key in self.dirty:
             self.dirty.remove(key)
         self.dirty.append(key)
@@ -508,7 +507,7 @@ class Twin(TwinShares):
             self.give_back(number)
 
     def due(self) -> list[tuple[int, int, int]]:
-        """Every deadline: when, what kind (in this order at one moment), whose."""
+        """Every deadline: time, kind (in this order at equal times), number."""
         after = self.limits.lost_after
         due = [(s["heard"] + after, 0, n) for n, s in self.sessions.items()]
         for number, claim in self.claims.items():
@@ -548,7 +547,7 @@ class Twin(TwinShares):
     # ---- starts
 
     def gives_way(self, tier: str, key: str) -> bool:
-        """What is found counts more than what was saved since in a tier that survives less."""
+        """A record counts more than a later save in a tier that survives less."""
         lesser = list(self.tiers)[: list(self.tiers).index(tier)]
         if key in self.entries:
             if self.entries[key]["tier"] not in lesser:

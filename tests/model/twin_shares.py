@@ -1,4 +1,4 @@
-"""Of the twin: who has what of a tier that namespaces have shares of, and who leaves."""
+"""Shares of the twin: what each namespace has of a tier, and which entry leaves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ class TwinTier:
     budget: int
     limit: int
     cap: int  # entries; 0: as many as fit
-    cost: Callable[[int, int], int]  # payload and token id bytes -> bytes of the budget
-    slow: bool  # says later whether it could
+    cost: Callable[[int, int], int]  # (payload bytes, token id bytes) -> bytes of the budget
+    slow: bool  # publishes only after Committed
     in_flight: int  # bytes that may be reserved at once, but for one save alone; 0: all of them
-    shares: dict[str, int] = field(default_factory=dict)  # of a part, which keys are of by name
+    shares: dict[str, int] = field(default_factory=dict)  # by part, see `TwinShares`
 
 
 class TwinShares:
-    """See the module. A part is a namespace, or "" for all that has no share."""
+    """See the module. A part is a namespace, or "" for all keys without a share."""
 
     tiers: dict[str, TwinTier]
-    parts: dict[str, str]  # of keys that are of one: which
+    parts: dict[str, str]  # the namespaces of keys
     entries: dict[str, dict[str, Any]]
     condemned: list[dict[str, Any]]
     saves: dict[int, dict[str, Any]]
@@ -47,7 +47,7 @@ class TwinShares:
         return rules.cap * share // rules.limit if dimension else share
 
     def taken(self, tier: str, part: str, dimension: int, fixed: bool) -> int:
-        """Bytes, or entries, that a part has of a tier, or that can't leave."""
+        """Bytes or entries that a part has in a tier, or those that can't leave."""
         there = [*self.entries.values(), *self.condemned, *self.saves.values()]
         mine = [e for e in there if e["tier"] == tier and self.part(tier, e["key"]) == part]
         if fixed:
@@ -78,7 +78,7 @@ class TwinShares:
     def next_out(
         self, tier: str, key: str | None = None, cost: int = 0, *, below: bool = False
     ) -> str | None:
-        """Whoever leaves for this key."""
+        """The victims for this key."""
         rules, order = self.tiers[tier], self.order[tier]
         if not rules.shares:
             return order[0] if order else None

@@ -1,4 +1,4 @@
-"""Reads the effects of `MetaState` in order, and objects to what must never be ordered."""
+"""Reads the effects of `MetaState` in order, and fails on what must never happen."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any, assert_never
 
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.state import MetaState
 from prefixd.tiers.store import Location
 
-#: Keys go by a letter in the twin and in the rules, so that a failing run can be read.
+#: The twin and the rules name keys by a letter, which makes a failing run readable.
 NAMES = "abcdef"
 
-#: Who is allowed to write into, or read from, a byte of a tier.
+#: The entry that may be written into, or read from, a byte of a tier.
 Owner = tuple[str, object]
 
 
@@ -34,13 +34,13 @@ def name_of(key: Key) -> str:
 
 
 class Witness:
-    """Keeps what an executor of the effects would have: the index and the arenas."""
+    """Keeps the index and the arenas that an executor of the effects would have."""
 
     def __init__(self, state: MetaState) -> None:
         self.state = state
         self.outstanding: set[int] = set()
         self.index: dict[bytes, Entry] = {}
-        #: by generation: entries that were dropped and whose bytes claims still hold
+        #: by generation: dropped entries whose bytes claims still pin
         self.condemned: dict[int, Entry] = {}
         self.owners: dict[tuple[Tier, int], Owner] = {}
         self.orders: dict[int, an.WriteOrder] = {}
@@ -59,7 +59,7 @@ class Witness:
         if isinstance(event, ev.SessionLost):
             self.end_claims_of(event.session)
         starting = isinstance(event, ev.TierRecovered)
-        # As the loop does them: every change of the index before any erasure.
+        # In the order of the loop: all changes of the index before any erasure.
         for effect in sorted(effects, key=lambda effect: isinstance(effect, fx.Erase)):
             self.sees_one(effect, event, starting)
         for number in set(self.claims) - self.state.tables.claims.keys():
@@ -121,7 +121,7 @@ class Witness:
                 for usage in effect.usages:
                     entry = self.index[usage.entry.key]
                     assert entry.tier is effect.tier
-                    # A question that is answered within this event may use it again.
+                    # A question that is answered within this event may use the entry again.
                     assert entry.last_used_ns >= usage.last_used_ns
             case fx.TellClaimLost():
                 del self.claims[effect.claim]
@@ -159,7 +159,7 @@ class Witness:
     # ---- arenas
 
     def bury(self) -> None:
-        """Claims ended on what was condemned: its room is free."""
+        """The room of condemned entries whose claims ended is free."""
         for generation in self.condemned.keys() - self.state.tables.condemned.keys():
             gone = self.condemned.pop(generation)
             assert not gone.pins
@@ -185,7 +185,7 @@ def units(location: Location) -> list[int]:
 
 
 def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
-    """One as a rule; of an erasure one for each entry, and of saves that ended one for each."""
+    """One tuple per effect; for erasures and ended saves one for each entry."""
     if isinstance(effect, fx.Erase):
         return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
     if isinstance(effect, fx.SaveEnded):

@@ -1,4 +1,4 @@
-"""The first page of an arena: what a reader believes of it."""
+"""The header of an arena: what a reader accepts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ NUMBERS = {
 }
 
 UNITS = ("_bytes", "_ms", "_ns", "_tokens", "_permille")
-#: Numbers without a unit: they count things, name them or say where they are in a list.
+#: Numbers without a unit: they count things, identify them, or are positions in a list.
 COUNTS = {
     "pulled",
     "all_saved",
@@ -112,7 +112,7 @@ def comment_of(method: MethodDescriptor) -> str:
 
 
 def can_be_wrong(message: Descriptor) -> bool:
-    """Has a request anything in it that a caller can get wrong?"""
+    """Whether a request has a field that a caller can get wrong."""
     return any(field.type != FieldDescriptor.TYPE_BOOL for field in message.fields)
 
 
@@ -129,7 +129,7 @@ def test_every_rpc_says_what_it_does_and_how_it_fails(method: MethodDescriptor) 
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 def test_every_rpc_has_its_own_request_and_response(method: MethodDescriptor) -> None:
     assert method.input_type.name == f"{method.name}Request"
-    # What a session sends are no answers.
+    # A session sends events, not responses.
     sent = "SessionEvent" if method.name == "Session" else f"{method.name}Response"
     assert method.output_type.name == sent
 
@@ -187,7 +187,7 @@ def test_whoever_changes_state_says_whose_call_it_is() -> None:
 
 
 def test_local_calls_are_answered_in_kind() -> None:
-    """And those that have the name of an rpc are what they are over gRPC."""
+    """And messages with the name of an rpc are those of gRPC."""
     asked = FILE.message_types_by_name["LocalRequest"].oneofs_by_name["kind"].fields
     asked = {field.name: field for field in asked}
     answered = FILE.message_types_by_name["LocalResponse"].fields_by_name
@@ -208,7 +208,7 @@ def test_enumerations_carry_their_name_and_begin_with_nothing(enum: EnumDescript
     prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", enum.name).upper() + "_"
     assert all(value.name.startswith(prefix) for value in enum.values)
     assert [value.number for value in enum.values] == list(range(len(enum.values)))
-    # Zero is what a field has that nobody set: a default that is named, or unspecified.
+    # A field that was not set is zero: that is a named default, or unspecified.
     first = enum.values[0].name.removeprefix(prefix)
     assert first == {"ClaimMode": "RUN", "ReadStatus": "OK"}.get(enum.name, "UNSPECIFIED")
 

@@ -1,4 +1,4 @@
-"""The error tree: a total table, and the same class on the other side of a real gRPC call."""
+"""The error tree: every error has a code, and arrives as the same class over a real gRPC call."""
 
 import importlib
 import pkgutil
@@ -86,7 +86,7 @@ def test_of_the_codes_alone_only_these_promise_that_repeating_may_help() -> None
 
 
 class Refusing(grpc.GenericRpcHandler):
-    """Answers a call named /<status code>/<error name> with exactly that."""
+    """Answers a call of /<status code>/<error name> with that code and name."""
 
     def service(self, details: Any) -> Any:
         _, code, name = details.method.split("/")

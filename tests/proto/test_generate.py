@@ -1,4 +1,4 @@
-"""The generated code is what the generator writes, and the check says so when it is not."""
+"""The generated code is up to date, and `--check` notices when it is not."""
 
 import importlib.util
 import shutil

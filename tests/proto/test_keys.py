@@ -1,4 +1,4 @@
-"""Keys: golden vectors, one pass against many, what may never collide."""
+"""Keys: golden vectors, one pass against many, keys that must not collide."""
 
 import json
 import os
@@ -210,7 +210,7 @@ def test_no_tokens_are_the_root() -> None:
 
 
 class Counting(Sequence[int]):
-    """Tokens that count how many of them were looked at."""
+    """Tokens that count how many of them were read."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -334,7 +334,7 @@ def test_the_order_of_adapters_makes_no_difference() -> None:
         (-1.0, -(2**32)),
         (0.1, 429_496_730),
         (0.1 + 1e-17, 429_496_730),
-        (2.0**-33, 0),  # half a step: to even
+        (2.0**-33, 0),  # half a step: rounded to even
         (3 * 2.0**-33, 2),
         (-3 * 2.0**-33, -2),
         (2.0**31 - 2.0**-22, 2**63 - 2**10),

@@ -1,4 +1,4 @@
-"""Keys as such: what no key is made of, and other programs' hashes. (proto/keys.py)"""
+"""Refused input of keys, and keys from other programs' hashes (proto/keys.py)."""
 
 import hashlib
 from array import array
@@ -196,7 +196,7 @@ def test_every_refusal_is_the_callers_mistake() -> None:
 
 
 def foreign_key(engine: bytes, context: bytes, kind: bytes, raw: bytes) -> bytes:
-    """As `proto/keys.py` says it, with hashlib alone."""
+    """The formula of `proto/keys.py`, with hashlib alone."""
     label = b"prefixd/foreign/v1\0" + len(engine).to_bytes(4, "little")
     root = hashlib.sha256(label + engine + context).digest()
     return hashlib.sha256(root + kind + raw).digest()

@@ -1,4 +1,4 @@
-"""The limits fit each other: what one allows, no other refuses."""
+"""The limits fit together: what one allows, no other refuses."""
 
 import pytest
 from google.protobuf.message import Message
@@ -13,7 +13,7 @@ from tests.support.columns import Item, columns
 
 U32, U64 = 2**32 - 1, 2**64 - 1
 KEY = b"\xff" * limits.KEY_BYTES
-#: As large as the numbers of each message can get.
+#: The largest values that the numbers of each message can have.
 SESSION = pb.SessionRef(incarnation=b"\xff" * 16, session_id=U64)
 INFO = pb.EntryInfo(
     tier=pb.TIER_DISK,
@@ -98,7 +98,7 @@ def test_whatever_the_limits_allow_fits_into_a_message(name: str) -> None:
 
 
 def test_a_request_without_bytes_is_short() -> None:
-    """With several times the room of the largest that there can be, for what is still to come."""
+    """The bound is several times the size of the largest message, with room for later fields."""
     session = pb.SessionRef(incarnation=b"\xff" * 16, session_id=U64, secret=b"\xff" * 16)
     keys, numbers = [KEY] * BATCH, [U64] * BATCH
     ranges = [pb.ReadRange(index=U32, offset_bytes=U64, length_bytes=U64, token_ids=True)] * BATCH
@@ -156,15 +156,15 @@ def test_keys_are_made_of_what_the_limits_say() -> None:
 
 def test_times_are_ordered() -> None:
     session_lost_ms = limits.SESSION_LOST_AFTER_INTERVALS * limits.DEFAULT_HEARTBEAT_INTERVAL_MS
-    # A session that lives renews its claims long before they run out, and one that died is
-    # noticed before its reservations time out.
+    # A live session renews its claims long before they run out, and a dead session is noticed
+    # before its reservations time out.
     assert limits.SESSION_LOST_AFTER_INTERVALS >= 2
     assert 10 * limits.DEFAULT_HEARTBEAT_INTERVAL_MS <= limits.DEFAULT_CLAIM_LEASE_MS
     assert session_lost_ms < limits.DEFAULT_RESERVATION_TTL_MS
     assert limits.DEFAULT_CLAIM_LEASE_MS <= limits.MAX_LEASE_MS
     assert limits.DEFAULT_RESERVATION_TTL_MS <= limits.MAX_LEASE_MS
-    # A call that waits as long as it does by default is answered within its deadline, and a
-    # save that somebody still waits for has not lost its reservation.
+    # A call with the default wait is answered within its deadline, and a save that a client still
+    # waits for has not lost its reservation.
     assert 0 < limits.DEFAULT_WAIT_MS < limits.DEFAULT_DEADLINE_MS
     assert limits.DEFAULT_WAIT_MS <= limits.MAX_WAIT_MS
     assert limits.DEFAULT_SAVE_TIMEOUT_MS < limits.DEFAULT_RESERVATION_TTL_MS

@@ -1,4 +1,4 @@
-"""The keys of namespaces: never those of another, and whose they are can be seen."""
+"""The keys of namespaces: never shared, and each tells its namespace."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from hashlib import sha256
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.labels import check_label
 from prefixd.proto.limits import KEY_BYTES
-from prefixd.proto.namespaces import TAG_BYTES, Namespace, tag_of
+from prefixd.proto.namespaces import TAG_BYTES, Namespace, check_label, tag_of
 
 KEYS = [Key(sha256(b"%d" % number).digest()) for number in range(1000)]
 
@@ -28,7 +27,7 @@ def test_namespaces_do_not_meet() -> None:
 
 
 def test_what_is_stored_can_not_be_named_from_outside() -> None:
-    """Not even by its key as the daemon has it."""
+    """Not even by the daemon's own key for it."""
     a, b = Namespace("a"), Namespace("b")
     (stored,) = a.stored(KEYS[:1])
     assert a.stored([stored]) != (stored,)
@@ -36,7 +35,7 @@ def test_what_is_stored_can_not_be_named_from_outside() -> None:
 
 
 def test_the_same_on_every_node_and_after_every_start() -> None:
-    """As the module says; entries outlive the daemon that saved them."""
+    """The format may not change, because entries outlive the daemon that saved them."""
     key = Key(bytes(range(32)))
     tag = sha256(b"prefixd tenant\0team-a").digest()[:8]
     hashed = sha256(b"prefixd tenant key\0team-a\0" + key).digest()[:24]

@@ -1,4 +1,4 @@
-"""Sizes and durations: what is read, what is refused, what comes back exactly."""
+"""Sizes and durations: what is parsed, what is refused, what is read back exactly."""
 
 import pytest
 from hypothesis import given
@@ -68,7 +68,7 @@ def test_sizes_as_shown(count: int, text: str) -> None:
 def test_round_numbers_of_any_unit_come_back_exactly(number: int, unit: str) -> None:
     count = parse_bytes(f"{number}{unit}")
     text = format_bytes(count)
-    if parse_bytes(text) != count:  # 1025 KiB is 1.0009765625 MiB: three decimals do not say it
+    if parse_bytes(text) != count:  # 1025 KiB is 1.0009765625 MiB, more than three decimals
         assert number > 1024
         assert parse_bytes(text) == pytest.approx(count, rel=0.005)
 

@@ -1,4 +1,4 @@
-"""What is packed by hand is what protobuf reads."""
+"""Events that are packed by hand are those that protobuf reads."""
 
 from __future__ import annotations
 

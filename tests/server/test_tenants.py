@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from prefixd.client.wire.security import Security
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
@@ -249,10 +249,10 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
             finally:
                 package.close()
             if who.of:
-                assert handed == {local.STAGING}
-                assert "of all namespaces" in package.response.refused[local.INDEX]
+                assert handed == {frames.STAGING}
+                assert "of all namespaces" in package.response.refused[frames.INDEX]
             else:
-                assert {local.INDEX, local.RAM, local.SHM} <= handed
+                assert {frames.INDEX, frames.RAM, frames.SHM} <= handed
 
 
 @in_loop

@@ -16,7 +16,7 @@ from unittest import mock
 
 from prefixd.client.local import arenas
 from prefixd.server.api import sessions
-from prefixd.server.core import reserving, save_rules, transition
+from prefixd.server.core import reservations, saves, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
 from prefixd.tiers import arena_stores, ledger, records
@@ -50,7 +50,7 @@ def _publish_before_verify() -> Any:
 
         return sealed
 
-    return _instead(save_rules, "sealed", wrong)
+    return _instead(saves, "sealed", wrong)
 
 
 def _record_before_data_sync() -> Any:
@@ -194,7 +194,7 @@ def _saves_while_it_recovers() -> Any:
 
         return make_room
 
-    return _instead(reserving, "make_room", wrong)
+    return _instead(reservations, "make_room", wrong)
 
 
 def _record_outlives_its_entry() -> Any:
@@ -213,7 +213,7 @@ def _batch_believed_for_its_first() -> Any:
 
         return sealed
 
-    return _instead(save_rules, "sealed", wrong)
+    return _instead(saves, "sealed", wrong)
 
 
 #: By name: what breaks the code.

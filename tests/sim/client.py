@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from prefixd.client.local.node import LocalNode
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
-from prefixd.proto.pieces import FlatBytes, Pieces
+from prefixd.proto.payload import FlatBytes, Pieces
 from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
 from prefixd.server.api.calls import Process as CallerProcess
 from tests.sim import oracle as promises
@@ -64,8 +64,8 @@ class Session:
         handed: Handed = client.ask(daemon, "hand_over", pb.HandOverRequest(session=self.ref))
         self.staging: mmap.mmap | None = None
         descriptors = handed.take()
-        if local.STAGING in descriptors:
-            fd, _ = descriptors.pop(local.STAGING)
+        if frames.STAGING in descriptors:
+            fd, _ = descriptors.pop(frames.STAGING)
             self.staging = mmap.mmap(fd, STAGING_BYTES)
             os.close(fd)
         # It makes no calls of its own here.

@@ -16,7 +16,7 @@ from weakref import finalize
 from prefixd.proto.errors import PrefixdError
 from prefixd.server.api.access import Access
 from prefixd.server.api.calls import CallerGone, Process, cut_off_with, error_of
-from prefixd.server.core.answers import EvictAnswer
+from prefixd.server.core.effects import EvictAnswer
 from prefixd.server.core.events import EvictAsked
 from prefixd.server.runtime import recovery
 from prefixd.server.runtime.verification import Reading

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.core import events as ev
-from prefixd.server.core.answers import DeleteAnswer
-from prefixd.server.core.effects import Effect, Erase, IndexDelete, IndexPut, Reply
+from prefixd.server.core.effects import DeleteAnswer, Effect, Erase, IndexDelete, IndexPut, Reply
 from prefixd.server.core.entries import Entry
 from tests.sim.world import World
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.sim.daemon import STALL_S, TTL_S
 from tests.sim.network import Call

@@ -14,8 +14,8 @@ from functools import cache
 from types import ModuleType
 from typing import Any, Final
 
-from prefixd.proto import copying
-from prefixd.proto.pieces import FlatBytes, Pieces, pairs
+from prefixd.proto import payload
+from prefixd.proto.payload import FlatBytes, Pieces, pairs
 from tests.sim.files import Devices, SimOs
 from tests.sim.threads import SimCondition, SimEvent, SimExecutor, SimLock, SimThread
 from tests.sim.world import World
@@ -144,8 +144,8 @@ def installed(world: World, devices: Devices) -> Iterator[None]:
         id(threading): _SimThreading(world),
         id(secrets): _SimSecrets(world),
         id(concurrent.futures.ThreadPoolExecutor): executor,
-        id(copying.copy_crc32c): _in_pieces(world, copying.copy_crc32c, crc=True),
-        id(copying.copy): _in_pieces(world, copying.copy, crc=False),
+        id(payload.copy_crc32c): _in_pieces(world, payload.copy_crc32c, crc=True),
+        id(payload.copy): _in_pieces(world, payload.copy, crc=False),
     }
     places = _places(frozenset(changes))
     try:
@@ -163,7 +163,7 @@ def _places(wanted: frozenset[int]) -> list[tuple[ModuleType, str, Any]]:
     return [
         (module, name, value)
         for module in _modules()
-        if module is not copying
+        if module is not payload
         for name, value in vars(module).items()
         if id(value) in wanted
     ]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from tests.support.running import OpenSession, Running, key
 
@@ -18,7 +18,7 @@ class Bare:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._frames = local.Frames(pb.LocalResponse.FromString)
+        self._frames = frames.Frames(pb.LocalResponse.FromString)
 
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
@@ -57,7 +57,7 @@ def bare(daemon: Running) -> Iterator[Bare]:
 
 
 def frame(**kind: Any) -> bytes:
-    return local.frame(pb.LocalRequest(**kind))
+    return frames.frame(pb.LocalRequest(**kind))
 
 
 def served(daemon: Running) -> Any:

@@ -10,9 +10,9 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from tests.support.columns import Item
 from tests.support.running import OpenSession, Refused, Running, payload, running
@@ -31,7 +31,7 @@ class DataConnection:
         self._loop = asyncio.get_running_loop()
 
     async def send(self, **kind: Any) -> None:
-        await self.send_bytes(data.frame(pb.DataRequest(**kind)))
+        await self.send_bytes(frames.frame(pb.DataRequest(**kind)))
 
     async def send_bytes(self, raw: bytes) -> None:
         await self._loop.sock_sendall(self.sock, raw)
@@ -42,8 +42,8 @@ class DataConnection:
 
     async def response(self) -> pb.DataResponse:
         """The next one. Raises Refused, EOFError, ConnectionError."""
-        (size_bytes,) = data.HEAD.unpack(await self.exactly(data.HEAD.size))
-        response = data.response_of(await self.exactly(size_bytes))
+        (size_bytes,) = frames.HEAD.unpack(await self.exactly(frames.HEAD.size))
+        response = frames.response_of(await self.exactly(size_bytes))
         if response.HasField("failure"):
             raise Refused(response.failure)
         return response
@@ -77,7 +77,7 @@ class DataConnection:
 
     async def payloads(self, *payloads: bytes) -> None:
         for raw in payloads:
-            await self.send_bytes(raw + data.CRC.pack(crc32c(raw)))
+            await self.send_bytes(raw + frames.CRC.pack(crc32c(raw)))
 
     async def save(
         self, session: OpenSession, items: Sequence[Item], payloads: Sequence[bytes]
@@ -132,7 +132,9 @@ async def secured_connection(
     connection = SecuredConnection(reader, writer)
     try:
         if session is not None:
-            await connection.send_bytes(data.frame(pb.DataRequest(attach=session.ref, token=token)))
+            await connection.send_bytes(
+                frames.frame(pb.DataRequest(attach=session.ref, token=token))
+            )
         yield connection
     finally:
         connection.close()

@@ -22,8 +22,8 @@ import grpc
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import InvalidBatch, PrefixdError, StaleIncarnation, UnknownSession
-from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import CHUNK_BYTES, MAX_MESSAGE_BYTES
+from prefixd.proto.payload import crc32c
 from tests.support.columns import Item, items_of
 from tests.support.fakes_service import PATIENCE_S, FakeClaim, FakeEntry, FakeService
 

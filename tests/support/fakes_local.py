@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 
 #: What a test waits for at most before it fails.
@@ -21,7 +21,7 @@ PATIENCE_S: Final = 60.0
 
 
 def response(**kind: Any) -> bytes:
-    return local.frame(pb.LocalResponse(**kind))
+    return frames.frame(pb.LocalResponse(**kind))
 
 
 def failure(name: str, *, retry: bool = False) -> bytes:
@@ -34,7 +34,7 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.attached = pb.SessionRef()
-        self._frames = local.Frames(pb.LocalRequest.FromString)
+        self._frames = frames.Frames(pb.LocalRequest.FromString)
 
     def receive(self) -> pb.LocalRequest | None:
         """The next request after that which says whose connection it is; None: the client hung

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.core.answers import ReserveAnswer, WriteOrder
+from prefixd.server.core.effects import ReserveAnswer, WriteOrder
 from prefixd.server.core.events import ReserveAsked, SaveItem
 from prefixd.server.runtime.incoming import Incoming
 from prefixd.tiers.store import Store

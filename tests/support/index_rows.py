@@ -13,7 +13,8 @@ import hashlib
 import random
 import sys
 
-from prefixd.proto.index import IndexReader, IndexRow, unpack_row
+from prefixd.proto.index import IndexRow, unpack_row
+from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.server.runtime.index import IndexWriter
 

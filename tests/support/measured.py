@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.api.metrics import StateCollector
-from prefixd.server.core.answers import ClaimAnswer, Opened, ReserveAnswer, WriteOrder
-from prefixd.server.core.effects import Reply
+from prefixd.server.core.effects import ClaimAnswer, Opened, Reply, ReserveAnswer, WriteOrder
 from prefixd.server.core.events import (
     ClaimAsked,
     Event,

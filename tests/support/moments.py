@@ -12,7 +12,7 @@ from prefixd.client.hits import Reader
 from prefixd.client.local import arenas
 from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.client.local.node import LocalNode
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 
 #: In their order. The restore is of two entries or more, by one thread.
 MOMENTS: Final = (

@@ -25,12 +25,12 @@ from unittest import mock
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server import assembly
 from prefixd.server.api.front import Front
@@ -289,14 +289,14 @@ class LocalConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._frames = local.Frames(pb.LocalResponse.FromString)
+        self._frames = frames.Frames(pb.LocalResponse.FromString)
 
     async def ask(self, **kind: Any) -> pb.LocalResponse:
         await self.send(**kind)
         return await self.response()
 
     async def send(self, **kind: Any) -> None:
-        self._writer.write(local.frame(pb.LocalRequest(**kind)))
+        self._writer.write(frames.frame(pb.LocalRequest(**kind)))
         await self._writer.drain()
 
     async def response(self) -> pb.LocalResponse:

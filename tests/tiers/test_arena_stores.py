@@ -32,7 +32,7 @@ from helpers import (
 from prefixd.proto.arena_header import read_arena_incarnation
 from prefixd.proto.entry import EntryRecord, Location
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator

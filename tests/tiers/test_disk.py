@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
 from prefixd.tiers.rows import Erasure

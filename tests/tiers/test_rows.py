@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.rows import CHUNK_SLABS, ROW_BYTES, ZERO_ROW, RowFile, RowTable
 from prefixd.tiers.store import StoreError

@@ -15,7 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
-from ....proto.labels import printable
+from ....proto.namespaces import printable
 from ....proto.units import format_duration
 from ....proto.units import percent as share_text
 from ..message_json import tier_label

@@ -17,8 +17,8 @@ from prefixd.client.ctl.entry_stream import (
     StreamWriter,
 )
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_PAYLOAD_BYTES
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason
 
 

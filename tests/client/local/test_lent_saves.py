@@ -16,7 +16,7 @@ from prefixd.client.local.local_transport import LocalTransport
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DeadlineExceeded, LimitReached, UnreadableMemory
 from prefixd.proto.keys import Key
-from prefixd.proto.pieces import Pieces
+from prefixd.proto.payload import Pieces
 from tests.support.daemon import private_daemon
 
 PAYLOAD_BYTES = 300_000

@@ -23,7 +23,7 @@ from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.link import Link
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     DaemonUnavailable,
@@ -38,7 +38,7 @@ from tests.support.fakes_local import room_for
 
 #: How long a test waits for anything before it fails.
 PATIENCE_S = 60.0
-EVERYTHING = {local.INDEX, local.RAM, local.SHM, local.DISK, local.STAGING}
+EVERYTHING = {frames.INDEX, frames.RAM, frames.SHM, frames.DISK, frames.STAGING}
 
 
 @pytest.fixture(scope="module")
@@ -106,9 +106,9 @@ def test_nothing_that_is_handed_over_is_inherited(client: Client) -> None:
 
 
 #: Parts in anonymous memory, which can be sealed.
-SEALED = (local.RAM, local.INDEX)
+SEALED = (frames.RAM, frames.INDEX)
 #: Parts in files. The daemon's user may write to them, but not through these descriptors.
-FILES = (local.SHM, local.DISK)
+FILES = (frames.SHM, frames.DISK)
 
 
 @pytest.mark.parametrize("name", SEALED)
@@ -164,7 +164,7 @@ def test_arena_files_are_open_for_reading_only(client: Client, name: str) -> Non
 
 def test_staging_cannot_be_resized(client: Client) -> None:
     with handed_over(client) as handed:
-        fd, staging_bytes = handed[local.STAGING]
+        fd, staging_bytes = handed[frames.STAGING]
         assert staging_bytes == 2**20
         for size in (0, 2**19, 2**21):
             with pytest.raises(PermissionError):
@@ -225,7 +225,7 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
     monkeypatch.setattr(LocalConnection, "send", send_changed)
     with Client(daemon.address) as client:
         keys = save(client, [f"{case} {n}" for n in range(2)], 700_000, Tier.SHM)
-        assert set(client._transport.refused()) == {local.INDEX, local.STAGING}
+        assert set(client._transport.refused()) == {frames.INDEX, frames.STAGING}
         assert client.exists([*keys, key_of("nobody")]) == [True, True, False]
         looked = client.longest_run(keys, claim=False)
         with client.claim(keys) as hit:
@@ -254,7 +254,7 @@ def test_rubbish_is_no_request(client: Client, data: bytes) -> None:
 
 def goes_on_over_grpc(client: Client) -> None:
     keys = save(client, ["entry"], 1_000, Tier.RAM)
-    assert set(client._transport.refused()) == {local.INDEX, local.STAGING}
+    assert set(client._transport.refused()) == {frames.INDEX, frames.STAGING}
     assert restore(client.longest_run(keys, claim=False))[0]
     with client.claim(keys) as hit:
         assert restore(hit)[0]

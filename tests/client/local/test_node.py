@@ -19,12 +19,12 @@ from prefixd.client.local.node import InPlace, LocalNode
 from prefixd.client.results import Entry
 from prefixd.client.wire.connection import Calls
 from prefixd.client.wire.transport import Copied
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.runtime.index import IndexWriter
 
@@ -98,7 +98,7 @@ def arena_file(path: Path) -> int:
     return fd
 
 
-NAMES = {Tier.RAM: local.RAM, Tier.SHM: local.SHM, Tier.DISK: local.DISK}
+NAMES = {Tier.RAM: frames.RAM, Tier.SHM: frames.SHM, Tier.DISK: frames.DISK}
 
 
 @pytest.fixture(params=list(Tier), ids=lambda tier: tier.label)
@@ -107,7 +107,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
     writer = IndexWriter(INCARNATION, 1000)
     fd = arena_file(tmp_path / "arena")
     handed = {
-        local.INDEX: (writer.open_reader(), writer.size_bytes),
+        frames.INDEX: (writer.open_reader(), writer.size_bytes),
         NAMES[tier]: (os.open(tmp_path / "arena", os.O_RDONLY), SLAB * SLABS),
     }
     made = Made(tier, writer, fd, LocalNode(handed, {}, REF, CALLS))
@@ -347,17 +347,17 @@ def test_a_node_that_nobody_refers_to_leaves_nothing_open(made: Made) -> None:
 
 def test_an_index_of_another_start_is_not_believed() -> None:
     writer = IndexWriter(b"j" * 16, 10)
-    node = LocalNode({local.INDEX: (writer.open_reader(), 0)}, {}, REF, CALLS)
+    node = LocalNode({frames.INDEX: (writer.open_reader(), 0)}, {}, REF, CALLS)
     assert not node.indexed
-    assert "another start" in node.refused[local.INDEX]
+    assert "another start" in node.refused[frames.INDEX]
     writer.close()
 
 
-@pytest.mark.parametrize("name", local.FEATURES)
+@pytest.mark.parametrize("name", frames.FEATURES)
 def test_what_cannot_be_used_is_refused_with_the_reason(name: str) -> None:
     fd = os.memfd_create("empty")
     node = LocalNode({name: (fd, 0)}, {}, REF, CALLS)
-    if name == local.DISK:  # an empty file holds no entry
+    if name == frames.DISK:  # an empty file holds no entry
         assert not node.arenas[Tier.DISK].written_by(INCARNATION)
     else:
         assert node.refused[name]

@@ -18,10 +18,10 @@ from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from tests.support.columns import StagedPart, staged
 from tests.support.daemon import eventually, problems_of
 from tests.support.entries import key_of, payload_of, restore
@@ -117,7 +117,7 @@ def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
 def staging_of(link: Link) -> mmap.mmap:
     line = LocalConnection(link.welcome.local_socket, link.ref, 60)
     handed, _ = line.hand_over(link.ref, 60)
-    memory = mmap.mmap(handed[local.STAGING][0], STAGING_BYTES)
+    memory = mmap.mmap(handed[frames.STAGING][0], STAGING_BYTES)
     for fd, _ in handed.values():
         os.close(fd)
     line.close()

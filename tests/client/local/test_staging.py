@@ -23,7 +23,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from tests.support.columns import parts_of
 
 SLOT = 4096

@@ -24,7 +24,7 @@ from prefixd.client.wire import grpc_transport, messages
 from prefixd.client.wire.data_socket import DataCalls, DataConnection, NoConnection, Place
 from prefixd.client.wire.data_transport import DataTransport
 from prefixd.client.wire.security import Security
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -35,7 +35,7 @@ from prefixd.proto.errors import (
     UnknownSession,
 )
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from tests.support.daemon import eventually, private_daemon, tcp_address, tcp_daemon
 from tests.support.fakes import PATIENCE_S
 
@@ -48,7 +48,7 @@ Script = Callable[[socket.socket], None]
 
 
 def answer(message: pb.DataResponse, raw: bytes = b"") -> bytes:
-    return data.frame(message) + raw
+    return frames.frame(message) + raw
 
 
 def part(number: int, offset: int, raw: bytes, **fields: int) -> bytes:
@@ -132,8 +132,8 @@ VIOLATIONS: Final = {
     "a part beyond the end": part(1, 0, b"abcd"),
     "another answer": answer(pb.DataResponse(claim=pb.ClaimResponse())),
     "an empty message": answer(pb.DataResponse()),
-    "a message that is none": data.HEAD.pack(3) + b"\xff\xff\xff",
-    "a message without end": data.HEAD.pack(2**32 - 1),
+    "a message that is none": frames.HEAD.pack(3) + b"\xff\xff\xff",
+    "a message without end": frames.HEAD.pack(2**32 - 1),
 }
 
 
@@ -192,7 +192,7 @@ def calls_to(port: int) -> DataCalls:
         (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[1]))), PrefixdError),
         (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[0]))), DaemonUnavailable),
         (b"", DaemonUnavailable),
-        (data.HEAD.pack(1) + b"\xff", MalformedMessage),
+        (frames.HEAD.pack(1) + b"\xff", MalformedMessage),
     ],
 )
 def test_a_save_that_is_answered_wrong_is_an_error_of_ours(

@@ -13,7 +13,7 @@ from prefixd.client.wire.messages import pack
 from prefixd.client.wire.transport import ReserveItem, SaveTerms
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
 from tests.support.columns import items_of
 from tests.support.fakes import keys, payloads

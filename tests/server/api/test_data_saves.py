@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from tests.support.data_client import (
@@ -116,7 +116,7 @@ async def test_a_client_that_sends_nothing_is_cut_off(tmp_path: Path) -> None:
             header = session.header([item(key(1), LARGE[: 2 * MIB])])
             await slow.ask(save=pb.RawSaveRequest(header=header))
             await slow.send_bytes(LARGE[:MIB])
-            await half.send_bytes(data.HEAD.pack(1000) + b"abc")
+            await half.send_bytes(frames.HEAD.pack(1000) + b"abc")
             assert await good.save(other, [item(key(2), DATA)], [DATA]) == [SAVED]
             with pytest.raises(Refused, match="stood still"):
                 await slow.response()

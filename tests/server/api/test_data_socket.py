@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
+from prefixd.proto.payload import crc32c
 from prefixd.server.api import data_socket
 from prefixd.server.api.calls import Caller
 from tests.support.data_client import (
@@ -74,11 +74,11 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order(tmp_path
         await session.save({key(n): DATA for n in range(3)})
         async with data_connection(daemon, session) as line:
             asked = [pb.LookupRequest(keys=[key(n)], brief=True) for n in (0, 9, 1)]
-            await line.send_bytes(b"".join(data.frame(pb.DataRequest(lookup=a)) for a in asked))
+            await line.send_bytes(b"".join(frames.frame(pb.DataRequest(lookup=a)) for a in asked))
             answers = [(await line.response()).lookup.presences[0] for _ in asked]
             assert answers == [pb.PRESENCE_PRESENT, pb.PRESENCE_ABSENT, pb.PRESENCE_PRESENT]
             # The same, sent byte by byte.
-            for byte in data.frame(pb.DataRequest(lookup=asked[0])):
+            for byte in frames.frame(pb.DataRequest(lookup=asked[0])):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
 
@@ -89,7 +89,7 @@ async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
         session = await daemon.open()
         async with data_connection(daemon, session) as line:
             asked = pb.LookupRequest(keys=[key(n) for n in range(4096)], brief=True)
-            assert asked.ByteSize() > 2 * data.MAX_SMALL_REQUEST_BYTES
+            assert asked.ByteSize() > 2 * frames.DATA_SMALL_REQUEST_BYTES
             for _ in range(2):
                 assert len((await line.ask(lookup=asked)).lookup.presences) == 4096
             assert not daemon.front.data.large.used_bytes
@@ -99,16 +99,16 @@ async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
 async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        lookup = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+        lookup = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         wrong = pb.SessionRef()
         wrong.CopyFrom(session.ref)
         wrong.secret = bytes(16)
         for first, error in (
             (lookup, "malformed_message"),
-            (data.HEAD.pack(2**32 - 1), "invalid_size"),
-            (data.HEAD.pack(data.MAX_ATTACH_BYTES + 1), "invalid_size"),
-            (data.HEAD.pack(3) + b"\xff\xff\xff", "malformed_message"),
-            (data.frame(pb.DataRequest(attach=wrong)), "unknown_session"),
+            (frames.HEAD.pack(2**32 - 1), "invalid_size"),
+            (frames.HEAD.pack(frames.MAX_ATTACH_BYTES + 1), "invalid_size"),
+            (frames.HEAD.pack(3) + b"\xff\xff\xff", "malformed_message"),
+            (frames.frame(pb.DataRequest(attach=wrong)), "unknown_session"),
         ):
             async with data_connection(daemon) as line:
                 await line.send_bytes(first)
@@ -188,7 +188,7 @@ async def test_one_that_proves_nothing_is_closed(
         data_connection(daemon) as silent,
         data_connection(daemon) as slow,
     ):
-        await slow.send_bytes(data.HEAD.pack(100))
+        await slow.send_bytes(frames.HEAD.pack(100))
         await silent.hung_up()
         await slow.hung_up()
 
@@ -251,7 +251,7 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
                 pb.DataRequest(claim=claim),
                 pb.DataRequest(lookup=brief),
             )
-            await line.send_bytes(b"".join(map(data.frame, asked)))
+            await line.send_bytes(b"".join(map(frames.frame, asked)))
             assert (await line.response()).lookup.presences[1] == pb.PRESENCE_IN_FLIGHT
             await daemon.until(lambda: daemon.tables.waiting)
             written = pb.WritePart(token=granted, data=DATA, last=True, payload_crc32c=crc32c(DATA))
@@ -283,7 +283,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
                 await asyncio.sleep(0)
 
         async with data_connection(daemon, session) as line:
-            asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+            asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
             ticking = asyncio.ensure_future(others())
             await line.send_bytes(asked * 100)
             for _ in range(100):
@@ -310,8 +310,8 @@ async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> N
             return response
 
         daemon.front.data.at_once["lookup"] = noted
-        asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
-        assert len(asked) < data.MAX_SMALL_REQUEST_BYTES
+        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        assert len(asked) < frames.DATA_SMALL_REQUEST_BYTES
         async with (
             data_connection(daemon, session) as other,
             data_connection(daemon, session, receive_bytes=2**16) as flood,
@@ -324,7 +324,7 @@ async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> N
             )
             await daemon.until(lambda: not flooded._frames.may_tell)
             held = answered
-            assert flooded._frames.ahead_bytes <= data.HEAD.size + data.MAX_SMALL_REQUEST_BYTES
+            assert flooded._frames.ahead_bytes <= frames.HEAD.size + frames.DATA_SMALL_REQUEST_BYTES
             for _ in range(10):
                 assert (await other.ask(lookup=pb.LookupRequest(keys=[key(1)]))).HasField("lookup")
             assert answered <= held + 2
@@ -337,7 +337,7 @@ async def test_who_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
         async with data_connection(daemon, session, receive_bytes=2**16) as flood:
             with pytest.raises(ConnectionError):
                 await flood.send_bytes(asked * 2000)
@@ -350,8 +350,8 @@ async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        large = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
-        small = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+        large = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        small = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
         async with data_connection(daemon, session, receive_bytes=2**16) as line:
             sending = asyncio.ensure_future(line.send_bytes(large * 500 + small))
             await daemon.until(lambda: daemon.front.data.attached)
@@ -415,10 +415,10 @@ async def test_a_message_that_is_none_ends_the_connection(tmp_path: Path) -> Non
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         for raw, error in (
-            (data.HEAD.pack(MAX_MESSAGE_BYTES + 1), "malformed_message"),
-            (data.HEAD.pack(2**32 - 1), "malformed_message"),
-            (data.HEAD.pack(2) + b"\xff\xff", "malformed_message"),
-            (data.HEAD.pack(0), "malformed_message"),
+            (frames.HEAD.pack(MAX_MESSAGE_BYTES + 1), "malformed_message"),
+            (frames.HEAD.pack(2**32 - 1), "malformed_message"),
+            (frames.HEAD.pack(2) + b"\xff\xff", "malformed_message"),
+            (frames.HEAD.pack(0), "malformed_message"),
         ):
             async with data_connection(daemon, session) as line:
                 await line.send_bytes(raw)
@@ -430,12 +430,14 @@ async def test_a_message_that_is_none_ends_the_connection(tmp_path: Path) -> Non
 
 
 @in_loop
-@pytest.mark.parametrize("sent_bytes", [1, data.HEAD.size - 1, data.HEAD.size, data.HEAD.size + 1])
+@pytest.mark.parametrize(
+    "sent_bytes", [1, frames.HEAD.size - 1, frames.HEAD.size, frames.HEAD.size + 1]
+)
 async def test_who_stands_still_in_a_request_is_cut_off(tmp_path: Path, sent_bytes: int) -> None:
     """A client that has not begun a request may take as long as it likes."""
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
-        asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         async with (
             data_connection(daemon, session) as patient,
             data_connection(daemon, session) as line,

@@ -20,7 +20,7 @@ from prefixd.client.counters import Counters
 from prefixd.client.wire import security
 from prefixd.client.wire.data_transport import DataTransport
 from prefixd.client.wire.security import Security
-from prefixd.proto import data
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.server.api import data_socket
@@ -113,12 +113,12 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
             read = pb.ReadRequest(session=session.ref, claim_id=claim.claim.claim_id, ranges=ranges)
             await line.send(read=read)
             assert await line.parts(100) == [*many.values()]
-            for byte in data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
+            for byte in frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)]))):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.results
             # More than one receive takes: no poll reports the bytes that TLS holds back.
-            asked = data.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
-            ahead = 3 * data.MAX_SMALL_REQUEST_BYTES // len(asked)
+            asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+            ahead = 3 * frames.DATA_SMALL_REQUEST_BYTES // len(asked)
             await line.send_bytes(asked * ahead)
             for _ in range(ahead):
                 assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]

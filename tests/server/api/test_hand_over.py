@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.index import IndexReader, unpack_row
+from prefixd.proto.index import unpack_row
+from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import hand_over as module
@@ -40,7 +41,7 @@ from tests.support.running import (
 from tests.support.warm import WARM
 
 ROUNDS = 10
-EVERYTHING = {local.RAM, local.SHM, local.INDEX, local.DISK, local.STAGING}
+EVERYTHING = {frames.RAM, frames.SHM, frames.INDEX, frames.DISK, frames.STAGING}
 
 
 def request_of(session: OpenSession) -> pb.HandOverRequest:
@@ -58,17 +59,17 @@ async def handed_over(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(60)
             connection.connect(daemon.config.local_socket)
-            connection.sendall(local.frame(pb.LocalRequest(hand_over=request)))
-            data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
+            connection.sendall(frames.frame(pb.LocalRequest(hand_over=request)))
+            data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
             return data, fds
 
     data, fds = await asyncio.get_running_loop().run_in_executor(None, exchange)
     try:
         if not data:
             raise EOFError
-        frames = local.Frames(pb.LocalResponse.FromString)
-        frames.feed(data)
-        answer = frames.next()
+        parser = frames.Frames(pb.LocalResponse.FromString)
+        parser.feed(data)
+        answer = parser.next()
         assert answer is not None
         if answer.HasField("failure"):
             raise Refused(answer.failure)
@@ -119,17 +120,17 @@ async def test_a_client_gets_what_it_needs_to_read_in_place(tmp_path: Path) -> N
             sizes = {each.name: each.size_bytes for each in response.descriptors}
             stores = daemon.core.stores.values()
             assert sizes == {
-                local.INDEX: daemon.core.index.size_bytes,
-                local.STAGING: STAGING_BYTES,
+                frames.INDEX: daemon.core.index.size_bytes,
+                frames.STAGING: STAGING_BYTES,
                 **{store.tier.label: store.arena.size_bytes for store in stores},  # type: ignore[attr-defined]
             }
-            index = IndexReader.attach(fds[local.INDEX])
+            index = IndexReader.attach(fds[frames.INDEX])
             for tier, row in zip(Tier, index.get([key(tier) for tier in Tier]), strict=True):
                 assert row is not None
                 start, _ = unpack_row(row).location
                 assert os.pread(fds[tier.label], 5000, start) == payload(tier)
             index.close()
-            with mmap.mmap(fds[local.STAGING], STAGING_BYTES) as memory:
+            with mmap.mmap(fds[frames.STAGING], STAGING_BYTES) as memory:
                 memory[:5] = b"hello"
             assert bytes(daemon.front.stagings.open(session.number).view(0, 5)) == b"hello"
 
@@ -141,7 +142,7 @@ async def test_nothing_that_is_handed_over_lets_a_client_write_entries(tmp_path:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         async with handed_over(daemon, request_of(session)) as (_, fds):
-            for name in EVERYTHING - {local.STAGING}:
+            for name in EVERYTHING - {frames.STAGING}:
                 fd = fds[name]
                 for attempt in (
                     lambda fd=fd: mmap.mmap(fd, 4096),
@@ -151,7 +152,7 @@ async def test_nothing_that_is_handed_over_lets_a_client_write_entries(tmp_path:
                 ):
                     with pytest.raises(OSError, match=r"not permitted|Bad file|denied|Invalid"):
                         attempt()
-            for name in (local.RAM, local.INDEX):
+            for name in (frames.RAM, frames.INDEX):
                 assert fcntl.fcntl(fds[name], fcntl.F_GET_SEALS) == SEALS
                 with pytest.raises(PermissionError):
                     fcntl.fcntl(fds[name], fcntl.F_ADD_SEALS, 0)
@@ -162,11 +163,11 @@ async def test_nothing_that_is_handed_over_lets_a_client_write_entries(tmp_path:
                 with pytest.raises(PermissionError):
                     mmap.mmap(writable, 4096)
                 os.close(writable)
-            for name in (local.SHM, local.DISK):
+            for name in (frames.SHM, frames.DISK):
                 assert fcntl.fcntl(fds[name], fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
                 assert not os.fstat(fds[name]).st_mode & 0o222
             with pytest.raises(PermissionError):
-                os.ftruncate(fds[local.STAGING], 0)
+                os.ftruncate(fds[frames.STAGING], 0)
 
 
 @in_loop
@@ -176,7 +177,7 @@ async def test_staging_memory_is_one_for_each_session_and_ends_with_it(tmp_path:
         inodes = []
         for session in (first, first, second):
             async with handed_over(daemon, request_of(session)) as (_, fds):
-                inodes.append(os.fstat(fds[local.STAGING]).st_ino)
+                inodes.append(os.fstat(fds[frames.STAGING]).st_ino)
         assert inodes[0] == inodes[1] != inodes[2]
         assert len(daemon.front.stagings) == 2
         await first.close()
@@ -209,10 +210,10 @@ async def test_what_is_not_there_is_refused_with_its_reason(tmp_path: Path) -> N
     async with running(tmp_path, tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
         async with handed_over(daemon, request_of(session)) as (response, fds):
-            assert fds.keys() == {local.RAM, local.INDEX, local.STAGING}
+            assert fds.keys() == {frames.RAM, frames.INDEX, frames.STAGING}
             off = "the tier is switched off"
-            assert response.refused == {local.SHM: off, local.DISK: off}
-            assert local.SHM not in [each.name for each in response.descriptors]
+            assert response.refused == {frames.SHM: off, frames.DISK: off}
+            assert frames.SHM not in [each.name for each in response.descriptors]
 
 
 @in_loop
@@ -239,16 +240,16 @@ async def test_who_does_not_prove_its_session_gets_nothing(tmp_path: Path) -> No
 #: Another process that has stolen the secret: asks on the local socket, and prints the answer.
 THIEF = """
 import socket, sys
-from prefixd.proto import local, prefixd_pb2 as pb
+from prefixd.proto import frames, prefixd_pb2 as pb
 path, ref = sys.argv[1], pb.SessionRef.FromString(bytes.fromhex(sys.argv[2]))
 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
     connection.connect(path)
-    connection.sendall(local.frame(pb.LocalRequest(attach=ref)))
-    connection.sendall(local.frame(pb.LocalRequest(hand_over=pb.HandOverRequest(session=ref))))
-    data, fds, _, _ = socket.recv_fds(connection, 2**16, local.MAX_DESCRIPTORS)
-    frames = local.Frames(pb.LocalResponse.FromString)
-    frames.feed(data)
-    print(frames.next().failure.error, len(fds))
+    connection.sendall(frames.frame(pb.LocalRequest(attach=ref)))
+    connection.sendall(frames.frame(pb.LocalRequest(hand_over=pb.HandOverRequest(session=ref))))
+    data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
+    parser = frames.Frames(pb.LocalResponse.FromString)
+    parser.feed(data)
+    print(parser.next().failure.error, len(fds))
 """
 
 
@@ -257,7 +258,7 @@ async def test_a_session_of_one_process_is_not_handed_to_another(tmp_path: Path)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         async with handed_over(daemon, request_of(session)) as (_, fds):
-            assert local.STAGING in fds
+            assert frames.STAGING in fds
         thief = await asyncio.create_subprocess_exec(
             *(*WARM, "-c", THIEF, daemon.config.local_socket),
             session.ref.SerializeToString().hex(),
@@ -266,7 +267,7 @@ async def test_a_session_of_one_process_is_not_handed_to_another(tmp_path: Path)
         said, _ = await thief.communicate()
         assert said.decode().split() == ["unknown_session", "0"]
         async with handed_over(daemon, request_of(session)) as (_, fds):
-            assert local.STAGING in fds, "its own goes on"
+            assert frames.STAGING in fds, "its own goes on"
 
 
 @in_loop
@@ -276,12 +277,12 @@ async def test_a_daemon_without_descriptors_hands_over_what_it_has_open(tmp_path
         request = request_of(session)
         hand_over = daemon.local_server.hand_over
         package = without_descriptors(lambda: hand_over.pack(Membership(session.number)))
-        assert [each.name for each in package.response.descriptors] == [local.RAM]
-        for name in (local.INDEX, local.STAGING):
+        assert [each.name for each in package.response.descriptors] == [frames.RAM]
+        for name in (frames.INDEX, frames.STAGING):
             assert "Too many open files" in package.response.refused[name]
         assert not len(daemon.front.stagings)
         async with handed_over(daemon, request) as (_, fds):
-            assert fds.keys() == {local.RAM, local.INDEX, local.STAGING}, "the next time"
+            assert fds.keys() == {frames.RAM, frames.INDEX, frames.STAGING}, "the next time"
 
 
 @in_loop
@@ -300,8 +301,8 @@ async def test_an_arena_that_cannot_be_opened_is_refused_and_leaks_nothing(
 
             patch.setattr(Arena, "open_reader", refuse)
             async with handed_over(daemon, request) as (response, fds):
-                assert response.refused == {local.SHM: "no such arena"}
-                assert fds.keys() == set(local.FEATURES) - {local.SHM}
+                assert response.refused == {frames.SHM: "no such arena"}
+                assert fds.keys() == set(frames.FEATURES) - {frames.SHM}
         assert await settled_descriptors(daemon) <= before
         async with handed_over(daemon, request) as (response, _):
             assert response.refused == {}, "the next is served"
@@ -370,8 +371,8 @@ async def test_clients_go_on_over_grpc_once_the_index_is_revoked(
         assert index.revoked
         assert await restored() == (7, True, 1), "what is there, from the daemon itself"
         async with handed_over(daemon, request_of(session)) as (response, fds):
-            assert "it is not kept any more" in response.refused[local.INDEX]
-            assert fds.keys() == {local.RAM, local.STAGING}
+            assert "it is not kept any more" in response.refused[frames.INDEX]
+            assert fds.keys() == {frames.RAM, frames.STAGING}
         assert "on purpose" in daemon.core.unhealthy()["index"]
         reader.stdin.close()
         await reader.wait()

@@ -13,8 +13,8 @@ import pytest
 
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.copying import address_of, addresses_of
 from prefixd.proto.errors import PrefixdError
+from prefixd.proto.payload import address_of, addresses_of
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import lent_saves
 from prefixd.server.runtime.lent_memory import LentMemory, LentTurn

@@ -16,8 +16,8 @@ import pytest
 
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.layout import crc32c
 from prefixd.proto.limits import MAX_BATCH_KEYS
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.api.service import CacheService

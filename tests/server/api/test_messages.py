@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.proto import data, limits
+from prefixd.proto import frames, limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     InvalidBatch,
@@ -23,8 +23,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api import messages
 from prefixd.server.api.messages import LOOKED_THROUGH_BYTES, MOST_FIELDS, fields_of, parse
 from prefixd.server.api.service import _CLAIM_MODES
-from prefixd.server.core.answers import ClaimAnswer, FlightInfo, LookupAnswer, WriteOrder
-from prefixd.server.core.effects import SaveEnded
+from prefixd.server.core.effects import ClaimAnswer, FlightInfo, LookupAnswer, SaveEnded, WriteOrder
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
 from tests.support.bare import bare, frame
@@ -419,7 +418,7 @@ async def test_every_transport_refuses_too_many_fields(tmp_path: Path) -> None:
             assert why in told.failure.message
         request = nested(pb.DataRequest.DESCRIPTOR, "read", "ranges", empties=200_000)
         async with data_connection(daemon, session) as far:
-            await far.send_bytes(data.HEAD.pack(len(request)) + request)
+            await far.send_bytes(frames.HEAD.pack(len(request)) + request)
             with pytest.raises(Refused, match=why):
                 await far.response()
         assert await session.restore(key(1)) == payload(1)

@@ -16,6 +16,7 @@ from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.api import metrics
 from prefixd.server.api.metrics import StateCollector, counters_dict
+from prefixd.server.core.counters import Counters, Histogram, TierCounters
 from prefixd.server.core.events import (
     CancelAsked,
     CommitFailed,
@@ -33,8 +34,6 @@ from prefixd.server.core.events import (
     TierState,
     WriteStopped,
 )
-from prefixd.server.core.histogram import Histogram
-from prefixd.server.core.tables import Counters, TierCounters
 from prefixd.server.runtime.clock import Clock, Latencies
 from prefixd.server.runtime.scrubbing import Scrub
 from prefixd.tiers.eviction import make_policy

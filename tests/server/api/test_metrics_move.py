@@ -14,8 +14,8 @@ from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import MissReason, Tier
 from prefixd.server.api.metrics import PRESSURE, SHARED, StateCollector
 from prefixd.server.api.usage import BECAUSE, LEFT, PATHS, UsageBook
+from prefixd.server.core.counters import Histogram
 from prefixd.server.core.events import Committed, TierChanged, TierState
-from prefixd.server.core.histogram import Histogram
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.runtime.clock import BOUNDS_NS, Clock, Latencies, LoopLag
 from prefixd.server.runtime.scrubbing import Scrub

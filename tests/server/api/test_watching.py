@@ -18,7 +18,7 @@ from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import watching
-from prefixd.server.core.answers import LookupAnswer
+from prefixd.server.core.effects import LookupAnswer
 from prefixd.server.core.events import LookupAsked
 from tests.server.runtime.test_loop import Broken, Questions
 from tests.support.event_loop import in_loop

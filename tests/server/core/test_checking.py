@@ -1,4 +1,4 @@
-"""Every kind of corruption that `check()` knows is planted once, and found."""
+"""Plants each kind of corruption that `check()` knows; it has to find it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Plant = Callable[[Driver], Any]
 
 
 def everything() -> Driver:
-    """Of everything something: claimed and unclaimed entries, saves at every stage, a wait."""
+    """Some of everything: claimed and unclaimed entries, saves at every stage, a wait."""
     driver = Driver()
     driver.tables.ledgers[Tier.DISK] = ledger(Tier.DISK, 10, shares={"team": 2})
     driver.open("alice")
@@ -348,7 +348,7 @@ PLANTS: dict[Plant, str] = {
 }
 
 
-#: What is looked at when a recount begins, and not again.
+#: Checked when a recount begins, and not again.
 STAND_STILL = {
     session_for_ever,
     claim_for_ever,
@@ -372,7 +372,7 @@ def test_what_is_planted_is_found(plant: Plant) -> None:
 
 
 def keyed() -> Driver:
-    """With an order that keeps what is pinned; LRU takes it out, so that less can be wrong."""
+    """With a policy that keeps pinned entries. LRU takes them out, so less can be wrong."""
     driver = Driver()
     ram(driver).policy = order_by(make_policy("fifo", 10))
     driver.open("alice")
@@ -399,7 +399,7 @@ def test_an_order_that_keeps_what_is_pinned_has_to_have_it() -> None:
 
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_what_is_planted_is_found_in_steps(plant: Plant) -> None:
-    """Also by a recount that has begun when it happens, if it has not been there yet."""
+    """Damage during a recount is found too, if the recount has not visited it yet."""
     driver = everything()
     with driver.state.recount(items_a_step=1) as recount:
         steps = recount.steps()
@@ -412,7 +412,7 @@ def test_what_is_planted_is_found_in_steps(plant: Plant) -> None:
 
 
 def test_a_step_is_as_much_as_it_may_be() -> None:
-    """Of a claim or a session: by what it holds. The extents of two tiers are a step each."""
+    """A step counts what a claim or a session holds. The extents of two tiers are a step each."""
     driver = everything()
     for _ in range(4):
         driver.claim(1, "a b c")
@@ -445,7 +445,7 @@ def test_what_happens_meanwhile_is_no_problem() -> None:
     earlier = driver.claim(2, "kept").claim
     with driver.state.recount(items_a_step=1) as recount:
         for number, _ in enumerate(recount.steps()):
-            # One claim of two goes: the other still holds the entry.
+            # One of two claims ends. The other one still pins the entry.
             later = driver.claim(2, "kept").claim
             driver.release(2, earlier)
             earlier = later
@@ -479,7 +479,7 @@ def test_checking_changes_nothing() -> None:
 
 
 def sentences() -> list[re.Pattern[str]]:
-    """All that `checking` can say, as patterns."""
+    """Every problem that `checking` can report, as patterns."""
     found: list[re.Pattern[str]] = []
     for node in ast.walk(ast.parse(inspect.getsource(checking))):
         if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""The table of entries is a mapping like any other, and its shards are bounded walks."""
+"""The table of entries behaves like a dict, and its shards are small and even."""
 
 from __future__ import annotations
 

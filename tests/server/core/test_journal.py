@@ -1,4 +1,4 @@
-"""What is remembered of entries: as far back as it fits, and found by the beginning of a key."""
+"""The journal keeps the latest records, and finds them by the beginning of a key."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def of(journal: Journal, beginning: bytes) -> list[Happened]:
 
 
 def test_against_a_deque() -> None:
-    """At random, with keys of few beginnings: the same is known, whatever was overwritten."""
+    """Random keys with few beginnings: the journal agrees with a list, whatever was overwritten."""
     chance = random.Random(5)
     journal, model = Journal(44 * 50), deque[tuple[bytes, int, Happening, int]](maxlen=50)
     keys = [bytes([chance.randrange(3)]) * 8 + chance.randbytes(24) for _ in range(40)]
@@ -69,7 +69,7 @@ def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
 
 
 class CountedRing(bytearray):
-    """Counts how often it is looked into."""
+    """Counts the searches in it."""
 
     looks = 0
 
@@ -80,7 +80,7 @@ class CountedRing(bytearray):
 
 @pytest.mark.parametrize("written", [0, 1, 3_000, 10_000, 10_001, 24_000])
 def test_a_beginning_of_zeros_takes_a_look_a_record_in_short_steps(written: int) -> None:
-    """Records are full of zeros, and a ring that was not written to is nothing else."""
+    """A key of zeros is found once, though records and the unused ring are full of zeros."""
     journal = Journal(44 * 10_000)
     ring = CountedRing(journal._ring)
     journal._ring, journal._pack = ring, Struct("<16sqIIBBB5x").pack_into
@@ -107,7 +107,7 @@ def test_what_is_overwritten_meanwhile_is_left_out() -> None:
         else:
             for number in range(1_000):
                 journal.note(Happening.DELETED, [saved(key("a"))], 10_000 + number)
-    # Two steps; by the third, 2,000 of 6,000 were overwritten.
+    # Two steps. Before the third, 2,000 of the 6,000 records are overwritten.
     assert found == list(range(5_999, 5_999 - 2 * 2_048, -1))
 
 

@@ -1,8 +1,8 @@
-"""Golden scenarios: `scenarios/*.txt` hold commands and, below `----`, exactly what is said.
+"""Golden scenarios: `scenarios/*.txt` hold commands and, below `----`, their exact output.
 
     PREFIXD_REWRITE=1 pytest tests/server/core/test_scenarios.py
 
-writes what is said now into the files. Commit that only where you understand the difference.
+writes the current output into the files. Commit only differences that you understand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import pytest
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.events import SaveItem
@@ -51,7 +51,7 @@ def ns_of(text: str) -> int:
 
 
 class Arguments:
-    """The words of a command: `name=value` are options, the rest is in order."""
+    """The words of a command: options (`name=value`), and the others in order."""
 
     def __init__(self, words: list[str]) -> None:
         self.options = dict(word.split("=", 1) for word in words if "=" in word)
@@ -66,7 +66,7 @@ class Arguments:
 
 
 class Scenario:
-    """One daemon's state, its people by name, and a clock that only the file moves."""
+    """The state of one daemon, its sessions by name, and a clock that only the file moves."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -78,7 +78,7 @@ class Scenario:
         self._state: MetaState | None = None
 
     def run(self, line: str) -> list[str]:
-        """Carry out one command; what is said, a line each."""
+        """Carry out one command. Returns the lines of its output."""
         command, *words = line.split()
         method: Callable[[Arguments], list[str] | None] = getattr(self, f"do_{command}")
         lines = method(Arguments(words)) or []
@@ -88,7 +88,7 @@ class Scenario:
 
     @property
     def state(self) -> MetaState:
-        """Made with the first event, when all tiers are known."""
+        """Created with the first event, when all tiers are known."""
         if self._state is None:
             same: Callable[[int, int], int] = lambda payload_bytes, _: payload_bytes  # noqa: E731
             self._state = MetaState(
@@ -152,11 +152,11 @@ class Scenario:
         return lines
 
     def do_time(self, a: Arguments) -> None:
-        """time SPAN: it passes, and nobody ticks."""
+        """time SPAN: time passes without a tick."""
         self.now_ns += ns_of(a.words[0])
 
     def do_tick(self, a: Arguments) -> list[str]:
-        """tick [SPAN] [flush]: it passes, and then somebody ticks."""
+        """tick [SPAN] [flush]: time passes, then comes a tick."""
         self.now_ns += sum(ns_of(word) for word in a.words if word != "flush")
         return self.apply(ev.Tick(self.now_ns, flush="flush" in a.words))
 
@@ -207,7 +207,7 @@ class Scenario:
         return self.apply(ev.KeysSuspected(tuple(map(key_of, a.words)), self.now_ns))
 
     def do_drop(self, a: Arguments) -> list[str]:
-        """drop REQUEST: whoever asked it hung up."""
+        """drop REQUEST: its caller hung up."""
         return self.apply(ev.RequestDropped(a.numbers[0], self.now_ns))
 
     # ---- commands: saving
@@ -235,7 +235,7 @@ class Scenario:
         return self.reserve(a, begin=False)
 
     def do_save(self, a: Arguments) -> list[str]:
-        """save ...: reserve, and all the right bytes at once."""
+        """save ...: reserve, then write and seal at once."""
         lines = self.reserve(a, begin=True)
         return lines + (self.seal(self.granted, wrong=False) if self.granted else [])
 
@@ -281,7 +281,7 @@ class Scenario:
         return self.apply(ev.EvictAsked(self.ask(), tier, a.numbers[0], most, self.now_ns))
 
     def do_damaged(self, a: Arguments) -> list[str]:
-        """damaged KEY [stale]: of an entry, or of one that had its key before."""
+        """damaged KEY [stale]: the entry, or an earlier entry of its key."""
         entry = self.state.tables.entries[key_of(a.words[0])]
         generation = entry.generation - ("stale" in a.words)
         return self.apply(ev.EntryDamaged(entry.key, generation, "a bit flipped", self.now_ns))
@@ -399,7 +399,7 @@ def found(one: an.Found) -> str:
 
 
 def rendered(text: str) -> str:
-    """The file as it should be: every block of commands with what is said now."""
+    """The file with the current output of every block of commands."""
     scenario = Scenario()
     blocks = []
     for block in text.strip().split("\n\n"):

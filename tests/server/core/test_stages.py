@@ -1,4 +1,4 @@
-"""The protocol of a save, pair by pair: what each signal does at each stage, and what cannot be.
+"""The protocol of a save, pair by pair: what each signal does at each stage, if it can occur.
 
 `python -m tests.server.core.test_stages` prints the table as Markdown.
 """
@@ -12,7 +12,7 @@ import pytest
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
-from prefixd.server.core.save_rules import advance
+from prefixd.server.core.saves import advance
 from prefixd.server.core.sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 
 #: Rows are stages, columns are signals; `-` cannot happen.
@@ -105,7 +105,7 @@ def test_what_is_whole_is_not_lost() -> None:
 
 
 def markdown() -> str:
-    """The table for the documentation: one row a stage, empty where a signal cannot come."""
+    """The table for the documentation: a row for each stage, empty where a signal cannot occur."""
 
     def name(one: Stage | Signal) -> str:
         return one.name.lower().replace("_", " ")

@@ -1,4 +1,4 @@
-"""The one door: sessions, questions, operators, starts. The rest is beside this file."""
+"""`MetaState`: sessions, questions, operators, starts. Other files here test the rules."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession, UnknownTier
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.tables import StateConfig
@@ -186,7 +186,7 @@ def test_a_damaged_entry_is_dropped_if_it_is_still_that_one() -> None:
 def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later(
     sure_bytes: int,
 ) -> None:
-    """`sure_bytes`: of others; without any the tier has no shares."""
+    """`sure_bytes`: the share of another namespace; without it the tier has no shares."""
     driver = Driver(shares={"team": sure_bytes} if sure_bytes else {})
     alice, bob = driver.open("alice"), driver.open("bob")
     driver.save(alice, "a b")
@@ -305,7 +305,7 @@ def test_a_key_that_two_tiers_have_stays_where_more_of_it_survives() -> None:
 
 
 def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there() -> None:
-    """It survives more; nobody loses the bytes that they look at."""
+    """It survives more. Claims on the lesser copy keep its bytes."""
     driver = Driver()
     session = driver.open()
     driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
@@ -328,7 +328,7 @@ def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there()
 
 
 def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:
-    """Nobody was told that it is there, and it may fail: what is found is."""
+    """No client was told of the save, and it may fail. The record is there."""
     driver = Driver()
     session = driver.open()
     driver.close_tier(Tier.SHM, ev.TierState.RECOVERING)
@@ -338,7 +338,7 @@ def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:
 
 
 def test_what_gives_way_last_of_its_batch_is_no_later_use_than_what_is_found() -> None:
-    """Its end is a use of the rest, which was found just before."""
+    """Its end refreshes the rest of its batch, which was recovered just before."""
     driver = Driver()
     session = driver.open()
     driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
@@ -368,7 +368,7 @@ def test_a_tier_that_recovers_is_read_and_not_saved_into() -> None:
     assert too_large.results == (SaveStatus.TOO_LARGE,)
     assert driver.counters.closed_refusals == 1
     assert driver.claim(session, "a").claim
-    # What is used meanwhile and what still comes make one order.
+    # Entries used meanwhile and entries recovered later are in one order.
     driver.touch("a")
     driver.recover(Tier.DISK, stored("c", used_ns=2, generation=2))
     driver.close_tier(Tier.DISK, ev.TierState.SERVING)
@@ -408,8 +408,8 @@ def test_batches_are_adopted_as_if_they_were_one() -> None:
 
 
 def test_generations_of_two_starts_may_be_the_same_and_those_of_one_are_not() -> None:
-    """What identifies bytes is the incarnation of the daemon that answers, with the generation:
-    the clock may have been set back since the last start, and its newest entries may be gone."""
+    """Incarnation and generation together identify bytes. A generation may repeat: the clock may
+    have been set back since the last start, and the newest entries of that start may be gone."""
     driver = Driver(stamp_ns=50)
     driver.recover(
         Tier.DISK,

@@ -1,11 +1,11 @@
-"""Deadlines, stamps and use counts of the state: what comes of the time in its events."""
+"""Deadlines, stamps and use counts: what the state makes of the time in its events."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefixd.proto.vocabulary import ClaimMode, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.support.state_driver import LOST_AFTER_NS, Driver, key, keys, names, stored
@@ -43,7 +43,7 @@ def test_after_a_tick_the_next_deadline_is_later() -> None:
 
 
 def test_however_late_a_tick_comes_things_happen_in_the_order_in_which_they_were_due() -> None:
-    """Alice was heard at 5: her session was due before the wait at 1,200, not after it."""
+    """The last heartbeat was at 5: the session ends before the wait at 1,200, not after it."""
     driver = Driver()
     alice = driver.open("alice")
     driver.now_ns = 5
@@ -129,7 +129,7 @@ def test_stamps_grow_when_the_clock_was_set_back_between_two_starts() -> None:
 
 
 def test_the_stamps_of_entries_are_in_their_eviction_order() -> None:
-    """Else the order after a restart would not be the one before."""
+    """Otherwise the order after a restart would differ from the one before."""
     driver = Driver()
     session = driver.open()
     (late,) = driver.granted(session, "a")
@@ -162,7 +162,7 @@ def test_use_is_handed_over_once_in_order_of_use() -> None:
 
 @pytest.mark.parametrize("ram_use", [False, True])
 def test_use_of_ram_is_handed_over_where_it_is_wanted(ram_use: bool) -> None:
-    """However long after it was saved."""
+    """However long ago it was saved."""
     driver = Driver(ram_use=ram_use)
     session = driver.open()
     driver.save(session, "a b")

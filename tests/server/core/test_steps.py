@@ -1,5 +1,5 @@
-"""No event takes long: what may concern many is done in steps, between which others are served;
-and a daemon that was late takes nothing from anybody for it."""
+"""No event takes long: work that may concern many is done in steps, with other events between them.
+And a daemon that was late takes nothing from its clients for that."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from prefixd.proto.errors import LimitReached, UnknownSession
 from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core import reserving, transition
+from prefixd.server.core import reservations, transition
 from prefixd.server.core.entries import Entry
 from prefixd.tiers import extents
 from prefixd.tiers.eviction import make_policy
@@ -25,7 +25,7 @@ MINUTE_NS = 60_000_000_000
 
 
 def large(max_steps: int, **config: Any) -> Driver:
-    """With room for some hundred entries of a byte."""
+    """A state with room for some hundred entries of a byte."""
     driver = Driver(max_steps=max_steps, session_lost_after_ns=10 * MINUTE_NS, **config)
     for ledger in driver.tables.ledgers.values():
         ledger.budget_bytes = ledger.arena_bytes = ledger.limit_bytes = 1_000
@@ -35,7 +35,7 @@ def large(max_steps: int, **config: Any) -> Driver:
 
 
 def go_on(driver: Driver) -> list[fx.Effect]:
-    """One event more of what is left."""
+    """One more step of the backlog."""
     return driver.happens(ev.WorkLeft(driver.now_ns))
 
 
@@ -51,7 +51,7 @@ def many(count: int, letter: str = "k") -> str:
 
 
 def saved(driver: Driver, session: int, of: str, tier: Tier = Tier.RAM) -> None:
-    """Item by item, so that it takes no steps."""
+    """Saves item by item, so that no work is left for later."""
     for one in of.split():
         driver.save(session, one, tier=tier)
         finish(driver)
@@ -94,7 +94,7 @@ def test_a_session_that_ends_is_gone_at_once_and_what_it_held_soon_after() -> No
 
 
 def test_what_a_session_waits_for_is_given_up_in_steps() -> None:
-    """Each of its waits may be for a batch of keys."""
+    """Each of its waits may be for a whole batch of keys."""
     driver = large(16)
     alice, bob = driver.open("alice"), driver.open("bob")
     for one in many(10).split():
@@ -217,7 +217,7 @@ def test_a_large_item_that_is_given_up_meanwhile_keeps_nothing() -> None:
 def reserve_with_chains(
     driver: Driver, session: int, saves: int, *, begin: bool = False
 ) -> list[int]:
-    """Tokens of so many saves of one item each, behind the same ten."""
+    """Tokens of this many saves of one item each, all after the same ten ancestors."""
     tokens = []
     for number in range(saves):
         answer = driver.reserve(session, f"r{number}", after=many(10), begin=begin)
@@ -230,7 +230,7 @@ def reserve_with_chains(
 def test_the_chains_of_many_saves_are_used_in_steps(
     monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Each of the chains may be as long as a batch."""
+    """Each chain may be as long as a batch."""
     monkeypatch.setattr(transition, "_CHAINED_AT_ONCE", 22)
     driver = large(16)
     session = driver.open()
@@ -256,7 +256,7 @@ def test_the_chains_of_many_saves_are_used_in_steps(
     else:
         driver.now_ns += 1_000
         driver.tick()
-    # Two chains at once, and as much as there are steps for.
+    # Two chains at once, and then as many keys as there are steps.
     most = [sum(refreshed)]
     while driver.state.busy or holder.chained_keys:
         refreshed.clear()
@@ -269,7 +269,7 @@ def test_the_chains_of_many_saves_are_used_in_steps(
 
 
 def test_the_chains_that_a_session_holds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reserving, "MOST_CHAINED_KEYS", 30)
+    monkeypatch.setattr(reservations, "MOST_CHAINED_KEYS", 30)
     driver = large(2_000)
     session = driver.open()
     tokens = reserve_with_chains(driver, session, 3)
@@ -309,7 +309,7 @@ def test_what_is_being_reserved_counts_against_the_limit() -> None:
 
 
 def test_waiters_are_told_in_steps_and_asked_once() -> None:
-    """8 requests for the same 100 blocks: each counts down, and is answered when all are there."""
+    """8 requests wait for the same 100 blocks. Each is answered when all of them are there."""
     driver = large(64)
     alice, bob = driver.open("alice"), driver.open("bob")
     tokens = []
@@ -448,8 +448,8 @@ def test_the_next_deadline_is_the_first_of_all_while_timers_are_sifted() -> None
 
 
 def test_a_daemon_that_was_late_loses_nothing() -> None:
-    """The heartbeats came, but were not heard: the loop stood still for longer than anything
-    lasts."""
+    """The heartbeats arrived, but the loop did not read them: it stood still for longer than any
+    deadline."""
     driver = Driver()
     session = driver.open()
     driver.save(session, "a")
@@ -511,7 +511,7 @@ def test_a_session_reserves_no_more_than_its_share() -> None:
 
 @pytest.mark.parametrize("ttl_ns", [1, 3_600_000_000_000])
 def test_a_reservation_of_a_whole_tier_evicts_nothing(ttl_ns: int) -> None:
-    """Somebody who sends no byte can take others no more than a share of a tier."""
+    """A client that sends no byte can evict no more than its share of a tier."""
     driver = Driver(max_reserved_share=0.5)
     alice, mallory = driver.open("alice"), driver.open("mallory")
     saved(driver, alice, many(10))
@@ -525,7 +525,7 @@ def test_a_reservation_of_a_whole_tier_evicts_nothing(ttl_ns: int) -> None:
 
 
 def test_shares_are_of_the_tier_as_large_as_it_is() -> None:
-    """Its device has room for a tenth of what was configured."""
+    """The device has room for a tenth of the configured budget."""
     driver = large(100, max_reserved_share=0.5, max_pinned_share=0.5)
     for ledger in driver.tables.ledgers.values():
         ledger.budget_bytes = ledger.arena_bytes = 10_000

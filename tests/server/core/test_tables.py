@@ -1,4 +1,4 @@
-"""What the tables promise by themselves."""
+"""The methods of the tables: stamps and timers."""
 
 from __future__ import annotations
 

@@ -1,23 +1,22 @@
-"""The moves that several helpers of the state share, by themselves."""
+"""The changes that several rules of the state share."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefixd.proto.errors import UnknownSession
-from prefixd.proto.vocabulary import Tier
+from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core.events import LookupAsked
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.core.sessions import Claim
-from prefixd.server.core.tables import WaitMode
 from prefixd.server.core.transition import Refusal, Transition
 from tests.support.state_driver import Driver, erased, key, keys, names
 
 
 @pytest.fixture
 def driver() -> Driver:
-    """Session 1 has saved a and b; c and d are reserved."""
+    """Session 1 has saved a and b, and has reserved c and d."""
     driver = Driver()
     driver.open()
     driver.save(1, "a b")
@@ -37,14 +36,9 @@ def test_a_session_that_is_not_there_refuses_the_question(driver: Driver) -> Non
     assert isinstance(refusal.value.error, UnknownSession)
 
 
-def pending(driver: Driver, names: str) -> dict[int, int]:
-    saves = [driver.tables.in_flight[one] for one in keys(names)]
-    return {save.token: place for place, save in enumerate(saves)}
-
-
 def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None:
     transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
-    assert transition.park(question, WaitMode.ALL, pending(driver, "c d"))
+    assert transition.park(question, ClaimMode.ANY, keys("c d"))
     saves = [driver.tables.in_flight[key(name)] for name in "cd"]
     assert [list(save.waiters) for save in saves] == [[question.request], [question.request]]
     assert driver.tables.waited_keys == 2
@@ -58,31 +52,31 @@ def test_a_wait_is_registered_with_all_that_it_waits_for(driver: Driver) -> None
 
 def test_a_question_waits_no_longer_than_it_says(driver: Driver) -> None:
     question = lookup(driver, until_ns=10)
-    assert not Transition(driver.tables, 10).park(question, WaitMode.ALL, pending(driver, "c"))
+    assert not Transition(driver.tables, 10).park(question, ClaimMode.ANY, keys("c"))
     assert not driver.tables.waiting
 
 
 @pytest.mark.parametrize(
     ("mode", "place", "saved", "left"),
     [
-        (WaitMode.ALL, 1, True, [0, 2, 3]),
-        (WaitMode.ALL, 1, False, [0, 2, 3]),
-        (WaitMode.RUN, 1, True, [0, 2, 3]),
-        (WaitMode.RUN, 1, False, [0]),
-        (WaitMode.FIRST, 1, True, [0]),
-        (WaitMode.FIRST, 1, False, [0, 2, 3]),
-        (WaitMode.RUN, 0, False, []),
-        (WaitMode.FIRST, 0, True, []),
-        (WaitMode.RUN, 3, False, [0, 1, 2]),
+        (ClaimMode.ANY, 1, True, [0, 2, 3]),
+        (ClaimMode.ANY, 1, False, [0, 2, 3]),
+        (ClaimMode.RUN, 1, True, [0, 2, 3]),
+        (ClaimMode.RUN, 1, False, [0]),
+        (ClaimMode.FIRST, 1, True, [0]),
+        (ClaimMode.FIRST, 1, False, [0, 2, 3]),
+        (ClaimMode.RUN, 0, False, []),
+        (ClaimMode.FIRST, 0, True, []),
+        (ClaimMode.RUN, 3, False, [0, 1, 2]),
     ],
 )
 def test_a_save_that_ends_takes_those_along_that_matter_no_more(
-    driver: Driver, mode: WaitMode, place: int, saved: bool, left: list[int]
+    driver: Driver, mode: ClaimMode, place: int, saved: bool, left: list[int]
 ) -> None:
     driver.reserve(1, "e f")
     saves = [driver.tables.in_flight[one] for one in keys("c d e f")]
     transition, question = Transition(driver.tables, 10), lookup(driver, until_ns=11)
-    assert transition.park(question, mode, pending(driver, "c d e f"))
+    assert transition.park(question, mode, keys("c d e f"))
     answered = transition.save_ended(question.request, saves[place].token, saved=saved)
     if left:
         assert answered is None
@@ -97,7 +91,7 @@ def test_a_save_that_ends_takes_those_along_that_matter_no_more(
 def test_a_use_counts_and_a_refresh_does_not(driver: Driver) -> None:
     transition = Transition(driver.tables, 10)
     entry = driver.entry("b")
-    transition.refresh(entry)
+    transition.refresh_all((entry,))
     assert (entry.hits, driver.order()) == (0, "a b")
     refreshed_ns = entry.last_used_ns
     transition.use(driver.entry("a"))
@@ -113,7 +107,7 @@ def test_use_is_remembered_where_an_entry_outlives_the_daemon(driver: Driver, ti
     transition = Transition(driver.tables, 10)
     for name in "feg":
         transition.use(driver.entry(name))
-    transition.refresh(driver.entry("f"))
+    transition.refresh_all((driver.entry("f"),))
     unrecorded = () if tier is Tier.RAM else keys("e g f")
     assert tuple(driver.tables.unrecorded) == unrecorded
 

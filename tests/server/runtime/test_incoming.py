@@ -15,7 +15,7 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core.events import Event, SessionLost, WriteSealed
 from prefixd.server.runtime import incoming as incoming_bytes

@@ -20,14 +20,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto.index import (
-    INCARNATION_BYTES,
-    MAX_CHAIN,
-    MAX_EXTENTS,
-    IndexReader,
-    IndexRow,
-    unpack_row,
-)
+from prefixd.proto.index import INCARNATION_BYTES, MAX_CHAIN, MAX_EXTENTS, IndexRow, unpack_row
+from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.server.runtime.index import (
     FIRST_HEADS,

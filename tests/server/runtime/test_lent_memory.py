@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto.copying import address_of
 from prefixd.proto.errors import UnreadableMemory
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import address_of, crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import lent_memory
 from prefixd.server.runtime.lent_memory import LentMemory, LentPayload, LentTurn, turns_of

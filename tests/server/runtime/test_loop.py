@@ -13,9 +13,9 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import Draining, PrefixdError
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
-from prefixd.server.core.answers import (
+from prefixd.server.core.effects import (
     CancelAnswer,
     ClaimAnswer,
     LookupAnswer,

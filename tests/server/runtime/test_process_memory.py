@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prefixd.server.core.tables import TierCounters
+from prefixd.server.core.counters import TierCounters
 from prefixd.server.runtime import process_memory
 from prefixd.server.runtime.process_memory import Freezer, IdleHeap, give_back_idle_heap
 from tests.support.event_loop import in_loop

@@ -14,7 +14,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.core.answers import LookupAnswer
+from prefixd.server.core.effects import LookupAnswer
 from prefixd.server.core.events import LookupAsked
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter

@@ -12,7 +12,7 @@ from time import monotonic, time
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.object_store import PATIENCE_REQUESTS, ObjectStore
 from prefixd.server.sharing.record import encode_header
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted

@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.wire.security import Security
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.peers import DaemonPeer, Pace
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
 from tests.server.sharing.test_two_nodes import keys_of, run_of, save

@@ -10,7 +10,7 @@ from typing import Any
 import redis
 
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.record import MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted

@@ -9,7 +9,7 @@ from time import monotonic, time
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
 from prefixd.server.sharing.redis_store import RedisStore, bad_settings
 from prefixd.server.sharing.store import NodeState, Offer, Outcome, SharedEntry, Wanted

@@ -10,7 +10,7 @@ from time import monotonic
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.layout import crc32c
+from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module

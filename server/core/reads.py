@@ -1,4 +1,4 @@
-"""The read side of `MetaState`: lookups, claims and their release. Pure."""
+"""The read side of `MetaState`: lookups, claims, releases and deletes. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Final
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
-from .answers import (
+from . import events as ev
+from .effects import (
     ClaimAnswer,
     DeleteAnswer,
     FlightInfo,
@@ -16,43 +17,27 @@ from .answers import (
     LookupAnswer,
     ReleaseAnswer,
     ReleaseOutcome,
+    Verify,
 )
-from .effects import Verify
 from .entries import Entry
-from .events import (
-    ClaimAsked,
-    DeleteAsked,
-    KeysSuspected,
-    KeysTouched,
-    LookupAsked,
-    ReleaseAsked,
-    ReserveAsked,
-    TierState,
-)
 from .journal import Happening
 from .sessions import Claim, Session
-from .tables import Timer, WaitMode
+from .tables import Timer
 from .transition import Refusal, Transition
 
-#: Deletes that are remembered while a tier recovers: some megabytes.
+#: Deletes that are remembered while a tier does not serve: some megabytes.
 MAX_DELETED: Final = 65_536
 
-_WAIT_MODES = {
-    ClaimMode.RUN: WaitMode.RUN,
-    ClaimMode.FIRST: WaitMode.FIRST,
-    ClaimMode.ANY: WaitMode.ALL,
-}
 
-
-def keys_asked(question: LookupAsked | ClaimAsked | ReserveAsked) -> int:
-    """What an answer to it costs, in steps."""
-    if isinstance(question, ReserveAsked):
+def keys_asked(question: ev.LookupAsked | ev.ClaimAsked | ev.ReserveAsked) -> int:
+    """The cost of an answer to it, in backlog steps."""
+    if isinstance(question, ev.ReserveAsked):
         return len(question.ancestors) + len(question.items)
     return len(question.keys)
 
 
 def find(transition: Transition, key: Key) -> Found:
-    """A published entry, the session that is saving it, or None."""
+    """The published entry of a key, or the session that is saving it, or None."""
     t = transition.tables
     entry = t.entries.find(key)
     if entry is not None:
@@ -67,64 +52,39 @@ def find(transition: Transition, key: Key) -> Found:
 
 
 def _readable(transition: Transition, key: Key) -> Found:
-    """The same for somebody who wants its bytes: what lies in a tier that hangs is not there."""
+    """The same for a reader of its bytes: an entry of a tier that hangs is not there."""
     found = find(transition, key)
     closed = transition.tables.closed
-    if closed and isinstance(found, Entry) and closed.get(found.tier) is TierState.HUNG:
+    if closed and isinstance(found, Entry) and closed.get(found.tier) is ev.TierState.HUNG:
         return None
     return found
 
 
-def awaited(transition: Transition, keys: Sequence[Key], mode: WaitMode) -> dict[int, int]:
-    """The saves in flight that can change the answer to a question about `keys`: token ->
-    position."""
-    t = transition.tables
-    pending: dict[int, int] = {}
-    for position, key in enumerate(keys):
-        flight = t.in_flight.get(key)
-        if flight is not None:
-            pending.setdefault(flight.token, position)
-        elif mode is not WaitMode.ALL and (key in t.entries) == (mode is WaitMode.FIRST):
-            break
-    return pending
-
-
-def lookup(transition: Transition, asked: LookupAsked) -> LookupAnswer | None:
-    """What is there. Moves nothing. None: waits for keys in flight."""
-    if transition.now_ns < asked.wait_until_ns:
-        mode = WaitMode.RUN if asked.stop_at_first_absent else WaitMode.ALL
-        if transition.park(asked, mode, awaited(transition, asked.keys, mode)):
-            return None
-    results: list[Found] = []
-    hits = 0
-    for key in asked.keys:
-        found = _readable(transition, key)
-        results.append(found)
-        if isinstance(found, Entry):
-            hits += 1
-        elif asked.stop_at_first_absent:
-            break
+def lookup(transition: Transition, asked: ev.LookupAsked) -> LookupAnswer | None:
+    """Look keys up, without any effect on the eviction order. None: waits for keys in flight."""
+    mode = ClaimMode.RUN if asked.stop_at_first_absent else ClaimMode.ANY
+    if transition.park(asked, mode, asked.keys):
+        return None
+    results = _select(transition, asked.keys, mode)
     counters = transition.tables.counters
     counters.lookups += 1
     counters.lookup_keys += len(results)
-    counters.lookup_hits += hits
+    counters.lookup_hits += sum(isinstance(found, Entry) for found in results)
     return LookupAnswer(tuple(results))
 
 
-def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
-    """Pin what is there. None: waits for keys in flight."""
+def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
+    """Pin the entries that `mode` selects. None: waits for keys in flight."""
     t = transition.tables
     session = transition.session(asked.session)
     if len(session.claims) >= t.config.max_claims_per_session:
         raise Refusal(
             LimitReached(f"this session holds {len(session.claims)} claims; release some first")
         )
-    if transition.now_ns < asked.wait_until_ns:
-        mode = _WAIT_MODES[asked.mode]
-        if transition.park(asked, mode, awaited(transition, asked.keys, mode)):
-            return None
+    if transition.park(asked, asked.mode, asked.keys):
+        return None
     results = _select(transition, asked.keys, asked.mode)
-    # Whatever the mode, the search ended where nothing more is wanted: all that is there is.
+    # Every entry in the results is claimed: they end with the last key that the mode wants.
     claimed = tuple([isinstance(found, Entry) for found in results])
     entries = tuple([found for found in results if isinstance(found, Entry)])
     t.counters.claims += 1
@@ -134,7 +94,7 @@ def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
     _check_share(transition, session, entries)
     taken = Claim(t.next_claim, session.session, entries, transition.served_ns, asked.lease_ns)
     t.next_claim += 1
-    # In this order: what is pinned has no place in a recency order that a use would move.
+    # In this order: a pinned entry has no place in a recency order, so a use has nothing to move.
     transition.pin(session, taken)
     transition.read_all(entries[::-1])
     t.counters.claimed_entries += len(entries)
@@ -146,9 +106,10 @@ def claim(transition: Transition, asked: ClaimAsked) -> ClaimAnswer | None:
 
 
 def _check_share(transition: Transition, session: Session, entries: Sequence[Entry]) -> None:
-    """One session does not pin more than its share of a tier: the others could save nothing.
+    """Raises Refusal if a session would pin more than its share of a tier, which would leave other
+    sessions no room to save.
 
-    A single entry may be larger than that; it is pinned alone. Raises Refusal.
+    A single entry may be larger than the share if the session pins nothing else.
     """
     t = transition.tables
     parts, mask = session.pins.parts, session.pins.mask
@@ -157,7 +118,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
         if entry not in parts[hash(entry.key) & mask]:
             added[entry.tier] = added.get(entry.tier, 0) + entry.stored_bytes
     for tier, added_bytes in added.items():
-        _check_shares(transition, tier, entries)
+        _check_namespace_shares(transition, tier, entries)
         pinned_bytes = session.pinned_bytes.get(tier, 0)
         most_bytes = int(t.ledgers[tier].limit_bytes * t.config.max_pinned_share)
         alone = not pinned_bytes and len(entries) == 1
@@ -172,8 +133,8 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
             )
 
 
-def _check_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
-    """What is pinned can't make room for others, who are sure of their share. Raises Refusal."""
+def _check_namespace_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
+    """Raises Refusal if pins would take room that the shares of other namespaces guarantee."""
     t = transition.tables
     ledger = t.ledgers[tier]
     if ledger.shares is None:
@@ -190,11 +151,11 @@ def _check_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) 
 
 
 def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> list[Found]:
-    """What each key is, up to where nothing more is wanted."""
+    """What is known of each key, up to the last one that `mode` wants."""
     if mode is not ClaimMode.FIRST and not transition.tables.closed:
         there = transition.tables.entries.find_all(keys)
         if None not in there:
-            return list(there)  # nearly always: the client has seen them in the index
+            return list(there)  # the usual case: the client has seen the keys in the index
     results: list[Found] = []
     at_present, at_absent = mode is ClaimMode.FIRST, mode is ClaimMode.RUN
     for key in keys:
@@ -205,12 +166,12 @@ def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> lis
     return results
 
 
-def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
-    """Give claims back; each exactly once, however often it is asked. A loss is told every
-    time: the answer that told it first may not have arrived."""
+def release(transition: Transition, asked: ev.ReleaseAsked) -> ReleaseAnswer:
+    """Release claims. A repeated release changes nothing. A loss is reported every time, because
+    the answer that reported it first may not have arrived."""
     t = transition.tables
     session = transition.session(asked.session)
-    # Nearly always none: only what this session holds is looked for in its claims.
+    # Nearly always empty. The claims are searched only for damaged entries of this session.
     damaged = {entry for entry in t.condemned.values() if entry in session.pins}
     results: list[ReleaseOutcome] = []
     for claim_id in asked.claims:
@@ -232,11 +193,12 @@ def release(transition: Transition, asked: ReleaseAsked) -> ReleaseAnswer:
     return ReleaseAnswer(tuple(results))
 
 
-def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
-    """Drop what a client names. A key can't be guessed: who names one can compute it, or was told.
+def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
+    """Drop entries by key. Keys can't be guessed: a client that names one can compute it or was
+    told it.
 
-    What others rely on is not taken from them: a pinned entry and a save in flight stay. What a
-    recovery finds later is dropped then, see `adoption`.
+    Pinned entries and saves in flight stay, because others rely on them. While a tier does not
+    serve, deleted keys are remembered: `tier_changes.recovered` drops their records.
     """
     if asked.session is not None:
         transition.session(asked.session)
@@ -253,21 +215,21 @@ def delete(transition: Transition, asked: DeleteAsked) -> DeleteAnswer:
             results.append(DeleteStatus.PINNED)
             continue
         if t.closed:
-            # A recovery may find it later. It may hide behind a device that hangs.
+            # A recovery may still find its record, also one of a device that hangs now.
             t.deleted.add(key)
         if entry is None:
             results.append(DeleteStatus.ABSENT)
         else:
             t.ledgers[entry.tier].remove(entry)
             transition.forget(key)
-            t.happened(Happening.DELETED, entry, transition.now_ns, asked.session or 0)
+            t.journal.note(Happening.DELETED, (entry,), transition.now_ns, asked.session or 0)
             t.counters.deletes += 1
             results.append(DeleteStatus.DELETED)
     return DeleteAnswer(tuple(results))
 
 
-def touched(transition: Transition, event: KeysTouched) -> None:
-    """Reads that needed no claim are accesses like others."""
+def touched(transition: Transition, event: ev.KeysTouched) -> None:
+    """Count reads without a claim as accesses."""
     found = (transition.tables.entries.find(key) for key in event.keys)
     read = [entry for entry in found if entry is not None]
     transition.observe_entries(read[::-1])
@@ -275,8 +237,8 @@ def touched(transition: Transition, event: KeysTouched) -> None:
     transition.tables.counters.touches += len(read)
 
 
-def suspected(transition: Transition, event: KeysSuspected) -> None:
-    """A reader saw a wrong checksum; the bytes are read again before anything is dropped."""
+def suspected(transition: Transition, event: ev.KeysSuspected) -> None:
+    """A reader saw a wrong checksum. The daemon reads the bytes itself before it drops an entry."""
     for key in dict.fromkeys(event.keys):
         entry = transition.tables.entries.find(key)
         if entry is not None:

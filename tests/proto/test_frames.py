@@ -1,13 +1,18 @@
-"""Frames of the local socket: messages out of bytes, however they are cut."""
+"""Frames of the local socket, and the trace context in them."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from prefixd.proto import local
+from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage
+from prefixd.proto.frames import TraceParent, decode_traceparent, encode_traceparent
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
+
+# ---- frames
 
 MESSAGES = [
     pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)], wait_ms=7)),
@@ -16,11 +21,11 @@ MESSAGES = [
 ]
 
 
-def frames() -> local.Frames[pb.LocalRequest]:
-    return local.Frames(pb.LocalRequest.FromString)
+def parser() -> frames.Frames[pb.LocalRequest]:
+    return frames.Frames(pb.LocalRequest.FromString)
 
 
-def everything(of: local.Frames[pb.LocalRequest]) -> list[pb.LocalRequest]:
+def everything(of: frames.Frames[pb.LocalRequest]) -> list[pb.LocalRequest]:
     messages = []
     while (message := of.next()) is not None:
         messages.append(message)
@@ -34,13 +39,13 @@ def length(length_bytes: int) -> bytes:
 def test_a_frame_is_a_length_and_a_message() -> None:
     (message, *_) = MESSAGES
     data = message.SerializeToString()
-    assert local.frame(message) == length(len(data)) + data
+    assert frames.frame(message) == length(len(data)) + data
 
 
 def test_messages_come_in_order_wherever_the_bytes_are_cut() -> None:
-    data = b"".join(map(local.frame, MESSAGES))
+    data = b"".join(map(frames.frame, MESSAGES))
     for cut in range(len(data) + 1):
-        cutting = frames()
+        cutting = parser()
         cutting.feed(data[:cut])
         came = everything(cutting)
         assert came == MESSAGES[: len(came)]
@@ -50,24 +55,24 @@ def test_messages_come_in_order_wherever_the_bytes_are_cut() -> None:
 
 def test_a_message_is_given_with_its_last_byte_and_not_before() -> None:
     (message, *_) = MESSAGES
-    slowly = frames()
-    for byte in local.frame(message):
+    slowly = parser()
+    for byte in frames.frame(message):
         assert slowly.next() is None
         slowly.feed(bytes([byte]))
     assert everything(slowly) == [message]
 
 
 def test_a_message_of_no_bytes_is_one() -> None:
-    empty = frames()
+    empty = parser()
     empty.feed(length(0))
     assert everything(empty) == [pb.LocalRequest()]
 
 
 def test_a_length_above_the_most_is_refused_before_its_bytes_come() -> None:
-    largest = frames()
+    largest = parser()
     largest.feed(length(MAX_MESSAGE_BYTES))
     assert largest.next() is None
-    too_large = frames()
+    too_large = parser()
     too_large.feed(length(MAX_MESSAGE_BYTES + 1))
     with pytest.raises(MalformedMessage, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
         too_large.next()
@@ -79,22 +84,22 @@ def test_a_message_above_the_most_is_not_made() -> None:
 
     around_bytes = of(MAX_MESSAGE_BYTES).ByteSize() - MAX_MESSAGE_BYTES
     largest = of(MAX_MESSAGE_BYTES - around_bytes)
-    there = frames()
-    there.feed(local.frame(largest))
+    there = parser()
+    there.feed(frames.frame(largest))
     assert there.next() == largest
     with pytest.raises(InvalidSize, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
-        local.frame(of(MAX_MESSAGE_BYTES - around_bytes + 1))
+        frames.frame(of(MAX_MESSAGE_BYTES - around_bytes + 1))
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:
-    rubbish = frames()
+    rubbish = parser()
     rubbish.feed(length(3) + b"\xff\xff\xff")
     with pytest.raises(MalformedMessage, match="3 bytes that are no message"):
         rubbish.next()
 
 
 def test_whatever_is_asked_is_answered_in_kind() -> None:
-    """But for what is not answered; and only an answer can be a failure."""
+    """Except for kinds without an answer. Only a response can be a failure."""
 
     def kinds(message: type[pb.LocalRequest] | type[pb.LocalResponse]) -> dict[str, int]:
         return {each.name: each.number for each in message.DESCRIPTOR.oneofs_by_name["kind"].fields}
@@ -106,4 +111,53 @@ def test_whatever_is_asked_is_answered_in_kind() -> None:
 
 
 def test_descriptors_of_a_whole_hand_over_fit_into_it() -> None:
-    assert len(set(local.FEATURES)) == len(local.FEATURES) <= local.MAX_DESCRIPTORS
+    assert len(set(frames.FEATURES)) == len(frames.FEATURES) <= frames.MAX_DESCRIPTORS
+
+
+# ---- trace context
+
+#: The example in the standard.
+EXAMPLE = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+def test_the_example_of_the_standard() -> None:
+    parent = TraceParent(0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331, True)
+    assert decode_traceparent(EXAMPLE) == parent
+    assert encode_traceparent(parent) == EXAMPLE
+
+
+@given(st.integers(1, 2**128 - 1), st.integers(1, 2**64 - 1), st.booleans())
+def test_what_is_encoded_is_decoded(trace_id: int, span_id: int, sampled: bool) -> None:
+    parent = TraceParent(trace_id, span_id, sampled)
+    assert decode_traceparent(encode_traceparent(parent)) == parent
+
+
+@pytest.mark.parametrize("parent", [TraceParent(0, 1, True), TraceParent(1, 0, True)])
+def test_what_is_no_span_does_not_travel(parent: TraceParent) -> None:
+    assert encode_traceparent(parent) == b""
+
+
+@given(st.binary(max_size=80))
+def test_whatever_comes_is_a_parent_or_none(data: bytes) -> None:
+    parent = decode_traceparent(data)
+    assert parent is None or encode_traceparent(parent)[:53] == data[:53]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        EXAMPLE[:-1],
+        EXAMPLE + b"\n",
+        EXAMPLE + b"-00",
+        EXAMPLE.upper(),
+        b"ff" + EXAMPLE[2:],
+        EXAMPLE.replace(b"-", b"_"),
+        b"00-" + b"0" * 32 + EXAMPLE[35:],
+        EXAMPLE[:36] + b"0" * 16 + b"-01",
+        "00-\u0660af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01".encode(),
+        b"0" * 10**6,
+    ],
+)
+def test_what_is_malformed_is_none(data: bytes) -> None:
+    assert decode_traceparent(data) is None

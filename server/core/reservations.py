@@ -1,5 +1,4 @@
-"""Reserving, the first step of a save: the right to a key, and room, for which others are evicted.
-Pure."""
+"""Reservations, the first step of a save: the right to save a key, and room for it. Pure."""
 
 from __future__ import annotations
 
@@ -7,43 +6,33 @@ from collections.abc import Callable, Mapping
 from typing import Final
 
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
-from ...proto.vocabulary import SaveStatus, Tier
+from ...proto.vocabulary import ClaimMode, SaveStatus, Tier
 from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
-from .answers import (
-    Answer,
-    Closed,
-    OverShare,
-    Refused,
-    ReserveAnswer,
-    Reserved,
-    WriteOrder,
-)
-from .effects import Reply
+from .effects import Answer, Closed, OverShare, Refused, Reply, ReserveAnswer, Reserved, WriteOrder
 from .entries import Entry
-from .events import (
-    ReserveAsked,
-)
+from .events import ReserveAsked
 from .journal import EvictionCause
-from .read_rules import awaited, find
-from .save_rules import lose, order_of
+from .reads import find
+from .saves import lose, order_of
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
-from .tables import Reserve, StateConfig, Timer, WaitMode
+from .tables import Reserve, StateConfig, Timer
 from .transition import Refusal, Transition
 
 _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
-#: Of a session's chains, before its next save: 128 of the longest ones. Each save has its own.
+#: A session whose unfinished saves have more chain keys than this may not begin another save. It is
+#: 128 of the longest chains.
 MOST_CHAINED_KEYS: Final = 2**19
-#: A save may evict so many for each of its items at once, about five milliseconds' worth in all.
+#: Evictions per item of a save in one event. This takes about five milliseconds for all items.
 _EVICTIONS_OF_AN_ITEM: Final = 4
 
-#: payload bytes, token id bytes -> what the tier's budget is charged
+#: (payload bytes, bytes of token ids) -> stored bytes, which the tier's budget is charged.
 Footprint = Callable[[int, int], int]
 
 
 def reserve(transition: Transition, asked: ReserveAsked) -> None:
-    """Grant the right and the room to save, item by item: see `go_on_reserving`. Waits before
-    that for the same keys in flight."""
+    """Begin to grant the items of a save, see `go_on_reserving`. Waits first for saves of the same
+    keys that are in flight."""
     t = transition.tables
     session = transition.session(asked.session)
     if asked.tier not in t.ledgers:
@@ -54,18 +43,16 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
     if session.chained_keys > MOST_CHAINED_KEYS:
         chained = f"chains of {session.chained_keys} keys"
         raise Refusal(LimitReached(f"this session's saves hold {chained}; finish some"))
-    if transition.now_ns < asked.wait_until_ns:
-        pending = awaited(transition, [item.key for item in asked.items], WaitMode.ALL)
-        if transition.park(asked, WaitMode.ALL, pending):
-            return
     mine = [item.key for item in asked.items]
+    if transition.park(asked, ClaimMode.ANY, mine):
+        return
     chain = (*asked.ancestors, *mine)
-    # Before anything is evicted for this chain, what is there of it becomes the most recent.
+    # Entries of this chain become the most recent before anything is evicted for the rest of it.
     there = [entry for entry in t.entries.find_all(chain) if entry is not None]
     if there:
         keys = set(mine)
         for entry in reversed(there):
-            transition.use(entry) if entry.key in keys else transition.refresh(entry)
+            transition.use(entry) if entry.key in keys else transition.refresh_all((entry,))
     session.reserving += len(asked.items)
     job = t.reserving[asked.request] = Reserve(asked, session, SaveBatch(chain))
     t.backlog.append(job)
@@ -74,8 +61,11 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
 def go_on_reserving(
     transition: Transition, job: Reserve, footprints: Mapping[Tier, Footprint], items: int
 ) -> int:
-    """So many items more; an item whose room is not there yet evicts for so many. How many are
-    left of them? Behind the last item the question is answered."""
+    """Deal with up to `items` more items, and answer the question after the last one.
+
+    Returns how many of `items` are left over. An item for which many entries are evicted counts as
+    several.
+    """
     t, asked, session = transition.tables, job.asked, job.session
     footprint = footprints[asked.tier]
     there = t.sessions.get(session.session) is session
@@ -87,7 +77,7 @@ def go_on_reserving(
     del t.reserving[asked.request]
     results = tuple(job.results)
     if job.dropped:
-        # Nobody knows of what was granted.
+        # The client will not learn of its reservations.
         for order in results:
             if isinstance(order, WriteOrder) and order.token in t.reservations:
                 lose(transition, t.reservations[order.token], "it was not asked for", tell=False)
@@ -102,8 +92,8 @@ def go_on_reserving(
 
 
 def _standing_ns(transition: Transition, asked: ReserveAsked) -> int:
-    """How long a reservation stands as it is granted. Without a byte it doesn't stand for long:
-    its room is taken from entries that others use."""
+    """The time to live of a new reservation. It is short until the first byte arrives, because its
+    room is taken from entries that others use."""
     if asked.begin:
         return asked.ttl_ns
     return min(asked.ttl_ns, transition.tables.config.unwritten_ttl_ns)
@@ -112,8 +102,9 @@ def _standing_ns(transition: Transition, asked: ReserveAsked) -> int:
 def _observe(
     transition: Transition, asked: ReserveAsked, results: tuple[Reserved, ...], footprint: Footprint
 ) -> None:
-    """What is saved was looked for and not found, as a rule: a miss that a larger tier might
-    have hit. What is there already, but not claimed, is an access too."""
+    """Show the keys of a save to the hit curve. A key that is saved was usually looked up before
+    without success: a miss that a larger tier might have hit. A key that is there already is a
+    hit."""
     if not transition.tables.curves:
         return
     entries = transition.tables.entries
@@ -127,8 +118,8 @@ def _observe(
 
 
 def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: Footprint) -> int:
-    """Room for so many items more, one after the other: each may be what the next one evicts.
-    Returns how many are left, see `go_on_reserving`."""
+    """Grant up to `items` more items, one after the other, as each one may be evicted for the next.
+    Returns how many are left over, see `go_on_reserving`."""
     t, asked, session, batch = transition.tables, job.asked, job.session, job.batch
     tier, begin, results = asked.tier, asked.begin, job.results
     ledger, counters = t.ledgers[tier], t.counters
@@ -163,7 +154,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         if sized != (payload_bytes, token_ids_bytes):
             sized = payload_bytes, token_ids_bytes
             stored_bytes = footprint(*sized)
-        # Without a place so far; what repeats is one object.
+        # It has no location yet. Equal numbers share one object.
         entry = job.coming or Entry(
             key,
             once(stored_bytes, stored_bytes),
@@ -221,16 +212,17 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
 
 
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
-    """What one session may have reserved at once: of the tier as large as it is now."""
+    """What one session may have reserved at once, of the tier at its current size."""
     return int(ledger.limit_bytes * config.max_reserved_share)
 
 
 def make_room(
     transition: Transition, job: Reserve, coming: Entry
 ) -> SaveStatus | Closed | OverShare | None:
-    """Evict exactly what an entry more needs; None when it fits, else why it doesn't. If no more
-    may be evicted now, it is the `coming` of the job: room is made for nobody else before it goes
-    on, as all that take some are behind it in the backlog.
+    """Evict exactly what `coming` needs. Returns why it can't be admitted, or None.
+
+    If no more may be evicted in this event, `coming` becomes `job.coming`, and room is made for
+    nothing else until the job goes on: other jobs that need room are behind it in the backlog.
     """
     t, session, begin = transition.tables, job.session, job.asked.begin
     begun, job.coming = job.coming is not None, None
@@ -239,8 +231,8 @@ def make_room(
     admission = ledger.admission(stored_bytes, 1, coming.key)
     if (admission is not _FITS and admission is not _AFTER_EVICTION) or tier in t.closed:
         return _refusal(transition, tier, admission)
-    # One session does not reserve more than its share of a tier at once: that evicts what
-    # others use. A single entry whose bytes are on their way may be larger; it is reserved alone.
+    # A session may not reserve more than its share of a tier, because that evicts what others use.
+    # A single entry may be larger if its bytes follow at once and nothing else is reserved.
     reserved_bytes = session.reserved_bytes.get(tier, 0)
     if reserved_bytes + stored_bytes > most_reserved_bytes(t.config, ledger) and (
         reserved_bytes or not begin
@@ -261,7 +253,7 @@ def make_room(
         except NotYet:
             continue
         if victim is None:
-            # What can't leave lies between what is free.
+            # Entries that can't leave lie between the free bytes.
             assert stored_bytes > ledger.scattered_bytes, "the ledger promised room"
             return _refusal(transition, tier, Admission.NO_ROOM)
         transition.evict(victim, EvictionCause.SAVE, session.session, coming)
@@ -272,7 +264,7 @@ def make_room(
 def _refusal(
     transition: Transition, tier: Tier, admission: Admission
 ) -> SaveStatus | Closed | OverShare:
-    """Why an entry can't be admitted; counted."""
+    """Count and return the reason why an entry can't be admitted."""
     t = transition.tables
     counters = t.counters
     if admission is Admission.TOO_LARGE:

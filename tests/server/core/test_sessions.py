@@ -1,14 +1,13 @@
-"""What a session holds, little of it and much."""
+"""What a session pins, few entries and many."""
 
 from __future__ import annotations
 
 import pytest
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.core import pins as module
+from prefixd.server.core import sessions as module
 from prefixd.server.core.checking import Recount
-from prefixd.server.core.pins import Pins
-from prefixd.server.core.sessions import Claim
+from prefixd.server.core.sessions import Claim, Pins
 from prefixd.server.core.transition import Transition
 
 from ...support.state_driver import Driver

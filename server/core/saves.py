@@ -1,7 +1,7 @@
-"""The save, stage by stage: reserve, write, commit, publish, or lose. Pure.
+"""Saves after their reservation: write, commit, publish, or lose. Pure.
 
-Every change of a reservation's stage goes through `NEXT_STAGE`, and every one that ends it
-wakes the requests that wait for it.
+Every change of a reservation's stage goes through `NEXT_STAGE`. The end of a reservation wakes the
+requests that wait for it.
 """
 
 from __future__ import annotations
@@ -12,35 +12,30 @@ from operator import attrgetter
 
 from ...proto.errors import UnknownReservation
 from ...proto.vocabulary import SaveStatus, Tier
-from ...tiers.ledger import Admission
-from .answers import (
+from . import events as ev
+from .effects import (
     CancelAnswer,
+    Commit,
+    IndexPut,
+    SaveEnded,
+    StopWriting,
+    TellReservationLost,
     WriteOrder,
-)
-from .effects import Commit, IndexPut, SaveEnded, StopWriting, TellReservationLost
-from .events import (
-    CancelAsked,
-    CommitFailed,
-    Committed,
-    WriteBegan,
-    WriteSealed,
-    WriteStopped,
 )
 from .journal import Happening
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Session, Signal, Stage
 from .transition import Refusal, Transition
 
-#: For every block: Enum attribute lookup is slow.
+#: Used for every block. Enum attribute lookup is slow, so they are cached here.
 _SEALED, _REFUSED, _COMMITTED = Signal.SEALED, Signal.REFUSED, Signal.COMMITTED
 _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
-_FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
 
 _batch_of = attrgetter("batch")
 
 
 def advance(reservation: Reservation, signal: Signal) -> Stage:
-    """Move a reservation along the protocol. Raises KeyError where it has no such step."""
+    """Move a reservation to its next stage. Raises KeyError if `signal` can't happen to it now."""
     reservation.stage = NEXT_STAGE[reservation.stage, signal]
     return reservation.stage
 
@@ -52,8 +47,8 @@ def order_of(r: Reservation) -> WriteOrder:
 # ---- write
 
 
-def began(transition: Transition, event: WriteBegan) -> WriteOrder:
-    """The first byte for a reservation is here: where does it go?"""
+def began(transition: Transition, event: ev.WriteBegan) -> WriteOrder:
+    """The first byte for a reservation arrived. Returns where to write it."""
     session = transition.session(event.session)
     mine = event.token in session.tokens
     reservation = transition.tables.reservations[event.token] if mine else None
@@ -73,11 +68,11 @@ def began(transition: Transition, event: WriteBegan) -> WriteOrder:
     return order_of(reservation)
 
 
-def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]) -> None:
-    """Bytes are complete: publish those that are what the client sent."""
+def sealed(transition: Transition, event: ev.WriteSealed, blocking: frozenset[Tier]) -> None:
+    """All bytes arrived: publish or commit those whose checksum matches what the client sent."""
     commits: dict[Tier, list[int]] = {}
     reservations = transition.tables.reservations
-    #: to be published, with nothing between them that others have to be told first
+    #: To be published together. A save that fails between them is reported in its place.
     whole: list[Reservation] = []
     for token, crc32c, expected in zip(
         event.tokens, event.crc32c, event.expected_crc32c, strict=True
@@ -107,8 +102,8 @@ def sealed(transition: Transition, event: WriteSealed, blocking: frozenset[Tier]
         transition.effects.append(Commit(tier, tuple(tokens)))
 
 
-def stopped(transition: Transition, event: WriteStopped) -> None:
-    """A writer gave up; its room is free again."""
+def stopped(transition: Transition, event: ev.WriteStopped) -> None:
+    """A writer gave up. The room of its reservation becomes free."""
     reservation = transition.tables.reservations[event.token]
     match event.outcome:
         case SaveStatus.LENGTH_MISMATCH:
@@ -119,12 +114,12 @@ def stopped(transition: Transition, event: WriteStopped) -> None:
     _end(transition, reservation, event.outcome, event.why)
 
 
-def committed(transition: Transition, event: Committed) -> None:
+def committed(transition: Transition, event: ev.Committed) -> None:
     reservations = transition.tables.reservations
     _publish_all(transition, [reservations[token] for token in event.tokens])
 
 
-def commit_failed(transition: Transition, event: CommitFailed) -> None:
+def commit_failed(transition: Transition, event: ev.CommitFailed) -> None:
     outcome = SaveStatus.DEVICE_FULL if event.device_full else SaveStatus.FAILED
     for token in event.tokens:
         reservation = transition.tables.reservations[token]
@@ -137,18 +132,18 @@ def commit_failed(transition: Transition, event: CommitFailed) -> None:
 
 
 def _publish_all(transition: Transition, reservations: Sequence[Reservation]) -> None:
-    """What was saved is there for everybody, in this order."""
+    """Publish entries, in this order."""
     for batch, some in groupby(reservations, _batch_of):
         _publish(transition, batch, list(some))
 
 
 def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Reservation]) -> None:
-    """The same, of one batch: for one tier, of one session."""
-    # With few calls: it runs for every block that is saved.
+    """Publish entries of one batch, which are of one tier and one session."""
+    # With few calls, because it runs for every block that is saved.
     t, now_ns, effects = transition.tables, transition.now_ns, transition.effects
     in_flight, recounts, stamp_ns = t.in_flight, t.recounts, t.stamp_ns
     number, tier, saved_bytes = reservations[0].session, reservations[0].entry.tier, 0
-    session = transition.holder(number)
+    session = t.holder(number)
     entries = [reservation.entry for reservation in reservations]
     t.ledgers[tier].publish(entries)
     t.journal.note(_NOTED, entries, now_ns, number)
@@ -180,13 +175,13 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
 
 
 def _used_as_a_whole(transition: Transition, batch: SaveBatch, session: Session | None) -> None:
-    """If nothing of a batch is under way any more, its chain is used, the root last."""
+    """After the last save of a batch has ended, refresh its chain, the root last."""
     if not batch.unsettled:
         transition.refresh_chain(batch.chain, session)
 
 
 def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str) -> None:
-    """A reservation is gone without an entry."""
+    """End a reservation without publishing its entry."""
     t, batch = transition.tables, reservation.batch
     entry, token = reservation.entry, reservation.token
     ledger = t.ledgers[entry.tier]
@@ -197,7 +192,7 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, 
         del t.in_flight[entry.key]
         ledger.withdraw(entry)
     ledger.cancel(entry)
-    session = transition.holder(reservation.session)
+    session = t.holder(reservation.session)
     if session is not None:
         session.tokens.pop(token, None)
         session.reserved_bytes[entry.tier] -= entry.stored_bytes
@@ -208,7 +203,8 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, 
 
 
 def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bool) -> bool:
-    """Take a reservation from its holder. False: its bytes are whole, it is published instead."""
+    """Take a reservation from its session. False: it can't be lost any more, because its bytes are
+    complete and are being committed, or it is lost already."""
     was = reservation.stage
     now = advance(reservation, Signal.LOSE)
     if now is Stage.COMMITTING or was is Stage.DOOMED:
@@ -222,7 +218,7 @@ def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bo
     if now is Stage.GONE:
         _end(transition, reservation, SaveStatus.LOST, why)
         return True
-    # Its room is still being written into: the key is free for others, the room is not.
+    # The writer still writes into its room: the key is free for others, the room is not.
     del t.in_flight[reservation.key]
     t.ledgers[reservation.tier].withdraw(reservation.entry)
     transition.effects.append(StopWriting(reservation.token))
@@ -230,7 +226,7 @@ def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bo
     return True
 
 
-def cancel(transition: Transition, asked: CancelAsked) -> CancelAnswer:
+def cancel(transition: Transition, asked: ev.CancelAsked) -> CancelAnswer:
     session = transition.session(asked.session)
     reservations = transition.tables.reservations
     return CancelAnswer(

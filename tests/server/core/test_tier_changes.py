@@ -1,4 +1,4 @@
-"""A tier that gets another size: exactly the victims that are too many leave, and nothing more."""
+"""A tier that gets another size: exactly as many victims leave as are too many."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import events as ev
 from prefixd.server.core.journal import EvictionCause
 from prefixd.tiers import extents
@@ -151,7 +151,7 @@ def test_victims_behind_what_was_used_are_looked_for_in_steps() -> None:
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_order_of_any_policy_says_who_leaves(policy: str) -> None:
-    """Up and down at random, with everything in between; who leaves is who was said to."""
+    """Random resizes, with other events in between. The foretold victims leave, and no others."""
     chance = random.Random(policy)
     driver = Driver()
     driver.tables.ledgers[Tier.RAM] = Ledger(
@@ -212,5 +212,5 @@ def test_a_tier_is_not_made_smaller_than_its_shares() -> None:
     answer = resize(driver, 6)
     assert (answer.done, answer.entries) == (True, 2)
     assert ledger.shares.standings[1].used_bytes == 4, "what has no share gives"
-    # An operator asks for room, whoever's it is.
+    # An operator asks for room, whichever namespace has it.
     assert driver.evict(6).freed_bytes == 6

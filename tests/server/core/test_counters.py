@@ -1,9 +1,9 @@
-"""Histograms: what is in which bucket."""
+"""Histograms: which values are in which bucket."""
 
 from __future__ import annotations
 
 from prefixd.proto.limits import LATENCY_BOUNDS_NS
-from prefixd.server.core.histogram import AGE_BOUNDS_NS, Histogram
+from prefixd.server.core.counters import AGE_BOUNDS_NS, Histogram
 
 MINUTE, HOUR, DAY = 60, 3_600, 86_400
 

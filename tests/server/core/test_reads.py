@@ -1,4 +1,4 @@
-"""Lookups, claims and their release."""
+"""Lookups, claims, releases and deletes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import pytest
 
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.vocabulary import ClaimMode, DeleteStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from tests.support.state_driver import Driver, key, keys, stored
 
 
 def seen(results: tuple[an.Found, ...]) -> str:
-    """One letter a result: present, in flight, or -."""
+    """A letter for each result: present, in flight, or - for absent."""
     letters = {type(None): "-", an.FlightInfo: "f"}
     return "".join(letters.get(type(found), "p") for found in results)
 
 
 @pytest.fixture
 def driver() -> Driver:
-    """Session 1 has saved a, b and c, and saves x at this moment; session 2 is there, too."""
+    """Session 1 has saved a, b and c, and is saving x. Session 2 is open, too."""
     driver = Driver()
     driver.open("alice")
     driver.open("bob")
@@ -273,7 +273,7 @@ def test_a_claim_that_never_was(driver: Driver, claim: int) -> None:
 
 
 def test_a_loss_is_told_at_every_release(driver: Driver) -> None:
-    """The answer that told it first may not have arrived."""
+    """The answer that reported it first may not have arrived."""
     driver.claim(1, "a", lease_ns=10)
     driver.now_ns = 10
     driver.tick()
@@ -355,7 +355,7 @@ def test_a_delete_is_told_to_readers_before_the_store(driver: Driver) -> None:
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_what_was_deleted_is_not_found_by_a_recovery(saved: bool) -> None:
-    """Its record may be read after the client was told that it is gone."""
+    """Recovery may read its record after the client was told that it is deleted."""
     driver = Driver()
     session = driver.open()
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))

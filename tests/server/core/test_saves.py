@@ -12,7 +12,7 @@ import pytest
 from prefixd.proto.errors import LimitReached, UnknownReservation, UnknownTier
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
-from prefixd.server.core import answers as an
+from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.events import SaveItem
@@ -163,7 +163,7 @@ def test_exactly_what_is_needed_is_evicted(driver: Driver) -> None:
 
 
 def test_a_batch_does_not_evict_what_it_names(driver: Driver) -> None:
-    """b is the least recent; it is made the most recent before room is made for x."""
+    """b is the least recent, and becomes the most recent before room is made for x."""
     driver.save(1, "a b", payload_bytes=4)
     answer = driver.reserve(1, "b x", payload_bytes=4)
     assert answer.results[0] is SaveStatus.PRESENT
@@ -274,7 +274,7 @@ def test_every_write_of_a_batch_is_judged_by_itself(driver: Driver) -> None:
 
 
 def test_what_is_published_together_is_told_together(driver: Driver) -> None:
-    """And neither before nor after what fails between them."""
+    """Their order is kept around a save between them that fails."""
     tokens = driver.granted(1, "a b c d")
     effects = driver.happens(ev.WriteSealed(tuple(tokens), (7, 7, 7, 7), (7, 7, 8, 7), 0))
     told = [e.tokens for e in effects if isinstance(e, fx.SaveEnded)]
@@ -426,7 +426,7 @@ def is_cancelled(driver: Driver, token: int) -> None:
 def test_who_waits_is_told_that_a_save_ended_without_an_entry(
     driver: Driver, end: Callable[[Driver, int], None]
 ) -> None:
-    """A run ends there at once; who wants any of several goes on waiting for the others."""
+    """A run ends there at once. A wait for any of several keys goes on for the other keys."""
     first, second = driver.granted(1, "a b")
     driver.lookup("a b", stop=True, wait_ns=90)
     run = driver.last_request
@@ -474,9 +474,9 @@ def test_the_same_key_can_be_lost_again_and_again_and_saved_in_the_end(driver: D
 
 
 def test_what_an_entry_takes_of_memory() -> None:
-    """All of it: key, numbers, and its places in the tables, in the arena and in the order.
+    """Counts all memory of an entry: key, numbers, and places in tables, arena and eviction order.
 
-    As it is in a daemon: numbers come in as objects of their own, stamps are of this century.
+    As in a daemon, numbers arrive as separate objects, and stamps are of this century.
     """
     entries, chain, slab_bytes, now_ns = 5_000, 50, 2**16, 1_800_000_000_000_000_000
     ram = ledger(Tier.RAM, entries * slab_bytes, slab_bytes=slab_bytes)
