@@ -1,5 +1,5 @@
-"""For every test: examples that are the same at each run, on a machine of any speed, and an
-environment that says nothing of the terminal or of a daemon that is not a test's own."""
+"""Settings of every test: Hypothesis draws the same examples in every run, without a deadline, and
+the environment names neither a terminal nor a daemon of the user."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefixd.client.local import local_transport
 from tests.support.lengths import LONG
 from tests.support.warm import warm_starts
 
-# No deadline: an example that takes long says something of the machine, not of the code.
+# No deadline: how long an example takes depends on the machine more than on the code.
 settings.register_profile("prefixd", deadline=None, derandomize=True, database=None)
 settings.register_profile("long", settings.get_profile("prefixd"), max_examples=1_000)
 settings.load_profile("long" if LONG else "prefixd")
 
-#: Marked `slow`: one test in twelve, which together take most of the time. They try thousands of
-#: steps, or kill, stop and flood daemons of their own. `make quick` leaves them out.
+#: Tests marked `slow`, which `make quick` skips: one test in twelve, but most of the run time. They
+#: try thousands of steps, or kill, stop and flood daemons of their own.
 SLOW = (
     "bench",
     "client/lab/test_live.py",
@@ -50,7 +50,7 @@ TESTS = Path(__file__).parent
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """Of `-n auto`: three for two cores, since tests wait for daemons and for clocks."""
+    """With `-n auto`: three workers for two cores, since tests also wait for daemons and clocks."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
     return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
@@ -58,8 +58,11 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests live to the end: a quarter of a million objects that the cycle collector
-    would walk through again and again, while they come and between the tests."""
+    """Keep the cycle collector away from the collected modules and tests.
+
+    They live to the end, and are a quarter of a million objects that it would otherwise traverse
+    again and again, during the collection of tests and between tests.
+    """
     gc.disable()
     try:
         return (yield)
@@ -78,19 +81,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-#: pytest-xdist, for one, claims a terminal of 80 columns.
-FOREIGN = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
+#: Variables that no test inherits. pytest-xdist, for one, sets COLUMNS to 80.
+NOT_INHERITED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
 
 
 @pytest.fixture(autouse=True, scope="session")
 def plain_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for name in FOREIGN:
+        for name in NOT_INHERITED:
             patch.delenv(name, raising=False)
-        # A hand-over that takes longer is not waited for: a loaded machine would turn the tests of
-        # what is done in place into tests of gRPC.
+        # A client whose hand-over takes longer than this goes on over gRPC: on a loaded machine,
+        # the tests of reading in place would silently test gRPC.
         patch.setattr(local_transport, "HAND_OVER_S", 60.0)
-        # The commands of prefixctl are the same each time that a test calls one.
+        # Tests share one copy of prefixctl's commands, because building them takes long.
         build = functools.cache(typer.main.get_command)
         patch.setattr(typer.testing, "_get_command", build)
         with warm_starts():

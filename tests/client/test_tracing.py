@@ -19,7 +19,7 @@ from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from tests.support.daemon import tcp_address, tcp_daemon
-from tests.support.spans import Told, console_spans, exporter, spans_of, tree
+from tests.support.spans import Span, console_spans, exporter, spans_of, tree
 
 KEYS: Final = [Key(bytes([number]) * 32) for number in range(1, 4)]
 SPARE: Final = [Key(bytes([number]) * 32) for number in range(4, 6)]
@@ -100,7 +100,7 @@ class Traced:
         assert client.wait_connected(deadline_ms=60_000)
         return client
 
-    def told(self) -> list[Told]:
+    def told(self) -> list[Span]:
         """The spans of both sides. Stops the daemon."""
         self.daemon.stop()
         return [*spans_of(exporter()), *console_spans(self.daemon.log)]
@@ -123,7 +123,7 @@ def request(client: Client, keys: list[Key]) -> None:
             assert hit.restore_into([bytearray(len(PAYLOAD)) for _ in keys])
 
 
-def below(spans: list[Told], name: str) -> list[Told]:
+def below(spans: list[Span], name: str) -> list[Span]:
     """The spans of the trace whose root is the only root span of that name."""
     (root,) = (span for span in spans if span.name == name and not span.parent_id)
     return [span for span in spans if span.trace_id == root.trace_id]
@@ -240,7 +240,7 @@ def test_a_client_without_tracing_leaves_no_span(traced: Traced) -> None:
     assert {span.name for span in roots} == {"prefixd.rpc.SaveStaged", "prefixd.rpc.Claim"}
 
 
-def console_spans_of(traced: Traced) -> list[Told]:
+def console_spans_of(traced: Traced) -> list[Span]:
     traced.daemon.stop()
     return console_spans(traced.daemon.log)
 

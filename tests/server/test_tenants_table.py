@@ -31,8 +31,8 @@ from tests.support.tenants import (
     DATA,
     EVERYBODY,
     MARKS,
+    MISSING,
     NAMESPACES,
-    NOTHING,
     OWN,
     ROOM,
     Tenant,
@@ -114,7 +114,7 @@ class World:
             "Save": lambda: pb.SaveRequest(header=header, parts=[part(0, data)]),
             "SaveWhole": lambda: pb.SaveWholeRequest(header=header, parts=[part(0, data)]),
             "Cancel": lambda: pb.CancelRequest(session=ref, tokens=[2**40]),
-            "Delete": lambda: pb.DeleteRequest(session=ref, keys=[NOTHING, *others]),
+            "Delete": lambda: pb.DeleteRequest(session=ref, keys=[MISSING, *others]),
             "Pull": lambda: pb.PullRequest(session=ref, keys=everything),
             "HandOver": lambda: pb.HandOverRequest(session=ref),
             "Fetch": lambda: pb.FetchRequest(
@@ -188,7 +188,7 @@ ADMIN: dict[str, Any] = {
     "ListEntries": lambda: pb.ListEntriesRequest(tier=pb.TIER_RAM),
     "Clear": lambda: pb.ClearRequest(namespace="nothing-of-that-name"),
     "Inspect": lambda: pb.InspectRequest(key=COMMON),
-    "Drop": lambda: pb.DropRequest(keys=[NOTHING]),
+    "Drop": lambda: pb.DropRequest(keys=[MISSING]),
     "Why": lambda: pb.WhyRequest(key=COMMON),
 }
 LOCAL = {

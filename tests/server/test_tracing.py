@@ -29,7 +29,7 @@ from prefixd.server.tracing import OtelTracing, make_provider, shut_down
 from tests.support.columns import Item
 from tests.support.event_loop import in_loop
 from tests.support.running import Refused, answer, key, payload, running
-from tests.support.spans import Told, memory_provider, spans_of, tree
+from tests.support.spans import Span, memory_provider, spans_of, tree
 
 PARENT: Final = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 UNSAMPLED: Final = PARENT[:-1] + b"0"
@@ -45,7 +45,7 @@ HOSTILE: Final = {
 LOOKUP: Final = pb.LookupRequest(keys=[key(1)])
 
 
-def rpcs(spans: Sequence[Told]) -> list[Told]:
+def rpcs(spans: Sequence[Span]) -> list[Span]:
     return [span for span in spans if span.name.startswith("prefixd.rpc.")]
 
 

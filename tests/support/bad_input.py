@@ -1,8 +1,7 @@
-"""Everything that a caller can get wrong, and what the daemon says to it: one table.
+"""Every mistake that a caller can make, with the error that the daemon answers: one table.
 
-`python -m tests.support.bad_input` prints it as Markdown. `server/api/test_service.py` does each of
-these to
-a daemon, compares code, name and retry flag, wants a sentence, and recounts the daemon after it.
+`python -m tests.support.bad_input` prints it as Markdown. `server/api/test_service.py` makes each
+mistake, compares the error's code, name and retry flag, and checks the daemon's state afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.quota import Quota
 from tests.support.columns import Item, columns
 from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
-from tests.support.watchers import watch_in_crowds
+from tests.support.watchers import too_many_watchers
 
 Code = grpc.StatusCode
 Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
@@ -28,7 +27,7 @@ Attempt = Callable[[Running, OpenSession], Awaitable[Any]]
 SHORT: Final = b"31 bytes, which is one too few."
 DATA: Final = payload(1)
 TOO_MANY: Final = [key(number) for number in range(limits.MAX_BATCH_KEYS + 1)]
-#: What tests start the daemon with: a switched-off tier, and tables that are soon full.
+#: The daemon's flags in these tests: one tier is switched off, and the tables are soon full.
 FLAGS: Final = (
     "--shm.budget=0",
     "--server.curve_keys=0",
@@ -37,7 +36,7 @@ FLAGS: Final = (
     "--sessions.max_claims_per_session=1",
     "--sessions.max_reservations_per_session=4",
 )
-#: What each error is on the wire: its code, and whether the same call may succeed later.
+#: Each error's gRPC code, and whether a retry of the same call may succeed.
 ERRORS: Final = {
     "claim_lost": (Code.FAILED_PRECONDITION, False),
     "curve_disabled": (Code.FAILED_PRECONDITION, False),
@@ -55,15 +54,15 @@ ERRORS: Final = {
     "unknown_staging": (Code.FAILED_PRECONDITION, False),
     "unknown_tier": (Code.INVALID_ARGUMENT, False),
 }
-#: Stands for published keys in the attempts below.
-THERE: Final = key(1000)
+#: The key that is published before each attempt.
+PUBLISHED: Final = key(1000)
 
 
 @dataclass(frozen=True)
 class Mistake:
-    """One thing to get wrong. The rpc fails with the error of that name."""
+    """One mistake: `attempt` makes it, and the rpc fails with the error of this name."""
 
-    what: str
+    description: str
     rpc: str
     error: str
     attempt: Attempt
@@ -78,7 +77,7 @@ class Mistake:
 
     @property
     def id(self) -> str:
-        return f"{self.rpc}: {self.what}"
+        return f"{self.rpc}: {self.description}"
 
 
 @functools.cache
@@ -89,7 +88,7 @@ def mistakes() -> tuple[Mistake, ...]:
         *_sessions(),
         *_claims(),
         *_streams(),
-        *_crowds(),
+        *_used_up_quotas(),
         *_operators(),
         *_full_tables(),
     )
@@ -126,7 +125,7 @@ def _delete(keys: list[bytes]) -> Attempt:
 
 
 def _say(**kind: Any) -> Attempt:
-    """On the session stream, which ends with the error."""
+    """Send a message on the session stream, which ends with the error."""
 
     async def attempt(_: Running, session: OpenSession) -> None:
         await session.say(**kind)
@@ -137,7 +136,7 @@ def _say(**kind: Any) -> Attempt:
 
 
 def _batches() -> Iterator[Mistake]:
-    short, empty, over = "a key of 31 bytes", "an empty batch", "more than 4096 of something"
+    short, empty, over = "a key of 31 bytes", "an empty batch", "more than 4096 elements"
     yield Mistake(short, "Lookup", "invalid_key", _lookup([key(1), SHORT]))
     yield Mistake(empty, "Lookup", "invalid_batch", _lookup([]))
     yield Mistake(over, "Lookup", "invalid_batch", _lookup(TOO_MANY))
@@ -157,31 +156,31 @@ def _batches() -> Iterator[Mistake]:
     yield Mistake(empty, "Pull", "invalid_batch", _pull([]))
     yield Mistake(over, "Pull", "invalid_batch", _pull(TOO_MANY))
     any_ = _pull([key(1)], mode=pb.CLAIM_MODE_ANY)
-    yield Mistake("a mode that it has not", "Pull", "malformed_message", any_)
+    yield Mistake("a mode that Pull does not support", "Pull", "malformed_message", any_)
     yield Mistake(empty, "Read", "invalid_batch", _read_request())
     yield Mistake(
         over, "Read", "invalid_batch", _read_request(*(pb.ReadRange() for _ in range(4097)))
     )
     for kind, message in (("touch", pb.Touch), ("suspect", pb.Suspect)):
-        for what, error, keys in (
+        for description, error, keys in (
             (short, "invalid_key", [SHORT]),
             (empty, "invalid_batch", []),
             (over, "invalid_batch", TOO_MANY),
         ):
             attempt = _say(**{kind: message(keys=keys)})
-            yield Mistake(f"{what} in a {kind}", "Session", error, attempt)
-    for what, claims in ((empty, range(0)), (over, range(4097))):
+            yield Mistake(f"{description} in a {kind}", "Session", error, attempt)
+    for description, claims in ((empty, range(0)), (over, range(4097))):
         attempt = _say(give_back=pb.GiveBack(claim_ids=claims))
-        yield Mistake(f"{what} in a give_back", "Session", "invalid_batch", attempt)
+        yield Mistake(f"{description} in a give_back", "Session", "invalid_batch", attempt)
 
 
-# ---- what a save begins with
+# ---- headers of saves
 
 
 def _headers() -> Iterator[Mistake]:
     for rpc in ("Reserve", "Save", "SaveWhole"):
-        for what, error, items, fields in _wrong_headers():
-            yield Mistake(what, rpc, error, _with_header(rpc, items, fields))
+        for description, error, items, fields in _wrong_headers():
+            yield Mistake(description, rpc, error, _with_header(rpc, items, fields))
     yield Mistake(
         "a wait beyond a minute", "Lookup", "invalid_size", _lookup([key(1)], wait_ms=60_001)
     )
@@ -215,7 +214,7 @@ def _with_header(rpc: str, items: list[Item], fields: dict[str, Any]) -> Attempt
 
 
 def _wrong_headers() -> Iterator[tuple[str, str, list[Item], dict[str, Any]]]:
-    """What is wrong, the error, the items and what else there is in the header."""
+    """Yields the mistake, the error, the items, and the other fields of the header."""
 
     def of(**fields: Any) -> list[Item]:
         fields = {"key": key(1), "payload_bytes": len(DATA)} | fields
@@ -224,8 +223,8 @@ def _wrong_headers() -> Iterator[tuple[str, str, list[Item], dict[str, Any]]]:
     good = of()
     yield "an empty batch", "invalid_batch", [], {}
     many = [Item(key=one, payload_bytes=1) for one in TOO_MANY]
-    yield "more than 4096 of something", "invalid_batch", many, {}
-    yield "one key twice", "invalid_batch", good + good, {}
+    yield "more than 4096 elements", "invalid_batch", many, {}
+    yield "the same key twice", "invalid_batch", good + good, {}
     yield "a key of 31 bytes", "invalid_key", of(key=SHORT), {}
     yield "an ancestor of 31 bytes", "invalid_key", good, {"ancestors": [SHORT]}
     yield "more than 4096 ancestors", "invalid_batch", good, {"ancestors": TOO_MANY}
@@ -237,11 +236,11 @@ def _wrong_headers() -> Iterator[tuple[str, str, list[Item], dict[str, Any]]]:
     layers = of(layer_count=len(DATA) - 1)
     yield "layers that do not divide the payload", "invalid_size", layers, {}
     layers = of(payload_bytes=2**20, layer_count=2**16)
-    yield "more layers than there can be", "invalid_size", layers, {}
+    yield "more layers than the limit", "invalid_size", layers, {}
     yield "no sizes", "invalid_size", good, {"payload_bytes": []}
     for column in ("payload_bytes", "token_counts", "layer_counts"):
-        yield f"too long a column {column}", "invalid_batch", good, {column: [1, 1]}
-    yield "too long a column of token ids", "invalid_batch", good, {"token_ids": [b"", b""]}
+        yield f"a column {column} that is too long", "invalid_batch", good, {column: [1, 1]}
+    yield "a column of token ids that is too long", "invalid_batch", good, {"token_ids": [b"", b""]}
     yield "token ids of 3 bytes", "invalid_size", of(token_ids=b"123"), {}
     ids = bytes(limits.MAX_TOKEN_IDS_BYTES + 4)
     yield "token ids beyond 4 MiB", "invalid_size", of(token_ids=ids), {}
@@ -255,11 +254,11 @@ def _wrong_headers() -> Iterator[tuple[str, str, list[Item], dict[str, Any]]]:
     yield "a time to live beyond an hour", "invalid_size", good, ttl
 
 
-# ---- whose call it is
+# ---- sessions
 
 
 def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Callable[[], Any]]:
-    """Every rpc that belongs to a session, with nothing else wrong about it."""
+    """A valid call of every rpc that takes a session."""
     cache, keys = daemon.cache, [key(1)]
     header = pb.SaveHeader(
         session=ref, tier=Tier.RAM, reason=SaveReason.COLD, **columns([item(key(1), DATA)])
@@ -294,7 +293,7 @@ async def _save_staged(daemon: Running, request: pb.SaveStagedRequest) -> None:
 
 
 def _sessions() -> Iterator[Mistake]:
-    def as_whom(rpc: str, **changed: Any) -> Attempt:
+    def with_ref(rpc: str, **changed: Any) -> Attempt:
         async def attempt(daemon: Running, session: OpenSession) -> None:
             ref = pb.SessionRef()
             ref.CopyFrom(session.ref)
@@ -307,21 +306,21 @@ def _sessions() -> Iterator[Mistake]:
 
     calls = ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole")
     for rpc in (*calls, "Delete", "Pull"):
-        stale, unknown = as_whom(rpc, incarnation=bytes(16)), as_whom(rpc, session_id=77)
+        stale, unknown = with_ref(rpc, incarnation=bytes(16)), with_ref(rpc, session_id=77)
         yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
-        yield Mistake("a session that ended or never was", rpc, "unknown_session", unknown)
-        forged = as_whom(rpc, secret=bytes(16))
+        yield Mistake("a session that ended or never existed", rpc, "unknown_session", unknown)
+        forged = with_ref(rpc, secret=bytes(16))
         yield Mistake("a session with another's secret", rpc, "unknown_session", forged)
-    stale = as_whom("SaveStaged", incarnation=bytes(16))
+    stale = with_ref("SaveStaged", incarnation=bytes(16))
     yield Mistake("a session of another incarnation", "SaveStaged", "stale_incarnation", stale)
     yield Mistake(
-        "a session without staging memory", "SaveStaged", "unknown_staging", as_whom("SaveStaged")
+        "a session without staging memory", "SaveStaged", "unknown_staging", with_ref("SaveStaged")
     )
-    for what, first in (
+    for description, first in (
         ("no Hello first", pb.SessionRequest(heartbeat=pb.Heartbeat())),
         ("nothing in the first message", pb.SessionRequest()),
     ):
-        yield Mistake(what, "Session", "malformed_message", _open_with(first))
+        yield Mistake(description, "Session", "malformed_message", _open_with(first))
     yield Mistake("no message at all", "Session", "malformed_message", _open_with())
     for field in ("client_name", "host"):
         long = pb.SessionRequest(hello=pb.Hello(**{field: "x" * 121}))
@@ -329,7 +328,7 @@ def _sessions() -> Iterator[Mistake]:
     yield Mistake("a second Hello", "Session", "malformed_message", _say(hello=pb.Hello()))
     yield Mistake("an empty message", "Session", "malformed_message", _say())
     lie = pb.Heartbeat(usage=pb.Usage(lookups=2, hits=1))
-    yield Mistake("numbers that do not add up", "Session", "malformed_message", _say(heartbeat=lie))
+    yield Mistake("usage that does not add up", "Session", "malformed_message", _say(heartbeat=lie))
     label = pb.SessionRequest(hello=pb.Hello(label="no label"))
     yield Mistake("a label with a blank", "Session", "invalid_size", _open_with(label))
 
@@ -338,14 +337,14 @@ def _open_with(*messages: pb.SessionRequest) -> Attempt:
     return lambda daemon, _: answer(daemon.cache.Session(stream(messages)))
 
 
-# ---- claims and what is read under them
+# ---- claims, and reads under them
 
 
 def _read_request(*ranges: pb.ReadRange, claim: int | None = None) -> Attempt:
-    """Under a claim of one entry of 5,000 bytes, or under another one."""
+    """Read under a new claim on one entry of 5,000 bytes, or under the claim of this id."""
 
     async def attempt(daemon: Running, session: OpenSession) -> None:
-        number = (await session.claim([THERE])).claim_id if claim is None else claim
+        number = (await session.claim([PUBLISHED])).claim_id if claim is None else claim
         await answer(
             daemon.cache.Read(pb.ReadRequest(session=session.ref, claim_id=number, ranges=ranges))
         )
@@ -354,31 +353,31 @@ def _read_request(*ranges: pb.ReadRange, claim: int | None = None) -> Attempt:
 
 
 async def _read_after_its_lease(daemon: Running, session: OpenSession) -> None:
-    claim = (await session.claim([THERE], lease_ms=1_000)).claim_id
+    claim = (await session.claim([PUBLISHED], lease_ms=1_000)).claim_id
     daemon.forward(1.0)
     await session.read(claim)
 
 
 def _claims() -> Iterator[Mistake]:
-    def outside(what: str, **fields: Any) -> Mistake:
-        return Mistake(what, "Read", "invalid_size", _read_request(pb.ReadRange(**fields)))
+    def outside(description: str, **fields: Any) -> Mistake:
+        return Mistake(description, "Read", "invalid_size", _read_request(pb.ReadRange(**fields)))
 
     yield outside("an entry that the claim does not have", index=1)
-    yield outside("a range that begins behind the end", offset_bytes=5001)
-    yield outside("a range that ends behind the end", offset_bytes=1, length_bytes=5000)
+    yield outside("a range that begins after the end", offset_bytes=5001)
+    yield outside("a range that ends after the end", offset_bytes=1, length_bytes=5000)
     yield outside("token ids that were not saved", token_ids=True, length_bytes=4)
     unknown = _read_request(pb.ReadRange(), claim=99)
     yield Mistake("a claim that this session does not hold", "Read", "unknown_claim", unknown)
     none = _read_request(pb.ReadRange(), claim=0)
-    yield Mistake("the claim on nothing", "Read", "unknown_claim", none)
-    yield Mistake("a claim whose lease is over", "Read", "claim_lost", _read_after_its_lease)
+    yield Mistake("claim 0, which claims nothing", "Read", "unknown_claim", none)
+    yield Mistake("a claim whose lease has expired", "Read", "claim_lost", _read_after_its_lease)
 
 
 # ---- streams of bytes
 
 
 def _save(*parts: pb.WritePart, then: tuple[pb.WritePart, ...] = ()) -> Attempt:
-    """One item of 5,000 bytes; a second message if there is one."""
+    """Save one item of 5,000 bytes in these parts. `then`: the parts of a second message."""
 
     async def attempt(daemon: Running, session: OpenSession) -> None:
         header = session.header([item(key(1), DATA)])
@@ -391,7 +390,7 @@ def _save(*parts: pb.WritePart, then: tuple[pb.WritePart, ...] = ()) -> Attempt:
 
 
 def _write(*parts: tuple[int, bytes, bool]) -> Attempt:
-    """Offset, bytes, last: of a reservation of 5,000 bytes."""
+    """Write to a reservation of 5,000 bytes. A part is its offset, its bytes, and `last`."""
 
     async def attempt(_: Running, session: OpenSession) -> None:
         (token,) = await session.granted([item(key(1), DATA)])
@@ -410,7 +409,7 @@ def _write(*parts: tuple[int, bytes, bool]) -> Attempt:
 def _streams() -> Iterator[Mistake]:
     half = part(0, DATA[:2500], last=False)
     gap, back = part(0, DATA[2600:], offset=2600), part(0, DATA, offset=0)
-    yield Mistake("a part behind a gap", "Save", "invalid_size", _save(half, gap))
+    yield Mistake("a part after a gap", "Save", "invalid_size", _save(half, gap))
     yield Mistake("a part that goes back", "Save", "invalid_size", _save(half, then=(back,)))
     after = _save(part(0, DATA), part(0, b"", offset=5000))
     yield Mistake("a part after the last one", "Save", "malformed_message", after)
@@ -419,7 +418,7 @@ def _streams() -> Iterator[Mistake]:
     other = _save(part(1, DATA))
     yield Mistake("a part of an item that does not exist", "Save", "malformed_message", other)
     halves = (0, DATA[:2500], False), (2600, DATA[2600:], True)
-    yield Mistake("a part behind a gap", "Write", "invalid_size", _write(*halves))
+    yield Mistake("a part after a gap", "Write", "invalid_size", _write(*halves))
     twice = (0, DATA, True), (5000, b"", True)
     yield Mistake("a part after the last one", "Write", "malformed_message", _write(*twice))
 
@@ -436,15 +435,15 @@ def _streams() -> Iterator[Mistake]:
         yield Mistake("a save without its header", rpc, "malformed_message", attempt)
 
 
-# ---- operators
+# ---- memory, operators
 
 
-def _crowds() -> Iterator[Mistake]:
-    """Memory that others have, and don't give back."""
+def _used_up_quotas() -> Iterator[Mistake]:
+    """Calls while other calls hold all of a memory quota."""
 
-    def behind(rpc: str, quota_of: Callable[[Running], Quota]) -> Attempt:
+    def while_used_up(rpc: str, quota_of: Callable[[Running], Quota]) -> Attempt:
         async def attempt(daemon: Running, session: OpenSession) -> None:
-            claim = (await session.claim([THERE])).claim_id
+            claim = (await session.claim([PUBLISHED])).claim_id
             quota = quota_of(daemon)
             quota.wait_s = 0
             async with quota.room(quota.limit_bytes):
@@ -453,16 +452,16 @@ def _crowds() -> Iterator[Mistake]:
         return attempt
 
     for rpc in ("Save", "SaveWhole", "Write"):
-        attempt = behind(rpc, lambda daemon: daemon.front.saves.arriving)
+        attempt = while_used_up(rpc, lambda daemon: daemon.front.saves.arriving)
         yield Mistake("no memory for its bytes", rpc, "limit_reached", attempt)
-    attempt = behind("Read", lambda daemon: daemon.front.service.reads)
+    attempt = while_used_up("Read", lambda daemon: daemon.front.service.reads)
     yield Mistake("no memory for its bytes", "Read", "limit_reached", attempt)
 
 
 def _operators() -> Iterator[Mistake]:
-    def admin(what: str, rpc: str, error: str, request: Any) -> Mistake:
+    def admin(description: str, rpc: str, error: str, request: Any) -> Mistake:
         return Mistake(
-            what, rpc, error, lambda daemon, _: answer(getattr(daemon.admin, rpc)(request))
+            description, rpc, error, lambda daemon, _: answer(getattr(daemon.admin, rpc)(request))
         )
 
     yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
@@ -471,39 +470,39 @@ def _operators() -> Iterator[Mistake]:
     for size_bytes in (0, 1, 2**63, 2**40):
         request = pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=size_bytes)
         yield admin(f"a tier of {size_bytes} bytes", "Resize", "invalid_size", request)
-    nowhere = pb.ResizeRequest(budget_bytes=2**20)
-    yield admin("a resize of no tier", "Resize", "unknown_tier", nowhere)
+    no_tier = pb.ResizeRequest(budget_bytes=2**20)
+    yield admin("a resize of no tier", "Resize", "unknown_tier", no_tier)
     both = pb.DrainRequest(stop=True, resume=True)
     yield admin("a stop and a resume at once", "Drain", "malformed_message", both)
-    for_ever = pb.DrainRequest(within_ms=2**32 - 1)
-    yield admin("a drain of weeks", "Drain", "invalid_size", for_ever)
+    weeks = pb.DrainRequest(within_ms=2**32 - 1)
+    yield admin("a drain of weeks", "Drain", "invalid_size", weeks)
     for label in ("", "a b", "x" * 65):
-        nobodys = pb.ClearRequest(namespace=label)
-        name = f"a namespace of {len(label)} characters that can be none"
-        yield admin(name, "Clear", "invalid_size", nobodys)
-    nowhere_clear = pb.ClearRequest(namespace="a", tiers=[9])  # type: ignore[list-item]
-    yield admin("a clear of no tier", "Clear", "unknown_tier", nowhere_clear)
-    nowhere_watch = pb.WatchRequest(tiers=[9])  # type: ignore[list-item]
-    yield admin("a watch of no tier", "Watch", "unknown_tier", nowhere_watch)
-    yield Mistake("one watcher too many", "Watch", "limit_reached", watch_in_crowds)
+        invalid_name = pb.ClearRequest(namespace=label)
+        name = f"an invalid namespace of {len(label)} characters"
+        yield admin(name, "Clear", "invalid_size", invalid_name)
+    clear = pb.ClearRequest(namespace="a", tiers=[9])  # type: ignore[list-item]
+    yield admin("a clear of a tier that does not exist", "Clear", "unknown_tier", clear)
+    watch = pb.WatchRequest(tiers=[9])  # type: ignore[list-item]
+    yield admin("a watch of a tier that does not exist", "Watch", "unknown_tier", watch)
+    yield Mistake("one watcher too many", "Watch", "limit_reached", too_many_watchers)
     loud = pb.SetLogLevelRequest(level="loud")
-    yield admin("a log level that there is not", "SetLogLevel", "malformed_message", loud)
+    yield admin("an unknown log level", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):
         request_why = pb.WhyRequest(key=beginning)
         yield admin(f"{len(beginning)} bytes of a key", "Why", "invalid_key", request_why)
-    nobody = pb.KickRequest(session_id=2**40)
-    yield admin("a session that there is not", "Kick", "unknown_session", nobody)
+    kick = pb.KickRequest(session_id=2**40)
+    yield admin("a session that ended or never existed", "Kick", "unknown_session", kick)
     yield admin(
-        "a key that is not there", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
+        "a key that is not published", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
     )
     page = limits.MAX_PAGE_ENTRIES + 1
-    for what, fields in (
+    for description, fields in (
         ("a page beyond 10,000 entries", {"page_entries": page}),
-        ("a cursor that no page gave", {"cursor": bytes(33)}),
+        ("a cursor that no page returned", {"cursor": bytes(33)}),
     ):
         request = pb.ListEntriesRequest(tier=pb.TIER_RAM, **fields)
-        yield admin(what, "ListEntries", "invalid_size", request)
-    for tier, what in (
+        yield admin(description, "ListEntries", "invalid_size", request)
+    for tier, description in (
         (0, "no tier"),
         (9, "a tier that does not exist"),
         (2, "a tier that is switched off"),
@@ -515,7 +514,7 @@ def _operators() -> Iterator[Mistake]:
             ("Curve", pb.CurveRequest(tier=tier)),
             ("Verify", pb.VerifyRequest(tiers=[tier])),
         ):
-            yield admin(what, rpc, "unknown_tier", request)
+            yield admin(description, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
     yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
     yield admin(
@@ -558,8 +557,8 @@ async def _third_session(daemon: Running, _: OpenSession) -> None:
 
 
 async def _second_claim(_: Running, session: OpenSession) -> None:
-    await session.claim([THERE])
-    await session.claim([THERE])
+    await session.claim([PUBLISHED])
+    await session.claim([PUBLISHED])
 
 
 async def _fifth_reservation(_: Running, session: OpenSession) -> None:
@@ -570,7 +569,7 @@ async def _fifth_reservation(_: Running, session: OpenSession) -> None:
 async def _while_stopping(daemon: Running, session: OpenSession) -> None:
     daemon.core.gate.stopping = True
     try:
-        await session.claim([THERE])
+        await session.claim([PUBLISHED])
     finally:
         daemon.core.gate.stopping = False
 
@@ -584,14 +583,14 @@ def _full_tables() -> Iterator[Mistake]:
 
 def main() -> None:
     """Print the table."""
-    rows = {(m.what, m.error): [] for m in mistakes()}
+    rows = {(m.description, m.error): [] for m in mistakes()}
     for mistake in mistakes():
-        rows[mistake.what, mistake.error].append(mistake.rpc)
-    lines = ["| mistake | rpcs | code | error | again? |", "|---|---|---|---|---|"]
-    for (what, error), rpcs in rows.items():
+        rows[mistake.description, mistake.error].append(mistake.rpc)
+    lines = ["| mistake | rpcs | code | error | retry? |", "|---|---|---|---|---|"]
+    for (description, error), rpcs in rows.items():
         code, retry = ERRORS[error]
-        names, again = ", ".join(dict.fromkeys(rpcs)), "yes" if retry else "no"
-        lines.append(f"| {what} | {names} | {code.name} | {error} | {again} |")
+        names, retryable = ", ".join(dict.fromkeys(rpcs)), "yes" if retry else "no"
+        lines.append(f"| {description} | {names} | {code.name} | {error} | {retryable} |")
     print("\n".join(lines))
 
 

@@ -1,4 +1,4 @@
-"""A client of the local socket that does what no client of ours would."""
+"""A raw client of the local socket, for requests that prefixd's own client never makes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.running import OpenSession, Running, key
 
 
 class Bare:
-    """A client's bare socket: nothing is read of it unasked."""
+    """A client's raw socket: it is read only when a test asks for a response."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
@@ -24,11 +24,11 @@ class Bare:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def response(self) -> pb.LocalResponse:
-        """The next one. Raises EOFError."""
+        """The next response. Raises EOFError."""
         while (response := self._frames.next()) is None:
             try:
                 data = await asyncio.get_running_loop().sock_recv(self.socket, 2**16)
-            except ConnectionResetError:  # with requests that the daemon had not read
+            except ConnectionResetError:  # the daemon closed it with requests unread
                 data = b""
             if not data:
                 raise EOFError
@@ -36,7 +36,7 @@ class Bare:
         return response
 
     async def rest(self) -> list[pb.LocalResponse]:
-        """Everything until the daemon hangs up."""
+        """Every response until the daemon closes the connection."""
         responses = []
         try:
             while True:
@@ -61,7 +61,7 @@ def frame(**kind: Any) -> bytes:
 
 
 def served(daemon: Running) -> Any:
-    """The daemon's side of the only connection that there is."""
+    """The daemon's side of the only open connection."""
     (connection,) = daemon.local_server.connections
     return connection
 

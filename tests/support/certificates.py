@@ -1,4 +1,4 @@
-"""Certificates for tests, made by openssl: an authority, and what it signed."""
+"""Certificates for tests, made by openssl: an authority, and certificates that it signs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Authority:
 
     def __init__(self, directory: Path) -> None:
         if shutil.which("openssl") is None:
-            pytest.skip("there is no openssl to make certificates with")
+            pytest.skip("needs openssl to make certificates")
         directory.mkdir()
         self._directory = directory
         self.certificate = directory / "ca.pem"
@@ -26,7 +26,7 @@ class Authority:
         )
 
     def sign(self, name: str, *, days: int = 2, address: str = "127.0.0.1") -> tuple[Path, Path]:
-        """A certificate for an address, and its key. `days` below 0: it is over."""
+        """A certificate for an address, and its key. It has expired if `days` is negative."""
         certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         request = self._directory / f"{name}.csr"
         extensions = self._directory / f"{name}.ext"

@@ -1,4 +1,4 @@
-"""A headless Chromium, driven over its pipe: what a page logs, how wide it is, how it looks."""
+"""A headless Chromium, driven over a pipe: sets a page's size, reads its log, takes screenshots."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-#: Only a test that fails waits for it.
+#: Only a failing test waits this long.
 _WITHIN_S: Final = 90.0
-#: Chromium speaks over descriptors 3 and 4.
+#: Chromium reads commands from descriptor 3 and writes to descriptor 4.
 _AS_3_AND_4: Final = (
     "import os, sys; from fcntl import F_DUPFD, fcntl; "
     "r, w = (fcntl(int(n), F_DUPFD, 10) for n in sys.argv[1:3]); "
@@ -27,7 +27,7 @@ _LOGGED: Final = ("Runtime.consoleAPICalled", "Runtime.exceptionThrown", "Log.en
 
 
 def find_chromium() -> str | None:
-    """The browser of this machine, if it has one."""
+    """The path of the browser, if one is installed."""
     names = ("chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
 
@@ -79,7 +79,7 @@ class Browser:
         return message
 
     def size(self, width: int, height: int, *, dark: bool = False) -> None:
-        """As wide as a phone or a screen, in CSS pixels."""
+        """Set the size of the page in CSS pixels. A narrow page is that of a phone."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 700,
@@ -97,7 +97,7 @@ class Browser:
         return answer["result"].get("value")
 
     def until(self, expression: str) -> Any:
-        """Ask until it is true, and return what it is then."""
+        """Evaluate the expression until it is true, and return its value."""
         deadline_s = time.monotonic() + _WITHIN_S
         while time.monotonic() < deadline_s:
             if value := self.evaluate(expression):
@@ -105,14 +105,14 @@ class Browser:
         raise AssertionError(f"never true: {expression}")
 
     def draw(self, path: Path) -> None:
-        """The page as a PNG, as long as it is."""
+        """Write the whole page to a PNG, including the part below the window."""
         taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(taken["data"]))
 
 
 @contextmanager
 def browser(chromium: str, profile: Path) -> Iterator[Browser]:
-    """`profile`: an empty directory, which is the browser's."""
+    """A browser with one tab. `profile`: an empty directory for the browser's own files."""
     (its_reading, writing), (reading, its_writing) = os.pipe(), os.pipe()
     command = [
         sys.executable, "-c", _AS_3_AND_4, str(its_reading), str(its_writing), chromium,
@@ -120,7 +120,7 @@ def browser(chromium: str, profile: Path) -> Iterator[Browser]:
         "--disable-background-networking", "--disable-component-update", "--disable-sync",
         "--hide-scrollbars", f"--user-data-dir={profile}", "--remote-debugging-pipe",
     ]  # fmt: skip
-    # It logs about the machine it is on.
+    # Chromium's own log is about the machine, not about the page.
     with subprocess.Popen(
         command, pass_fds=(its_reading, its_writing), stderr=subprocess.DEVNULL
     ) as process:

@@ -1,4 +1,4 @@
-"""What a save asks for, item by item and part by part, from and to the columns of the contract."""
+"""The items and parts of a save, converted to and from the columns of prefixd.proto."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class StagedPart:
 
 
 def columns(items: Iterable[Item]) -> dict[str, Any]:
-    """The fields of a header that say these."""
+    """The columns of a `SaveHeader` with these items."""
     items = list(items)
     return {
         "keys": [item.key for item in items],
@@ -44,7 +44,7 @@ def columns(items: Iterable[Item]) -> dict[str, Any]:
 
 
 def items_of(header: pb.SaveHeader) -> list[Item]:
-    """What a header says; of a column that was left out, nothing."""
+    """The items of a header. A column that is left out gives zeros or empty token ids."""
     none = [0] * len(header.keys)
     return [
         Item(*fields)
@@ -60,7 +60,7 @@ def items_of(header: pb.SaveHeader) -> list[Item]:
 
 
 def staged(parts: Iterable[StagedPart]) -> dict[str, Any]:
-    """The fields of a request that say these."""
+    """The columns of a `SaveStagedRequest` with these parts."""
     parts = list(parts)
     return {
         "items": [part.item for part in parts],
@@ -72,7 +72,7 @@ def staged(parts: Iterable[StagedPart]) -> dict[str, Any]:
 
 
 def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
-    """What a request says."""
+    """The parts of a request."""
     return [
         StagedPart(*fields)
         for fields in zip(

@@ -1,4 +1,4 @@
-"""Real daemons for tests: in processes and directories of their own, gone in the end."""
+"""Real daemons for tests, each in its own process and directories, which are removed at the end."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from prefixd.client.ctl.private import PrivateDaemon
 
 T = TypeVar("T")
 
-#: Slabs as small as they can be: entries take what they need, and budgets can be tiny.
+#: The smallest slabs: entries waste little room, and budgets can be tiny.
 SMALL_SLABS: Final = ("--ram.slab=4KiB", "--shm.slab=4KiB", "--disk.slab=4KiB")
-#: To zero the 64 MiB that a client has by default takes longer than most tests.
+#: Zeroing a client's default 64 MiB of staging memory takes longer than most tests.
 SMALL_STAGING: Final = "--server.staging=4MiB"
-#: Two seconds on a loaded machine are nothing. Only a test that fails waits for it.
+#: Generous, for a loaded machine: only a failing test waits this long.
 WITHIN_S: Final = 60.0
-#: Between two questions.
+#: Between two polls.
 PAUSE_S: Final = 0.005
 
 
@@ -32,7 +32,7 @@ PAUSE_S: Final = 0.005
 def private_daemon(
     *flags: str, ram: str = "8MiB", shm: str = "8MiB", disk: str = "8MiB"
 ) -> Iterator[PrivateDaemon]:
-    """A daemon that serves, with these budgets; its directories have short paths."""
+    """A running daemon with these budgets. Its directories have short paths."""
     with temporary_directories() as (directory, shm_directory):
         budgets = (f"--ram.budget={ram}", f"--shm.budget={shm}", f"--disk.budget={disk}")
         command = (*SMALL_SLABS, SMALL_STAGING, *budgets, *flags)
@@ -42,8 +42,8 @@ def private_daemon(
 
 @contextmanager
 def tcp_daemon(*flags: str, **budgets: str) -> Iterator[PrivateDaemon]:
-    """The same, which listens on TCP too, and has a data socket: at `tcp_address`, also after it
-    was started again."""
+    """A daemon that also listens on TCP and has a data socket. Its `tcp_address` stays the same
+    after a restart."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
@@ -52,14 +52,14 @@ def tcp_daemon(*flags: str, **budgets: str) -> Iterator[PrivateDaemon]:
 
 
 def tcp_address(daemon: PrivateDaemon) -> str:
-    """Where a `tcp_daemon` listens, as it said itself."""
+    """The TCP address of a `tcp_daemon`, read from its log."""
     (address,) = {*re.findall(r"127\.0\.0\.1:\d+(?= *['\"])", daemon.log.read_text())}
     return str(address)
 
 
 @contextmanager
 def temporary_directories() -> Iterator[tuple[Path, Path]]:
-    """One below /tmp, one below /dev/shm, both removed in the end."""
+    """One directory in /tmp and one in /dev/shm, both removed at the end."""
     directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/tmp"))
     shm_directory = Path(tempfile.mkdtemp(prefix="pd-", dir="/dev/shm"))
     try:
@@ -70,32 +70,32 @@ def temporary_directories() -> Iterator[tuple[Path, Path]]:
 
 
 def whole_lines(log: Path) -> list[str]:
-    """What another process has logged; not a line that it is in the middle of."""
+    """The complete lines of another process's log, without one that is still being written."""
     return [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
 
 def metrics_of(daemon: PrivateDaemon) -> str:
-    """Where its metrics are, `host:port`, as its last start said."""
+    """The `host:port` of the metrics, from the log of the last start."""
     lines = [line for line in whole_lines(daemon.log) if '"metrics"' in line]
     return str(json.loads(lines[-1])["address"])
 
 
 def problems_of(admin: AdminConnection) -> list[str]:
-    """What does not add up in a daemon, and what can't be read back from it."""
+    """What is inconsistent in a daemon, and which entries can't be read back."""
     *_, verified = admin.verify()
     return [*admin.check().problems, *verified.problems]
 
 
-def eventually(what: Callable[[], T], within_s: float = WITHIN_S) -> T:
-    """Ask `what()` again and again until it says something true, and return that.
+def eventually(condition: Callable[[], T], within_s: float = WITHIN_S) -> T:
+    """Poll `condition()` until it returns something true, and return that.
 
-    For what happens elsewhere and sends no event. Between two questions there is a pause: what is
-    waited for needs the processor. Fails when `within_s` is over.
+    For changes in another process that send no event. It pauses between two polls, because that
+    process needs the processor. Fails after `within_s`.
     """
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
-        answer = what()
+        answer = condition()
         if answer:
             return answer
         time.sleep(PAUSE_S)
-    raise AssertionError(f"did not happen within {within_s:g} s: {what}")
+    raise AssertionError(f"did not happen within {within_s:g} s: {condition}")

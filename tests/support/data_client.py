@@ -1,4 +1,4 @@
-"""A client's side of a connection to the data socket, which does as it is told."""
+"""A client's side of a connection to the data socket, which a test drives message by message."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.running import OpenSession, Refused, Running, payload, runnin
 
 HOST: Final = "127.0.0.1"
 MIB: Final = 2**20
-#: More than sockets hold between them, and than a turn moves.
+#: More than both sockets' buffers hold, and more than the daemon moves in one turn.
 LARGE: Final = payload(7) * (20 * MIB // 5000)
 
 
 class DataConnection:
-    """`received_bytes`: what the kernel may hold for it, once it does not read."""
+    """One connection to the data socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
@@ -41,7 +41,7 @@ class DataConnection:
         return await self.response()
 
     async def response(self) -> pb.DataResponse:
-        """The next one. Raises Refused, EOFError, ConnectionError."""
+        """The next response. Raises Refused, EOFError, ConnectionError."""
         (size_bytes,) = frames.HEAD.unpack(await self.exactly(frames.HEAD.size))
         response = frames.response_of(await self.exactly(size_bytes))
         if response.HasField("failure"):
@@ -49,27 +49,28 @@ class DataConnection:
         return response
 
     async def exactly(self, size_bytes: int) -> bytes:
-        """Raises EOFError, ConnectionError."""
-        came = b""
-        while len(came) < size_bytes:
-            more = await self._loop.sock_recv(self.sock, size_bytes - len(came))
-            if not more:
+        """Read exactly this many bytes. Raises EOFError, ConnectionError."""
+        received = b""
+        while len(received) < size_bytes:
+            chunk = await self._loop.sock_recv(self.sock, size_bytes - len(received))
+            if not chunk:
                 raise EOFError
-            came += more
-        return came
+            received += chunk
+        return received
 
     async def part(self) -> tuple[pb.RawPart, bytes] | None:
-        """The next part of what is read; None: that was all. Raises as `response`."""
+        """The next part of a read, or None at its end. Raises what `response` raises."""
         response = await self.response()
         if response.HasField("read_end"):
             return None
         return response.part, await self.exactly(response.part.length_bytes)
 
     async def parts(self, count: int, *, begun: bool = False) -> list[bytes]:
-        """Everything of so many ranges, or, if that has `begun`, what still comes."""
+        """The bytes of `count` ranges. `begun`: the first parts have been read already, and the
+        rest is returned."""
         found = [b""] * count
-        while (came := await self.part()) is not None:
-            part, raw = came
+        while (received := await self.part()) is not None:
+            part, raw = received
             assert part.status == pb.READ_STATUS_OK
             assert begun or part.offset_bytes == len(found[part.range])
             found[part.range] += raw
@@ -82,7 +83,7 @@ class DataConnection:
     async def save(
         self, session: OpenSession, items: Sequence[Item], payloads: Sequence[bytes]
     ) -> list[int]:
-        """One save of all that is wanted: the statuses."""
+        """Save these items, sending the payloads that the daemon wants. Returns the statuses."""
         response = await self.ask(save=pb.RawSaveRequest(header=session.header(items)))
         if response.HasField("save_ready"):
             await self.payloads(*(payloads[item] for item in response.save_ready.items))
@@ -90,7 +91,7 @@ class DataConnection:
         return [result.status for result in response.save.results]
 
     async def hung_up(self) -> None:
-        """Wait until the daemon ends it. What still comes is thrown away."""
+        """Wait until the daemon closes the connection. Discards what it still sends."""
         try:
             while await self._loop.sock_recv(self.sock, 2**16):
                 pass
@@ -102,7 +103,7 @@ class DataConnection:
 
 
 class SecuredConnection(DataConnection):
-    """Under TLS."""
+    """A connection under TLS."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -127,7 +128,8 @@ class SecuredConnection(DataConnection):
 async def secured_connection(
     port: int, context: ssl.SSLContext, session: OpenSession | None = None, token: str = ""
 ) -> AsyncIterator[SecuredConnection]:
-    """Raises OSError of what is no handshake."""
+    """A connection under TLS, attached to `session` if there is one. Raises OSError if the
+    handshake fails."""
     reader, writer = await asyncio.open_connection(HOST, port, ssl=context, limit=2**24)
     connection = SecuredConnection(reader, writer)
     try:
@@ -144,8 +146,8 @@ async def secured_connection(
 async def data_connection(
     daemon: Running, session: OpenSession | None = None, *, receive_bytes: int = 0
 ) -> AsyncIterator[DataConnection]:
-    """A connection, attached to `session`. `receive_bytes`: what the kernel holds for this side at
-    most."""
+    """A connection, attached to `session` if there is one. `receive_bytes`: limits the kernel's
+    receive buffer on this side."""
     server = daemon.front.data
     port = daemon.front.sessions.data_port or server.start(HOST, 0)
     with socket.socket() as sock:

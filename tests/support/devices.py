@@ -1,5 +1,5 @@
-"""Small devices: tmpfs file systems in a mount namespace of their own, which outlive the daemons
-that use them and are gone with the test."""
+"""Small devices: tmpfs file systems, each in its own mount namespace. They outlive the daemons that
+use them, and disappear with the test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Final
 
 import pytest
 
-#: Makes the namespace and its file system, says so, and keeps them until it is told to end.
+#: Makes the namespace and its file system, reports it on stdout, and keeps both until stdin closes.
 _KEEPER: Final = """
 import ctypes, sys
 place, size = sys.argv[1:]
@@ -28,7 +28,7 @@ if (
 print("made", flush=True)
 sys.stdin.read()
 """
-#: A daemon that enters it. What stands for `{patch}` runs before its `main`.
+#: A daemon that enters the namespace. `{patch}` is replaced by code that runs before its `main`.
 _DAEMON: Final = """
 import ctypes, os, sys
 if ctypes.CDLL(None).setns(os.open("/proc/{pid}/ns/mnt", os.O_RDONLY), 0x00020000):
@@ -40,32 +40,32 @@ daemon.main(sys.argv[1:])
 
 
 class SmallDevice:
-    """`place` is a file system of some bytes for those who entered its namespace."""
+    """A small file system, mounted at `place` for the processes in its namespace."""
 
     def __init__(self, pid: int, place: Path) -> None:
         self._pid = pid
-        #: the same directory, seen from outside
-        self.seen = Path(f"/proc/{pid}/root{place}")
+        #: The mounted directory, as processes outside the namespace reach it.
+        self.from_outside = Path(f"/proc/{pid}/root{place}")
 
     def script(self, patch: str = "") -> str:
-        """A daemon on it, for `DaemonProcess.run_with`."""
+        """The script of a daemon in the namespace, for `DaemonProcess.run_with`."""
         return _DAEMON.format(pid=self._pid, patch=patch)
 
     def fill(self, but_bytes: int = 0) -> Path:
-        """A file of somebody else takes all that is free but so much."""
-        room = self.seen / "of-somebody-else"
-        with room.open("ab", buffering=0) as file:
+        """Fill the device up to `but_bytes` with a file that is not the daemon's. Returns it."""
+        filler = self.from_outside / "foreign-file"
+        with filler.open("ab", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(4096))
             except OSError:
                 file.truncate(max(0, file.tell() - but_bytes))
-        return room
+        return filler
 
 
 @contextmanager
 def small_device(place: Path, size_bytes: int) -> Iterator[SmallDevice]:
-    """Skips the test where it may not be made."""
+    """A device of this size, mounted at `place`. Skips the test without the permission to mount."""
     place.mkdir(exist_ok=True)
     with subprocess.Popen(
         [sys.executable, "-c", _KEEPER, str(place), str(size_bytes)],

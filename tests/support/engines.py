@@ -1,4 +1,4 @@
-"""What tests of engines' connectors share."""
+"""Keys and payloads for the tests of the engines' connectors."""
 
 from __future__ import annotations
 

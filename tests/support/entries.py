@@ -1,4 +1,4 @@
-"""Entries whose bytes follow from their keys, so that everybody can tell right bytes from wrong."""
+"""Entries whose bytes are derived from their keys, so that any reader can verify them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def items_of(names: Iterable[str], payload_bytes: int) -> list[SaveItem]:
 
 
 def save(client: Client, names: Iterable[str], payload_bytes: int, tier: Tier) -> list[Key]:
-    """Save entries and wait until they are there."""
+    """Save entries, and wait until they are published."""
     items = items_of(names, payload_bytes)
     outcomes = client.save_many(items, tier=tier, reason=SaveReason.EVICT)
     assert {outcome.status.label for outcome in outcomes if not outcome.ok} == set()
@@ -31,13 +31,13 @@ def save(client: Client, names: Iterable[str], payload_bytes: int, tier: Tier) -
 
 
 def restore(hit: Hit) -> tuple[RestoreResult, list[bytes]]:
-    """What came, and every buffer, zeroed before."""
+    """Restore into zeroed buffers: the result, and the bytes of every buffer."""
     buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
     return hit.restore_into(buffers), [bytes(buffer) for buffer in buffers]
 
 
 def rpcs(client: Client) -> dict[str, int]:
-    """Those that were made, by their names."""
+    """How many of each rpc the client has made, without those that it never made."""
     counted = client.counters["rpcs"]
     assert isinstance(counted, dict)
     return {name: count for name, count in counted.items() if count}

@@ -1,9 +1,9 @@
 """One event loop for every asynchronous test of a process.
 
-gRPC has one poller a process. It hands the end of each operation to the loop that began it, and
-wakes every loop that it has ever seen. With a loop for each test, an operation that ends after its
-test has no loop to go to: the poller raises in the loop of a later test, and leaves behind
-whatever else it had to deliver. With one loop there is always somewhere to go.
+gRPC has one poller per process. It delivers the end of each operation to the loop that began it,
+and wakes every loop that it has ever seen. With a loop for each test, the loop of an operation that
+ends after its test no longer exists: the poller raises in the loop of a later test, and does not
+deliver its other events. A shared loop always exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 
-#: What a test waits for at most before it fails.
+#: How long a test waits before it fails.
 PATIENCE_S: Final = 60.0
 
 
@@ -30,8 +30,8 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in the one loop: cancels the tasks that `main` leaves behind, and waits
-    for threads of `asyncio.to_thread`. Fails if the loop had to report an exception."""
+    """Like `asyncio.run`, but in the shared loop: cancels the tasks that `main` leaves behind, and
+    waits for threads of `asyncio.to_thread`. Fails if an exception in the loop was not handled."""
     loop = shared_loop()
     unhandled: list[dict[str, Any]] = []
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
@@ -45,13 +45,13 @@ def run(main: Coroutine[Any, Any, T]) -> T:
     try:
         result = loop.run_until_complete(bounded())
     finally:
-        loop.run_until_complete(_end_what_is_left(executor))
+        loop.run_until_complete(_end_tasks_and_threads(executor))
         loop.set_exception_handler(None)
     assert not unhandled, f"unhandled in the loop: {unhandled}"
     return result
 
 
-async def _end_what_is_left(executor: ThreadPoolExecutor) -> None:
+async def _end_tasks_and_threads(executor: ThreadPoolExecutor) -> None:
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()
@@ -70,7 +70,7 @@ async def _end_what_is_left(executor: ThreadPoolExecutor) -> None:
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Make a test of a coroutine."""
+    """Turn a coroutine function into a test that runs in the shared loop."""
 
     @functools.wraps(test)
     def run_test(*args: Any, **kwargs: Any) -> None:

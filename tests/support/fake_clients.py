@@ -1,4 +1,4 @@
-"""What tests of the client against a `FakeDaemon` share. A test file makes fixtures of it:
+"""Clients of a `FakeDaemon`. A test file declares the fixtures that it uses:
 
 daemon = pytest.fixture(fake_daemon)
 client = pytest.fixture(searching_client)
@@ -42,7 +42,7 @@ def save_prefix(daemon: FakeDaemon, length: int, **item: Any) -> Key:
 
 
 def searched(client: Client) -> dict[str, Any]:
-    """What it counted of its searches, without what never happened."""
+    """The client's counters of its searches, without zeros."""
     snapshot = client.counters
     misses, rpcs = snapshot["misses"], snapshot["rpcs"]
     assert isinstance(misses, dict)
@@ -56,7 +56,7 @@ def searched(client: Client) -> dict[str, Any]:
 
 
 def saves_of(client: Client) -> dict[str, int]:
-    """What it counted of its saves, the same way."""
+    """The client's counters of its saves, without zeros."""
     counted = client.counters["saves"]
     assert isinstance(counted, dict)
     return {status: number for status, number in counted.items() if number}

@@ -1,5 +1,5 @@
-"""As much of Redis as a shared store asks for, in this process: a dict behind a socket, with
-faults on demand."""
+"""The part of Redis that a shared store uses, in this process: a dict behind a socket, with faults
+on demand."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ SLOTS: Final = 16_384
 
 
 class HangUp(Exception):
-    """For `FakeRedis.fault`: close the connection instead of an answer."""
+    """Raised by `FakeRedis.fault` to close the connection instead of answering."""
 
 
 class FakeRedis:
-    """One node. Threads, one a connection, end with `close`."""
+    """One node, with a thread for each connection until `close`."""
 
     def __init__(self, password: str = "") -> None:
         self.values: dict[bytes, tuple[bytes, int]] = {}
         self.commands: list[list[bytes]] = []
-        #: First slot, last slot and port of each node; None: this is no Cluster.
+        #: First slot, last slot and port of each node; None: not a Cluster.
         self.slots: list[tuple[int, int, int]] | None = None
         self.settings = {
             "maxmemory": "1000000",
             "maxmemory-policy": "volatile-ttl",
             "maxmemory-samples": "10",
         }
-        #: May return the bytes of another answer, or raise `HangUp`.
+        #: Called with each command: may return another answer, or raise `HangUp`.
         self.fault: Callable[[list[bytes]], bytes | None] = lambda _: None
-        #: Answers wait while it is cleared.
+        #: Answers are held back while this is cleared.
         self.answers = threading.Event()
         self.answers.set()
         self._password = password
@@ -49,7 +49,7 @@ class FakeRedis:
         return f"redis://{user}127.0.0.1:{self.port}"
 
     def hang_up(self) -> None:
-        """Close every connection; new ones are taken."""
+        """Close every connection. New ones are accepted."""
         with self._lock:
             for connection in self._connections:
                 with suppress(OSError):
@@ -79,13 +79,13 @@ class FakeRedis:
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, HangUp), connection, connection.makefile("rb") as requests:
-            proved = not self._password
+            authenticated = not self._password
             while command := read_command(requests):
                 self.commands.append(command)
                 if command[0].upper() == b"AUTH":
-                    proved = command[-1] == self._password.encode()
-                    answer = b"+OK\r\n" if proved else b"-WRONGPASS no such password\r\n"
-                elif not proved:
+                    authenticated = command[-1] == self._password.encode()
+                    answer = b"+OK\r\n" if authenticated else b"-WRONGPASS no such password\r\n"
+                elif not authenticated:
                     answer = b"-NOAUTH first\r\n"
                 else:
                     with self._lock:
@@ -146,7 +146,7 @@ def bulk(value: bytes | None) -> bytes:
 
 
 def read_command(requests: IO[bytes]) -> list[bytes]:
-    """One command; empty at the end."""
+    """The next command, or an empty list at the end of the connection."""
     count = requests.readline()
     words = []
     for _ in range(int(count[1:] or 0)):
@@ -157,7 +157,7 @@ def read_command(requests: IO[bytes]) -> list[bytes]:
 
 @contextmanager
 def fake_redis(masters: int = 1) -> Iterator[list[FakeRedis]]:
-    """`masters` 1: one that is no Cluster. More: a Cluster of so many, each with its slots."""
+    """One node, or a Cluster of several masters that share the slots."""
     with ExitStack() as stack:
         nodes = [FakeRedis() for _ in range(masters)]
         for node in nodes:
@@ -168,7 +168,7 @@ def fake_redis(masters: int = 1) -> Iterator[list[FakeRedis]]:
 
 
 def share_slots(nodes: list[FakeRedis]) -> None:
-    """Each serves as many slots, in the order of the list; all say so."""
+    """Divide the slots evenly among the nodes in their order, and tell every node."""
     share = -(-SLOTS // len(nodes))
     slots = [
         (number * share, min(SLOTS, (number + 1) * share) - 1, node.port)

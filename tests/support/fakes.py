@@ -1,8 +1,8 @@
 """A small daemon in this process, for the tests of the client: a dict behind the real service.
 
-It keeps the contract of prefixd.proto and can be told to misbehave: to fail, to hold an answer
-back, to damage bytes, to take claims away, to be restarted. It waits for nothing longer than
-`PATIENCE_S`, and never sleeps.
+It follows the contract of prefixd.proto, and misbehaves on demand: it fails rpcs, holds responses
+back, damages bytes, revokes claims, and restarts. It waits for `PATIENCE_S` at most, and never
+sleeps.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class FakeReservation:
 
 
 class FakeDaemon:
-    """Serves `address` from `start()` to `stop()`. What it saw and holds is there to look at."""
+    """Serves `address` from `start()` to `stop()`. Its attributes show what it received and has."""
 
     def __init__(self, address: str, *, heartbeat_interval_ms: int = 2_000) -> None:
         self.address = address
@@ -73,7 +73,7 @@ class FakeDaemon:
     # ---- life
 
     def start(self, *, forget: bool = False) -> FakeDaemon:
-        """Serve, as another start of the daemon. `forget`: with empty tiers."""
+        """Serve as a new incarnation. `forget`: with empty tiers."""
         self.incarnation = secrets.token_bytes(16)
         if forget:
             self.entries.clear()
@@ -89,13 +89,13 @@ class FakeDaemon:
         return self
 
     def stop(self) -> None:
-        """As if killed: streams break, sessions and what they held are gone."""
+        """Stop as if killed: streams break, and sessions, claims and reservations are lost."""
         server, self._server = self._server, None
         if server is None or self._threads is None:
             return
         for gate in self._gates.values():
             gate.set()
-        # Without the lock: gRPC holds its own when it tells that a stream is over.
+        # Without `changed`, which `_ended` needs: gRPC calls that with a lock of its own held.
         stopped = server.stop(None)
         with self.changed:
             for events in self.sessions.values():
@@ -116,20 +116,20 @@ class FakeDaemon:
     # ---- misbehaviour
 
     def fail(self, name: str, *errors: PrefixdError) -> None:
-        """The next calls of this rpc fail with these, one each."""
+        """Let the next calls of this rpc fail with these errors, one each."""
         self._failures[name] += errors
 
     def fail_no_more(self, name: str) -> None:
-        """What of these was not used is forgotten."""
+        """Discard the errors of `fail` that no call has met yet."""
         self._failures[name].clear()
 
     def hold(self, name: str) -> threading.Event:
-        """Calls of this rpc wait for the event that is returned (or for the end)."""
+        """Hold calls of this rpc back until the returned event is set, or until `stop`."""
         gate = self._gates[name] = threading.Event()
         return gate
 
     def mangle(self, name: str, change: Callable[[Any], Any]) -> None:
-        """Send `change(message)` instead of each answer of this rpc."""
+        """Send `change(message)` instead of each response of this rpc."""
         self._mangle[name] = change
 
     def damage(self, key: bytes) -> None:
@@ -138,7 +138,7 @@ class FakeDaemon:
         entry.payload = bytes([entry.payload[0] ^ 1]) + entry.payload[1:]
 
     def lose_claims(self, why: str = "it was revoked") -> None:
-        """Take every claim away, and tell."""
+        """Revoke every claim, and send `ClaimLost` to its session."""
         with self.changed:
             for number, claim in self.claims.items():
                 claim.lost = why
@@ -146,7 +146,7 @@ class FakeDaemon:
                 self.sessions[claim.session].put(event)
 
     def lose_reservations(self, why: str = "it expired") -> None:
-        """Take every reservation away, and tell."""
+        """Revoke every reservation, and send `ReservationLost` to its session."""
         with self.changed:
             for token, held in self.reservations.items():
                 lost = pb.ReservationLost(key=held.item.key, token=token, why=why)
@@ -155,13 +155,13 @@ class FakeDaemon:
             self.changed.notify_all()
 
     def drain(self) -> None:
-        """Tell every session that the daemon stops."""
+        """Send `Draining` to every session."""
         with self.changed:
             for events in self.sessions.values():
                 events.put(pb.SessionEvent(draining=pb.Draining()))
 
     def end_sessions(self) -> None:
-        """End every session stream, in order."""
+        """End every session stream without an error."""
         with self.changed:
             for events in self.sessions.values():
                 events.put(None)
@@ -169,7 +169,7 @@ class FakeDaemon:
     # ---- for tests
 
     def put(self, key: bytes, payload: bytes, *, tier: int = pb.TIER_RAM, **item: Any) -> None:
-        """Publish an entry without any client."""
+        """Publish an entry directly, without a client."""
         with self.changed:
             self._publish(
                 Item(key=key, payload_bytes=len(payload), **item),
@@ -178,13 +178,13 @@ class FakeDaemon:
             )
 
     def wait_until(self, condition: Callable[[], object]) -> None:
-        """Wait until something is true of this daemon, or it is stopped; else fails."""
+        """Wait until the condition holds or the daemon stops. Fails after `PATIENCE_S`."""
         with self.changed:
             assert self.changed.wait_for(lambda: self._server is None or condition(), PATIENCE_S), (
-                "it never was"
+                "the condition never held"
             )
 
-    # ---- how it works
+    # ---- for `FakeService`
 
     def _publish(self, item: Item, payload: bytes, header: pb.SaveHeader) -> None:
         self.entries[item.key] = FakeEntry(
@@ -211,7 +211,7 @@ class FakeDaemon:
             raise self._failures[name].pop(0)
         if session is not None:
             if session.incarnation != self.incarnation:
-                raise StaleIncarnation("this session is of another start")
+                raise StaleIncarnation("this session belongs to another incarnation")
             if session.session_id not in self.sessions:
                 raise UnknownSession(f"there is no session {session.session_id}")
 
@@ -245,7 +245,7 @@ class FakeDaemon:
         return results
 
     def _take(self, token: int, part: pb.WritePart) -> pb.SaveResult | None:
-        """One part of a reservation; its result once it is over."""
+        """Receive one part of a reservation. Returns the result with the last part."""
         held = self.reservations.get(token)
         if held is None:
             return pb.SaveResult(status=pb.SAVE_STATUS_LOST, message="no such reservation")
@@ -264,12 +264,12 @@ class FakeDaemon:
 
 
 def keys(count: int, start: int = 0) -> list[bytes]:
-    """Keys that differ."""
+    """Distinct keys."""
     return [number.to_bytes(32, "big") for number in range(start + 1, start + count + 1)]
 
 
 def payloads(sizes_bytes: Sequence[int], seed: int = 0) -> list[bytes]:
-    """Bytes that differ by place and by payload."""
+    """Payloads of these sizes, whose bytes differ by position and by payload."""
     period = 251
     return [
         (

@@ -1,4 +1,4 @@
-"""A daemon's local socket whose every connection is served as a test wants it."""
+"""A fake of a daemon's local socket: a test decides how each connection is served."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any, Final
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 
-#: What a test waits for at most before it fails.
+#: How long a test waits before it fails.
 PATIENCE_S: Final = 60.0
 
 
@@ -37,8 +37,7 @@ class Peer:
         self._frames = frames.Frames(pb.LocalRequest.FromString)
 
     def receive(self) -> pb.LocalRequest | None:
-        """The next request after that which says whose connection it is; None: the client hung
-        up."""
+        """The next request that is not an `attach`, or None if the client closed the connection."""
         request = self._receive()
         if request is not None and request.HasField("attach"):
             self.attached = request.attach
@@ -62,7 +61,7 @@ class Peer:
 
 
 def echo(peer: Peer) -> None:
-    """Answer lookups with as many results as there were keys."""
+    """Answer each lookup with one result per key."""
     for request in peer.requests():
         if request.HasField("lookup"):
             peer.socket.sendall(looked(len(request.lookup.keys)))
@@ -73,12 +72,12 @@ def looked(results: int) -> bytes:
 
 
 class Daemon:
-    """Accepts connections, and lets `serve` have each in a thread of its own."""
+    """Accepts connections, and calls `serve` with each in its own thread."""
 
     def __init__(self, path: str) -> None:
         self.path = path
         self.serve: Callable[[Peer], None] = echo
-        #: as many as were made, and of those that are over
+        #: How many connections were accepted. `ended` is released at the end of each.
         self.connections = 0
         self.ended = threading.Semaphore(0)
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -113,42 +112,42 @@ class Daemon:
 
 
 def open_descriptors(path: str) -> Counter[str]:
-    """What this process has open that is ours, by what it is: files, pipes and memory by name, and
-    sockets of the local socket at `path`, of either end, or of no end yet.
+    """The open descriptors of prefixd in this process, counted by kind: files, pipes and memory by
+    name, and the Unix sockets of either end of the local socket at `path`, connected or not.
 
-    All others belong to what else runs in a test's process: the epoll and eventfd of a thread of
-    gRPC that polls, which come and go with its load (of ours, only event loops use either),
+    Descriptors of anything else in a test's process are left out: the epoll and eventfd of gRPC's
+    polling threads, which come and go with the load (prefixd has these in event loops only),
     gRPC's connections, and the pairs of sockets that wake event loops.
     """
-    gc.collect()  # clients of earlier tests, if they are in reference cycles
-    there: Counter[str] = Counter()
+    gc.collect()  # frees clients of earlier tests that are in reference cycles
+    found: Counter[str] = Counter()
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile
             name = str(link.readlink())
             if name.startswith("socket:"):
-                there["sockets"] += _is_local(int(link.name), path)
+                found["sockets"] += _is_local(int(link.name), path)
             elif not name.startswith(("anon_inode:", f"/proc/{os.getpid()}/")):
-                there[name] += 1
-    return +there
+                found[name] += 1
+    return +found
 
 
 def _is_local(descriptor: int, path: str) -> bool:
-    looking = socket.socket(fileno=descriptor)
+    sock = socket.socket(fileno=descriptor)
     try:
-        if looking.family != socket.AF_UNIX:
+        if sock.family != socket.AF_UNIX:
             return False
-        own = looking.getsockname()
+        own = sock.getsockname()
         try:
-            return path in (own, looking.getpeername())
-        except OSError:  # nobody is at the other end
+            return path in (own, sock.getpeername())
+        except OSError:  # not connected
             return own in ("", path)
     finally:
-        looking.detach()
+        sock.detach()  # `descriptor` stays open
 
 
 @contextmanager
 def room_for(descriptors: int) -> Iterator[None]:
-    """This process may open so many more."""
+    """Limit this process to this many more descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(descriptors + 1)]
     for fd in free:

@@ -1,4 +1,4 @@
-"""The rpcs of the daemon of `fakes`, by the contract of prefixd.proto."""
+"""The rpcs of `fakes.FakeDaemon`, which follow the contract of prefixd.proto."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.support.columns import Item
 if TYPE_CHECKING:
     from tests.support.fakes import FakeDaemon
 
-#: What a test waits for at most before it fails.
+#: How long a test waits before it fails.
 PATIENCE_S = 20.0
 
 
 @dataclass
 class FakeEntry:
-    """A published entry. `crc32c` stays what it was when the payload is damaged."""
+    """A published entry. Damaging the payload does not change `crc32c`."""
 
     payload: bytes
     item: Item
@@ -76,7 +76,7 @@ class FakeService(rpc.CacheServicer):
         if not d.welcomes:
             events.get(timeout=PATIENCE_S)
             return
-        # Not behind the last yield: a stream that breaks is not read to its end.
+        # A callback, since a generator does not run to its end when its stream breaks.
         context.add_callback(lambda: self._ended(number))
         reader = threading.Thread(target=self._listen, args=(request_iterator, events))
         reader.start()
@@ -225,11 +225,11 @@ class FakeService(rpc.CacheServicer):
 
         held = _answer(context, claim)
         d.read_ranges += request.ranges
-        for number, wanted in enumerate(request.ranges):
-            entry = held.entries[wanted.index]
-            whole = entry.item.token_ids if wanted.token_ids else entry.payload
-            end = wanted.offset_bytes + (wanted.length_bytes or len(whole))
-            data = whole[wanted.offset_bytes : end]
+        for number, range_ in enumerate(request.ranges):
+            entry = held.entries[range_.index]
+            whole = entry.item.token_ids if range_.token_ids else entry.payload
+            end = range_.offset_bytes + (range_.length_bytes or len(whole))
+            data = whole[range_.offset_bytes : end]
             for offset in range(0, len(data), d.chunk_bytes):
                 part = pb.ReadPart(
                     range=number, offset_bytes=offset, data=data[offset : offset + d.chunk_bytes]
@@ -288,7 +288,7 @@ class FakeService(rpc.CacheServicer):
     def SaveWhole(
         self, request: pb.SaveWholeRequest, context: grpc.ServicerContext
     ) -> pb.SaveWholeResponse:
-        """Counted, failed and held back as a Save: which of the two it is concerns nobody."""
+        """Counted, failed and held back as a `Save`, since no test tells the two apart."""
         results = _answer(context, lambda: self._saved(iter([request])))
         return self._mangled("Save", pb.SaveWholeResponse(results=results))
 
@@ -321,7 +321,7 @@ class FakeService(rpc.CacheServicer):
 
 
 def _answer(context: grpc.ServicerContext, make: Callable[[], Any]) -> Any:
-    """What `make` returns, or the status of what it raises."""
+    """The result of `make()`. Its PrefixdError ends the rpc with the error's status."""
     try:
         return make()
     except PrefixdError as error:

@@ -1,11 +1,11 @@
-"""What gRPC does by itself, shown without the daemon, where a test has to know it.
+"""Behaviour of gRPC itself that tests have to allow for, shown without the daemon.
 
     python -m tests.support.grpc_alone
 
-prints, of calls that a server refuses at their first message while the client has more of them,
-how many were told why, and how many ended with words of the client's own; and whether a client
-hears of a stream that was cut off at its first response, which gRPC began by itself or the server
-before it.
+refuses calls at their first message while the client still sends, and prints how many of them ended
+with the server's status and how many with an error of the client's own. It also prints whether a
+client learns that a stream was cut off at its first response, with the initial metadata sent
+before that response or with it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import grpc
 
 MIB = 2**20
 CALLS = 100
-#: As long as a client may take that is on the same machine.
+#: Enough time for a client on the same machine.
 HEARD_WITHIN_S = 3.0
 
 
 @asynccontextmanager
 async def served(**handlers: Any) -> AsyncIterator[grpc.aio.Channel]:
-    """A channel to a server with nothing but these methods of "Shown"."""
+    """A channel to a server that has only these methods, in the service "Shown"."""
     with tempfile.TemporaryDirectory() as directory:
         address = f"unix:{directory}/s"
         server = grpc.aio.server()
@@ -36,7 +36,8 @@ async def served(**handlers: Any) -> AsyncIterator[grpc.aio.Channel]:
         server.add_insecure_port(address)
         await server.start()
         try:
-            # What a client does not read is little: its window does not grow.
+            # Keeps the flow-control window small, so that little is sent to a client that does
+            # not read.
             options = [("grpc.http2.bdp_probe", 0)]
             async with grpc.aio.insecure_channel(address, options=options) as channel:
                 yield channel
@@ -45,7 +46,7 @@ async def served(**handlers: Any) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def refused_while_sending(calls: int = CALLS) -> Counter[str]:
-    """How calls end that are refused at their first message, while a large one follows."""
+    """How calls end that are refused at their first message while the client sends a large one."""
 
     async def refuse(requests: AsyncIterator[bytes], context: Any) -> None:
         await anext(requests)
@@ -66,8 +67,8 @@ async def refused_while_sending(calls: int = CALLS) -> Counter[str]:
 
 
 async def cut_off_at_the_first_response(*, begun: bool) -> str:
-    """How a stream ends whose first response was cut off. `begun`: the server sent the beginning
-    of its answer before that response."""
+    """How a stream ends whose first response was cut off. `begun`: the server sent its initial
+    metadata before that response."""
     gone = asyncio.Event()
 
     async def cut_off(_request: bytes, context: Any) -> None:

@@ -1,4 +1,4 @@
-"""Writes that were begun, and stores whose operations wait until a test lets them go on."""
+"""Writes that have begun, and stores whose operations wait until a test lets them continue."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.running import OpenSession, Running, key
 
 
 class Gate:
-    """Holds one operation of a store, where it is not on the loop's thread."""
+    """Holds calls of one store operation until `open`, except on the event loop's thread."""
 
     def __init__(self, operation: str) -> None:
         self.operation = operation
@@ -36,18 +36,18 @@ class Gate:
             assert self._open.wait(PATIENCE_S)
 
     async def entered(self) -> None:
-        """Somebody waits at it."""
+        """Wait until a call has reached the gate."""
         await asyncio.get_running_loop().run_in_executor(None, self.reached.wait, PATIENCE_S)
 
 
 async def begin(
     daemon: Running, session: OpenSession, *payloads: bytes, tier: Tier = Tier.RAM
 ) -> Incoming:
-    """Reservations that are being written, and nothing came yet."""
+    """Reservations whose writes have begun, but have not received any bytes."""
     core = daemon.core
     now_ns = daemon.core.clock.now_ns()
     items = tuple(SaveItem(key(n), len(data), 16) for n, data in enumerate(payloads))
-    asked = ReserveAsked(
+    request = ReserveAsked(
         core.next_request(),
         session.number,
         tier,
@@ -59,7 +59,7 @@ async def begin(
         now_ns,
         now_ns,
     )
-    granted = await core.ask(asked, ReserveAnswer)
+    granted = await core.ask(request, ReserveAnswer)
     incoming = Incoming(core)
     for number, order in enumerate(granted.results):
         assert isinstance(order, WriteOrder)

@@ -1,7 +1,7 @@
-"""Entries of an index that prove themselves, and processes that read and write one.
+"""Index rows that can be verified by themselves, and processes that read and write an index.
 
-Everything a row says follows from its key and its generation, so that a reader who knows neither
-the writer nor the moment can tell a row that was put from any other.
+All fields of a row are derived from its key and its generation, so that a reader can tell whether a
+row was ever written without knowing what the writer does.
 
     python tests/support/index_rows.py read FD ROUNDS
     python tests/support/index_rows.py write ENTRIES
@@ -20,9 +20,9 @@ from prefixd.server.runtime.index import IndexWriter
 
 INCARNATION = b"an incarnation :"
 SLAB_BYTES = 64 * 2**10
-#: The keys that `churn` changes, and those that it never does.
+#: The keys that `churn` changes, and keys that never change.
 CHURNED, STABLE = range(3_000), range(10_000, 10_300)
-#: Others that are only added, so that chains are divided all the time.
+#: More keys, which are only added, so that chains are divided all the time.
 ADDED = range(100_000, 400_000)
 BATCH_KEYS = 48
 
@@ -32,7 +32,7 @@ def key_of(number: int) -> Key:
 
 
 def entry_of(key: Key, generation: int, extents: int | None = None) -> IndexRow:
-    """The entry. One in four has more than one extent."""
+    """The row of a key at a generation. One in four has more than one extent."""
     if extents is None:
         extents = 2 + generation % 31 if generation % 4 == 0 else 1
     seed = int.from_bytes(hashlib.sha256(key + generation.to_bytes(8, "little")).digest()[:8])
@@ -51,10 +51,10 @@ def entry_of(key: Key, generation: int, extents: int | None = None) -> IndexRow:
     )
 
 
-def proves_itself(key: Key, row: bytes) -> bool:
-    """Was exactly this row put for that key once?"""
-    said = unpack_row(row)
-    return said == entry_of(key, said.generation)
+def is_genuine(key: Key, row: bytes) -> bool:
+    """Was exactly this row written for that key at some time?"""
+    unpacked = unpack_row(row)
+    return unpacked == entry_of(key, unpacked.generation)
 
 
 def churn(writer: IndexWriter, chosen: random.Random, generation: int, times: int) -> int:
@@ -70,9 +70,10 @@ def churn(writer: IndexWriter, chosen: random.Random, generation: int, times: in
 
 
 def read(reader: IndexReader, rounds: int) -> tuple[int, int]:
-    """Look churned and stable keys up; hits among the churned, and misses among the stable.
+    """Look up churned and stable keys. Returns the hits among the churned keys and the misses among
+    the stable ones.
 
-    Raises AssertionError for a row that was never put.
+    Raises AssertionError for a row that was never written.
     """
     chosen = random.Random(rounds)
     hits = misses = 0
@@ -82,7 +83,7 @@ def read(reader: IndexReader, rounds: int) -> tuple[int, int]:
         for keys in (chosen.sample(churned, BATCH_KEYS), chosen.sample(stable, BATCH_KEYS)):
             rows = reader.get(keys)
             for key, row in zip(keys, rows, strict=True):
-                assert row is None or proves_itself(key, row), row
+                assert row is None or is_genuine(key, row), row
             found = len(keys) - rows.count(None)
             if keys[0] in stable:
                 misses += len(keys) - found

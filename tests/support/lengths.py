@@ -1,9 +1,8 @@
-"""How often a test repeats what shows more the oftener it is done, and how much it tries of what is
-random.
+"""How many times tests repeat their steps, and how many random examples they try.
 
     PREFIXD_LONG=1 make test
 
-runs the long form of each, for what a change of what it guards deserves.
+runs the long form of these tests, for a change of the code that they guard.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The core with its metrics and nothing else of a daemon, whose clock a test moves."""
+"""The core and its metrics, without the rest of a daemon. The test moves the clock."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def key(number: int) -> Key:
 
 
 class Daemon:
-    """A `MetaState` with two tiers of 1,000 bytes, and what it takes to talk to it."""
+    """A `MetaState` with two tiers of 1,000 bytes, and a method for each event that tests need."""
 
     def __init__(self) -> None:
         ledgers = {
@@ -56,7 +56,7 @@ class Daemon:
         self.requests = count(1)
 
     def apply(self, event: Event) -> object:
-        """Let something happen; the answer, if there is one already."""
+        """Apply an event. Returns its answer, or None while the request waits."""
         self.now_ns += 1
         replies = [e.answer for e in self.state.apply(event) if isinstance(e, Reply)]
         return replies[-1] if replies else None
@@ -70,7 +70,7 @@ class Daemon:
         self, session: int, number: int, size: int, tier: Tier = Tier.RAM, wait_ns: int = 0
     ) -> WriteOrder | None:
         items = (SaveItem(key(number), size, 16),)
-        asked = ReserveAsked(
+        request = ReserveAsked(
             next(self.requests),
             session,
             tier,
@@ -82,7 +82,7 @@ class Daemon:
             self.now_ns + wait_ns,
             self.now_ns,
         )
-        answer = self.apply(asked)
+        answer = self.apply(request)
         if not isinstance(answer, ReserveAnswer):
             return None
         (result,) = answer.results
@@ -94,8 +94,8 @@ class Daemon:
         self.apply(WriteBegan(next(self.requests), session, order.token, self.now_ns))
         return order.token
 
-    def seal(self, token: int, meant_crc32c: int = 7) -> None:
-        self.apply(WriteSealed((token,), (7,), (meant_crc32c,), self.now_ns))
+    def seal(self, token: int, expected_crc32c: int = 7) -> None:
+        self.apply(WriteSealed((token,), (7,), (expected_crc32c,), self.now_ns))
 
     def save(self, session: int, number: int, size: int = 100) -> None:
         self.seal(self.begin(session, number, size))
@@ -116,16 +116,16 @@ class Daemon:
         return answer.claim
 
     def lookup(self, number: int, wait_ns: int = 0) -> None:
-        asked = LookupAsked(
+        request = LookupAsked(
             next(self.requests), (key(number),), False, self.now_ns + wait_ns, self.now_ns
         )
-        self.apply(asked)
+        self.apply(request)
 
     def tick(self, after_ns: int) -> None:
         self.now_ns += after_ns
         self.apply(Tick(self.now_ns))
 
     def value(self, name: str, labels: dict[str, str] | None = None) -> float:
-        found = self.registry.get_sample_value(f"prefixd_{name}", labels or {})
-        assert found is not None, f"prefixd_{name} {labels} is not there"
-        return found
+        value = self.registry.get_sample_value(f"prefixd_{name}", labels or {})
+        assert value is not None, f"prefixd_{name} {labels} does not exist"
+        return value

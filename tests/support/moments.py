@@ -1,4 +1,4 @@
-"""The moments of a restore in place, and something that happens at one of them."""
+"""The moments of a restore in place, and a way to interfere at one of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.client.local.node import LocalNode
 from prefixd.proto.payload import crc32c
 
-#: In their order. The restore is of two entries or more, by one thread.
+#: In order, for a restore of two or more entries by one thread. A "look" reads the index rows.
 MOMENTS: Final = (
     "before the first look",
     "before the first byte",
@@ -26,7 +26,7 @@ MOMENTS: Final = (
 
 
 def disrupt(patch: pytest.MonkeyPatch, moment: str, do: Callable[[], object]) -> None:
-    """`do()` once, at that moment of the next restore in place in this process."""
+    """Call `do()` once, at this moment of the process's next restore in place."""
     left = [do]
 
     def happen() -> None:
@@ -58,7 +58,7 @@ def _before(
     number: int,
     happen: Callable[[], None],
 ) -> None:
-    """Right before that call of the method, counted from now on over all owners."""
+    """Call `happen()` right before call `number` of the method, counted over all owners."""
     calls = itertools.count(1)
 
     def patched(real: Callable[..., object], *args: Any, **kwargs: Any) -> object:
@@ -73,7 +73,7 @@ def _before(
 
 
 def _in_halves(patch: pytest.MonkeyPatch, arena: type, happen: Callable[[], None]) -> None:
-    """Every copy in two halves, with something between them."""
+    """Split every copy in two halves, with `happen()` between them."""
     real = arena.read_into  # type: ignore[attr-defined]  # of both arenas
 
     def read_into(

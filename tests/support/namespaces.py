@@ -1,5 +1,5 @@
-"""A network of our own: hosts that are network namespaces on one switch, links that are cut without
-a word, and slow ones. Needs root; touches nothing of the machine's own network."""
+"""A private network: hosts are network namespaces on one switch, and links can be cut silently or
+made slow. Needs root. Does not touch the machine's own network."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from typing import Final
 import pytest
 
 _NET: Final = "10.77.0"
-_NOBODY: Final = "02:00:00:00:00:fe"
+#: The MAC address of no host.
+_UNUSED_MAC: Final = "02:00:00:00:00:fe"
 _RELAY: Final = Path(__file__).with_name("slow_link.py")
 
 
 @cache
-def why_not() -> str:
-    """Why there can be none here; empty: there can."""
+def why_unavailable() -> str:
+    """Why a network can't be made here, or an empty string if it can."""
     if os.geteuid() != 0:
-        return "network namespaces are root's to make"
+        return "only root can make network namespaces"
     if shutil.which("ip") is None or shutil.which("tc") is None:
         return "needs ip and tc (Debian: iproute2)"
     name = f"pd-{os.getpid()}-try"
@@ -46,7 +47,7 @@ def _run(*command: str) -> None:
 
 
 class Host:
-    """A namespace with one link to the switch. Processes are started in it behind `prefix`."""
+    """A namespace with one link to the switch. A command behind `prefix` runs in it."""
 
     def __init__(self, network: Network, number: int) -> None:
         self.address: Final = f"{_NET}.{number}"
@@ -54,20 +55,20 @@ class Host:
         self._switch: Final = network.switch
         self._port: Final = f"p{number}"
         self.prefix: Final = ("ip", "netns", "exec", self._space)
-        #: The file to enter it by.
+        #: The file that `setns` enters the namespace with.
         self.space: Final = f"/run/netns/{self._space}"
 
     def cut(self) -> None:
-        """Everything between it and the others is lost, without a word."""
+        """Silently drop everything between this host and all others."""
         _run("ip", "-n", self._switch, "link", "set", self._port, "down")
 
     def mend(self) -> None:
         _run("ip", "-n", self._switch, "link", "set", self._port, "up")
 
     def cut_from(self, other: Host) -> None:
-        """The same between these two; the others reach both."""
+        """Silently drop everything between these two hosts. The others still reach both."""
         for here, there in ((self, other), (other, self)):
-            neighbour = (there.address, "lladdr", _NOBODY, "dev", "eth0", "nud", "permanent")
+            neighbour = (there.address, "lladdr", _UNUSED_MAC, "dev", "eth0", "nud", "permanent")
             _run("ip", "-n", here._space, "neigh", "replace", *neighbour)
 
     def mend_to(self, other: Host) -> None:
@@ -76,7 +77,7 @@ class Host:
 
 
 class Network:
-    """A switch. Made by `network`, which ends it."""
+    """A switch with its hosts. `network` makes and removes it."""
 
     def __init__(self, stack: ExitStack) -> None:
         self.name: Final = f"pd-{os.getpid()}"
@@ -87,11 +88,12 @@ class Network:
         self._on_switch("link", "add", "br0", "type", "bridge")
         self._on_switch("addr", "add", f"{_NET}.254/24", "dev", "br0")
         self._on_switch("link", "set", "br0", "up")
-        #: In front of what is to be done by nobody, but reaches every host.
+        #: In front of a command that runs on no host but reaches every host.
         self.prefix: Final = ("ip", "netns", "exec", self.switch)
 
     def host(self, *, delay_ms: float = 0, rate_mbit: float = 0) -> Host:
-        """`delay_ms`: of each direction. `rate_mbit`: of each; 0: as fast as it goes."""
+        """Add a host. `delay_ms`, `rate_mbit`: of each direction of its link; a rate of 0 is
+        unlimited, and a link without delay has no rate."""
         self._hosts += 1
         made = Host(self, self._hosts)
         port, far = made._port, f"f{self._hosts}"
@@ -99,7 +101,7 @@ class Network:
         if not delay_ms:
             self._pair(port, made)
         else:
-            # From its own end to the switch over two links, with the relay between.
+            # Two links lead from the host to the switch, with the relay between them.
             self._pair(far, made)
             self._on_switch("link", "add", port, "type", "veth", "peer", "name", f"r{self._hosts}")
             self._on_switch("link", "set", f"r{self._hosts}", "up")
@@ -142,8 +144,8 @@ class Network:
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Skips the test where there can be none."""
-    if why := why_not():
+    """A network for one test. Skips the test where it can't be made."""
+    if why := why_unavailable():
         pytest.skip(why)
     with ExitStack() as stack:
         yield Network(stack)

@@ -1,5 +1,5 @@
-"""Daemons in processes of their own, for tests of the process itself: started in odd ways, on
-odd places, and asked by a client that can't look into them."""
+"""Daemons in their own processes, for tests of the process itself: started in unusual ways and
+places, and seen through their rpcs only."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FLAGS: Final = (
 )
 
 
-#: Only the network is the host's.
+#: A daemon in the network namespace of a host. Everything else is the machine's.
 _ON_HOST: Final = """
 import ctypes, os, sys
 from prefixd.server import daemon
@@ -47,20 +47,19 @@ daemon.main(sys.argv[1:])
 
 
 class DaemonProcess(PrivateDaemon):
-    """A daemon whose start may fail, and whose code may be changed by a script before it runs:
-    `script` is what `python -c` is given, and has to call `daemon.main(sys.argv[1:])`."""
+    """A daemon whose start may fail, and whose code a script may patch before it runs."""
 
     def run_with(self, script: str) -> None:
-        """From the next start on."""
+        """From the next start on, run this script, which must call `daemon.main(sys.argv[1:])`."""
         end_of_interpreter = self._command.index("--server.address")
         self._command[:end_of_interpreter] = [*WARM, "-c", script]
 
     def run_on(self, host: Host) -> None:
-        """From the next start on."""
+        """From the next start on, run on this host."""
         self.run_with(_ON_HOST.format(space=host.space))
 
     def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
-        """Start it in a way that makes it end by itself. `before`: a command that runs it."""
+        """Start it with flags that make it end by itself. `before`: a command that runs it."""
         done = subprocess.run(
             [*before, *self._command, *flags],
             stdin=subprocess.DEVNULL,
@@ -72,7 +71,7 @@ class DaemonProcess(PrivateDaemon):
         return Ended(done.returncode, done.stdout, done.stderr)
 
     def wait(self) -> int:
-        """Its exit status, once it ended by itself."""
+        """Wait until the daemon ends by itself. Returns its exit status."""
         process, self._process = self._process, None
         assert process is not None, "the daemon is not running"
         try:
@@ -83,13 +82,13 @@ class DaemonProcess(PrivateDaemon):
             raise
 
     def logged(self, event: str) -> list[dict[str, Any]]:
-        """What its log says of something, oldest first."""
+        """The lines of its log with this event, oldest first."""
         lines = (line for line in whole_lines(self.log) if line.startswith("{"))
         return [line for line in map(json.loads, lines) if line["event"] == event]
 
     @asynccontextmanager
     async def client(self, address: str = "") -> AsyncIterator[Outside]:
-        """A client that knows nothing but where it listens."""
+        """A client that knows only the daemon's address."""
         made = Outside(address or self.address, admin_address(address or self.address))
         try:
             yield made
@@ -99,7 +98,7 @@ class DaemonProcess(PrivateDaemon):
 
 @dataclass(frozen=True)
 class Ended:
-    """A daemon that did not stay."""
+    """The exit status and output of a daemon that ended by itself."""
 
     status: int
     out: str
@@ -107,7 +106,7 @@ class Ended:
 
     @property
     def complaint(self) -> str:
-        """The one sentence that it ended with, behind its log."""
+        """The error message that it ended with, after its log."""
         assert "Traceback" not in self.err
         last = self.err.splitlines()[-1]
         assert last.startswith("prefixd: "), self.err
@@ -116,7 +115,7 @@ class Ended:
 
 @contextmanager
 def daemon_process(*flags: str) -> Iterator[DaemonProcess]:
-    """One that is not started yet, and is not running any more afterwards."""
+    """A daemon that is not started yet, and that is stopped at the end."""
     with temporary_directories() as (directory, shm_directory):
         daemon = DaemonProcess(directory, shm_directory, (*FLAGS, *flags))
         try:
@@ -126,12 +125,12 @@ def daemon_process(*flags: str) -> Iterator[DaemonProcess]:
 
 
 async def assert_sound(client: Outside) -> None:
-    """As far as one can see from outside: the books balance, every byte is right."""
+    """Check through rpcs that the daemon is consistent, serves, and has the right bytes."""
     assert await client.problems() == []
     stats = await answer(client.admin.Stats(pb.StatsRequest()))
     assert stats.health == "serving", stats.health
 
 
 def python(script: str) -> list[str]:
-    """A command that does something to its process and becomes what follows."""
+    """A command that runs `script` and then replaces itself with the command behind it."""
     return [sys.executable, "-c", f"import os, sys\n{script}\nos.execv(sys.argv[1], sys.argv[1:])"]

@@ -1,4 +1,4 @@
-"""An HTML report as the tests read it."""
+"""A parser of HTML reports, for tests that check their contents."""
 
 import json
 from html.parser import HTMLParser
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Page(HTMLParser):
-    """The texts of the elements with a `data-figure`, the data, and every attribute."""
+    """Collects all texts and attributes, the elements with a `data-figure`, and the JSON data."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

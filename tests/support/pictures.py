@@ -31,9 +31,9 @@ from tests.support.chromium import browser, find_chromium
 from tests.support.daemon import metrics_of, private_daemon
 
 BUDGETS = {"ram": "192MiB", "shm": "160MiB", "disk": "256MiB"}
-#: By label: requests until it begins again, and the pause between two of them.
+#: By label: the number of requests before they repeat, and the pause between two of them.
 TRAFFIC = {"chat-70b": (900, 0.004), "code-14b": (500, 0.010), "embed-2b": (2_000, 0.030)}
-#: Between two looks of `top`, and how often the page has looked when it is drawn.
+#: The pause between two polls of `top`, and the number of polls before the page is drawn.
 BETWEEN_S, LOOKS = 4.0, 12
 
 
@@ -44,13 +44,13 @@ def main(directory: Path) -> None:
         if chromium is not None:
             draw_page(daemon, chromium, directory)
         else:
-            print("no Chromium here: no picture of the page", file=sys.stderr)
+            print("Chromium is not installed: the page is not drawn", file=sys.stderr)
         draw_top(daemon, directory / "top.svg")
 
 
 @contextmanager
 def under_load(address: str) -> Iterator[None]:
-    """Clients under the labels, each on a thread, and an engine that holds a claim."""
+    """One client for each label, on its own thread, and an engine that holds a claim."""
     stop = threading.Event()
     workers = [threading.Thread(target=work, args=(address, label, stop)) for label in TRAFFIC]
     for worker in workers:

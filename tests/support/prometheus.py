@@ -19,10 +19,10 @@ from tests.support.daemon import WITHIN_S, eventually
 from tests.support.redis_servers import free_ports
 
 PROGRAM: Final = "prometheus"
-#: Points of an answer; Prometheus gives no more than 11,000.
+#: Points of a response. Prometheus returns 11,000 at most.
 _MOST_POINTS: Final = 10_000
 _LEAST_STEP_S: Final = 0.1
-#: Another process may have taken the port that was free.
+#: Another process may take the free port before Prometheus does.
 _TRIES: Final = 5
 
 _CONFIG: Final = """
@@ -39,14 +39,14 @@ scrape_configs:
 
 
 class Prometheus:
-    """What it knows, by its HTTP API."""
+    """A running Prometheus, queried over its HTTP API."""
 
     def __init__(self, port: int) -> None:
         self._port = port
         self.started_s: Final = time.time()
 
     def get(self, path: str, **parameters: object) -> Any:
-        """The data of an answer. Fails on what Prometheus calls an error."""
+        """The data of a response. Fails if Prometheus reports an error or a warning."""
         connection = HTTPConnection("127.0.0.1", self._port, timeout=WITHIN_S)
         try:
             connection.request("GET", f"/api/v1/{path}?{urlencode(parameters)}")
@@ -58,13 +58,13 @@ class Prometheus:
         return answer["data"]
 
     def now(self, expression: str) -> list[float]:
-        """The values of all series of an expression at this moment."""
+        """The current values of all series of an expression."""
         found = self.get("query", query=expression)
         return [float(series["value"][1]) for series in found["result"]]
 
     def since_the_start(self, expression: str) -> list[float]:
-        """The values of all series at all moments since it was started, this one the last. Every
-        scrape is there."""
+        """The values of all series from its start until now, in steps short enough to include
+        every scrape."""
         end_s = time.time()
         step_s = max(_LEAST_STEP_S, (end_s - self.started_s) / _MOST_POINTS)
         start_s = end_s - (end_s - self.started_s) // step_s * step_s
@@ -72,18 +72,18 @@ class Prometheus:
         return [float(value) for series in found["result"] for _, value in series["values"]]
 
     def saw(self, metric: str) -> bool:
-        """Was it above zero in any scrape?"""
+        """Was the metric above zero in any scrape?"""
         return any(self.now(f"max_over_time({metric}[1h]) > 0"))
 
     def scraped_since(self, moment_s: float) -> bool:
-        """Was the daemon, at or after this Unix time?"""
+        """Was the daemon scraped at or after this Unix time?"""
         found = self.now("timestamp(prefixd_healthy)")
         return bool(found) and min(found) >= moment_s and not any(map(math.isnan, found))
 
 
 @contextmanager
 def prometheus(target: str, rules: Path) -> Iterator[Prometheus]:
-    """One that scrapes `target` every second and evaluates `rules`."""
+    """A Prometheus that scrapes `target` every second and evaluates `rules`."""
     with tempfile.TemporaryDirectory(prefix="pd-prometheus-") as made:
         directory = Path(made)
         config = directory / "prometheus.yml"

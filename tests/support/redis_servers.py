@@ -34,7 +34,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class RedisServer:
-    """One process. Started anew with `start` after a `kill`, it has forgotten everything."""
+    """One process. A `start` after a `kill` begins without any data."""
 
     def __init__(self, directory: Path, *options: str, cluster: bool = False) -> None:
         self.directory, self.options, self.cluster = directory, options, cluster
@@ -44,7 +44,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def move_to(self, host: Host) -> None:
-        """From the next start on, on a host of its own, where every port is free."""
+        """From the next start on, run on this host, where every port is free."""
         self.address, self._before = host.address, host.prefix
         self.port, self.bus_port = 7000, 17_000
         self.options = (*self.options, "--protected-mode", "no")
@@ -81,7 +81,7 @@ class RedisServer:
         eventually(is_ready)
 
     def restart(self) -> None:
-        """As after a power loss: everything is forgotten but, in a Cluster, which slots it has."""
+        """As after a power loss: all data is lost. A node of a Cluster keeps its slots."""
         self.kill()
         self.start()
 
@@ -99,7 +99,7 @@ class RedisServer:
 
 @contextmanager
 def redis_servers(directory: Path, masters: int, *options: str) -> Iterator[list[RedisServer]]:
-    """`masters` 1: one that is no Cluster. More: a Cluster of so many, each with its slots."""
+    """One server, or a Cluster of several masters that share the slots."""
     with ExitStack() as stack:
         servers = []
         for number in range(masters):
@@ -116,7 +116,7 @@ def redis_servers(directory: Path, masters: int, *options: str) -> Iterator[list
 def redis_hosts(
     directory: Path, network: Network, hosts: Sequence[Host], *options: str
 ) -> Iterator[list[RedisServer]]:
-    """A Cluster of masters, each on its host."""
+    """A Cluster of masters, one on each host."""
     with ExitStack() as stack:
         servers = []
         for number, host in enumerate(hosts):
@@ -137,7 +137,7 @@ def redis_hosts(
 
 
 def join(servers: list[RedisServer]) -> None:
-    """Make one Cluster of them."""
+    """Make these servers one Cluster."""
     import redis
 
     with ExitStack() as stack:
@@ -153,17 +153,17 @@ def join(servers: list[RedisServer]) -> None:
             clients[0].execute_command("CLUSTER MEET", "127.0.0.1", server.port, server.bus_port)
 
         def is_whole() -> bool:
-            told = [client.execute_command("CLUSTER INFO") for client in clients]
+            infos = [client.execute_command("CLUSTER INFO") for client in clients]
             return all(
                 info["cluster_state"] == "ok" and info["cluster_slots_assigned"] == str(SLOTS)
-                for info in told
+                for info in infos
             )
 
         eventually(is_whole)
 
 
 def add_replica(master: RedisServer, directory: Path, stack: ExitStack) -> RedisServer:
-    """One more process of a master's Cluster, which has what it has."""
+    """Add a replica of this master to its Cluster, and wait until it is in sync."""
     import redis
 
     replica = RedisServer(directory, *master.options, cluster=True)
@@ -179,7 +179,7 @@ def add_replica(master: RedisServer, directory: Path, stack: ExitStack) -> Redis
         def replicates() -> bool:
             try:
                 client.execute_command("CLUSTER REPLICATE", identity)
-            except redis.ResponseError:  # it has not heard of its master
+            except redis.ResponseError:  # it does not know its master yet
                 return False
             return True
 

@@ -1,5 +1,5 @@
-"""The running half of a daemon in this process: real stores in a temporary directory, a real
-gRPC server on a Unix socket, and a clock that stands still until a test moves it.
+"""A daemon that runs in the test's process: real stores in a temporary directory, a real gRPC
+server on a Unix socket, and a clock that stands still until a test moves it.
 
     @in_loop
     async def test_something(tmp_path: Path) -> None:
@@ -7,7 +7,7 @@ gRPC server on a Unix socket, and a clock that stands still until a test moves i
             session = await daemon.open()
             await session.save({key(1): b"bytes"})
 
-Everything that a test does to it ends with `daemon.assert_sound()`.
+A test ends with `daemon.assert_sound()`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ Wrap = Callable[[Store], Store]
 
 
 class ManualClock(Clock):
-    """Stands still until it is told."""
+    """Stands still until a test moves it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,19 +71,19 @@ class ManualClock(Clock):
         return self._now_ns
 
     def monotonic_ns(self) -> int:
-        """Of a loop that is never late, whatever really happens, but for `stall`."""
+        """The clock of a loop that is never late, except after `stall`."""
         return self._monotonic_ns
 
     def forward(self, seconds: float) -> None:
         self._now_ns += round(seconds * 1e9)
 
     def stall(self, seconds: float) -> None:
-        """Time passes in which the loop does nothing."""
+        """Let time pass in which the loop does not run."""
         self.forward(seconds)
         self.forward_monotonic(seconds)
 
     def forward_monotonic(self, seconds: float) -> None:
-        """For what measures durations; nothing runs out."""
+        """Move only the clock that measures durations, so that nothing expires."""
         self._monotonic_ns += round(seconds * 1e9)
 
 
@@ -91,13 +91,13 @@ def key(number: int) -> Key:
     return Key(number.to_bytes(32, "big"))
 
 
-#: By place: it comes again after 64 KiB.
+#: A byte for each position. Repeats after 64 KiB.
 _PLACES = bytes((place * 7 + (place >> 8)) % 256 for place in range(2**16))
 _COUNTED = bytes(range(256)) * 2
 
 
 def payload(number: int, length_bytes: int = 5000) -> bytes:
-    """Bytes that differ by number and by place."""
+    """Bytes that differ by number and by position."""
     first = number % 256
     places = (_PLACES * (1 + length_bytes // 2**16))[:length_bytes]
     return places.translate(_COUNTED[first : first + 256])
@@ -109,13 +109,13 @@ def item(of: bytes, data: bytes, **fields: Any) -> Item:
 
 
 def part(number: int, data: bytes, *, offset: int = 0, last: bool = True, **fields: Any) -> Any:
-    """Of a Save stream: a whole payload unless told otherwise."""
+    """One part of a Save stream: by default a whole payload."""
     fields = {"payload_crc32c": crc32c(data)} | fields
     return pb.WritePart(item=number, offset_bytes=offset, data=data, last=last, **fields)
 
 
 class Refused(Exception):
-    """A failed rpc, as the contract describes it."""
+    """A failed rpc, with the error that the contract describes."""
 
     def __init__(self, error: grpc.aio.AioRpcError | pb.Failure) -> None:
         if isinstance(error, pb.Failure):
@@ -132,7 +132,7 @@ class Refused(Exception):
 
 
 async def answer(call: Any) -> Any:
-    """What an rpc answers: a message, or a list of them. Raises Refused."""
+    """The response of an rpc, or the list of its responses. Raises Refused."""
     try:
         if hasattr(call, "__aiter__"):
             return [response async for response in call]
@@ -153,7 +153,7 @@ async def next_of(call: Any) -> Any:
 
 
 async def rest_of(call: Any) -> list[Any]:
-    """Everything that still comes. Raises Refused."""
+    """The remaining responses of a stream. Raises Refused."""
     messages = []
     with suppress(EOFError):
         while True:
@@ -179,19 +179,19 @@ class OpenSession:
         await self.call.write(pb.SessionRequest(**kind))
 
     async def event(self) -> pb.SessionEvent:
-        """The next thing that the daemon says."""
+        """The next event that the daemon sends."""
         event = await next_of(self.call)
         assert isinstance(event, pb.SessionEvent)
         return event
 
     async def beat(self, sequence: int = 1) -> None:
-        """One heartbeat, and its answer: everything that was said before it was heard."""
+        """Send a heartbeat, and wait for its ack: the daemon has handled all earlier messages."""
         await self.say(heartbeat=pb.Heartbeat(sequence=sequence))
         while (event := await self.event()).heartbeat_ack.sequence != sequence:
-            self.daemon.told.append(event)
+            self.daemon.other_events.append(event)
 
     async def close(self) -> None:
-        """In order; returns when the daemon knows."""
+        """End the session, and wait until the daemon has ended its side."""
         await self.call.done_writing()
         await rest_of(self.call)
 
@@ -211,10 +211,10 @@ class OpenSession:
         return list((await answer(self.daemon.cache.Release(request))).results)
 
     async def read(self, claim: int, *ranges: pb.ReadRange) -> list[bytes]:
-        """The bytes of each range; all of the first entry if there is none."""
-        wanted = ranges or (pb.ReadRange(index=0),)
-        request = pb.ReadRequest(session=self.ref, claim_id=claim, ranges=wanted)
-        found = [b""] * len(wanted)
+        """The bytes of each range. Without ranges: the whole first entry."""
+        ranges = ranges or (pb.ReadRange(index=0),)
+        request = pb.ReadRequest(session=self.ref, claim_id=claim, ranges=ranges)
+        found = [b""] * len(ranges)
         for response in await answer(self.daemon.cache.Read(request)):
             for one in response.parts:
                 assert one.status == pb.READ_STATUS_OK
@@ -225,7 +225,7 @@ class OpenSession:
     async def restore(self, of: bytes) -> bytes:
         """Claim, read and release one entry."""
         claimed = await self.claim([of])
-        assert claimed.claim_id, "it is not there"
+        assert claimed.claim_id, "the entry could not be claimed"
         (data,) = await self.read(claimed.claim_id)
         assert await self.release(claimed.claim_id) == [pb.RELEASE_STATUS_RELEASED]
         return data
@@ -252,7 +252,7 @@ class OpenSession:
     async def granted(
         self, items: Iterable[Item], tier: Tier = Tier.RAM, **fields: Any
     ) -> list[int]:
-        """Tokens."""
+        """Reserve, which must be granted. Returns the tokens."""
         results = await self.reserve(items, tier, **fields)
         assert all(r.status == pb.RESERVE_STATUS_GRANTED for r in results), results
         return [r.token for r in results]
@@ -264,7 +264,7 @@ class OpenSession:
     async def save(
         self, payloads: Mapping[Key, bytes], tier: Tier = Tier.RAM, **fields: Any
     ) -> list[int]:
-        """One Save with everything in its first message: the statuses."""
+        """One Save with everything in its first message. Returns the statuses."""
         items = [item(of, data) for of, data in payloads.items()]
         parts = [part(number, data) for number, data in enumerate(payloads.values())]
         first = pb.SaveRequest(header=self.header(items, tier, **fields), parts=parts)
@@ -272,8 +272,8 @@ class OpenSession:
         return [result.status for result in results]
 
 
-async def some_turns() -> None:
-    """Let the others do what they can."""
+async def let_others_run() -> None:
+    """Let the loop's other tasks run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -300,7 +300,7 @@ class LocalConnection:
         await self._writer.drain()
 
     async def response(self) -> pb.LocalResponse:
-        """The next one. Raises Refused, EOFError."""
+        """The next response. Raises Refused, EOFError."""
         while (response := self._frames.next()) is None:
             data = await self._reader.read(2**16)
             if not data:
@@ -311,12 +311,12 @@ class LocalConnection:
         return response
 
     def close(self) -> None:
-        """At once, whatever is under way."""
+        """Close the connection at once, even in the middle of a request."""
         self._writer.transport.abort()
 
 
 class StagedCall:
-    """A save through staging memory, used as a stream of gRPC is."""
+    """A save through staging memory, with the methods of a gRPC stream."""
 
     def __init__(self, connection: LocalConnection) -> None:
         self._connection = connection
@@ -338,19 +338,21 @@ class Outside:
     """A daemon as clients and operators see it: stubs for its two services."""
 
     def __init__(self, address: str, operators: str | None) -> None:
-        """`operators` None: it is TCP, and only workers are served there."""
+        """`operators`: the address of the Admin service. None: `address` is TCP, which serves
+        workers only."""
         self.address = address
         self._operators = operators
-        #: what sessions were told while they waited for something else
-        self.told: list[pb.SessionEvent] = []
+        #: Events that sessions received while they waited for a heartbeat's ack.
+        self.other_events: list[pb.SessionEvent] = []
         self.connect()
 
     def connect(self) -> None:
-        """As another client would."""
+        """Open new channels, like a new client."""
         options = [
-            # Channels of one process share their connections otherwise.
+            # Otherwise the channels of one process share their connections.
             ("grpc.use_local_subchannel_pool", 1),
-            # What a client does not read is little: its window does not grow.
+            # Keeps the flow-control window small, so that little is sent to a client that does
+            # not read.
             ("grpc.http2.bdp_probe", 0),
         ]
         self.channel = grpc.aio.insecure_channel(self.address, options=options)
@@ -364,7 +366,7 @@ class Outside:
         await self.admin_channel.close()
 
     def channel_of(self, method: MethodDescriptor) -> grpc.aio.Channel:
-        """Where an rpc is served."""
+        """The channel to the service of an rpc."""
         workers = method.containing_service.name == "Cache"
         return self.channel if workers else self.admin_channel
 
@@ -381,7 +383,7 @@ class Outside:
         )
 
     async def verify(self, *tiers: Tier) -> pb.VerifyResponse:
-        """All that reading these tiers back found, all tiers if none is named."""
+        """Read these tiers back, or all tiers, and return everything that was found."""
         messages = await answer(self.admin.Verify(pb.VerifyRequest(tiers=tiers)))
         assert [message.done for message in messages] == [False] * (len(messages) - 1) + [True]
         last = messages[-1]
@@ -390,7 +392,7 @@ class Outside:
         return last
 
     async def problems(self) -> list[str]:
-        """What does not add up, and what can't be read back."""
+        """What is inconsistent in the daemon, and which entries can't be read back."""
         checked = await answer(self.admin.Check(pb.CheckRequest()))
         return [*checked.problems, *(await self.verify()).problems]
 
@@ -399,7 +401,7 @@ class Outside:
 
 
 class Running(Outside):
-    """See the module. `core` and `front` are the thing itself."""
+    """See the module. `core` and `front` are the daemon's own objects."""
 
     def __init__(self, core: Core, front: Front, address: str, operators: str) -> None:
         super().__init__(address, operators)
@@ -410,7 +412,7 @@ class Running(Outside):
         self.config = front.config
 
     async def connect_locally(self) -> LocalConnection:
-        """It is closed with the daemon at the latest."""
+        """A connection to the local socket, which is closed with the daemon at the latest."""
         opened = await asyncio.open_unix_connection(self.config.local_socket)
         connection = LocalConnection(*opened)
         self.local_connections.append(connection)
@@ -424,30 +426,30 @@ class Running(Outside):
         return self.core.state.tables
 
     def forward(self, seconds: float) -> None:
-        """Let time pass, and everything happen that is due."""
+        """Let time pass, and apply what is due by then."""
         assert isinstance(self.core.clock, ManualClock)
         self.core.clock.forward(seconds)
         self.core.post(Tick(self.core.clock.now_ns()))
 
-    async def until(self, what: Callable[[], object]) -> None:
-        """Ask the daemon for something, again and again, until something is true of it."""
-        while not what():
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Send the daemon rpcs until the condition holds."""
+        while not condition():
             await self.admin.Stats(pb.StatsRequest())
 
     async def assert_sound(self) -> None:
-        """The books balance, the index agrees, nobody writes or waits, every byte is right."""
+        """The state is consistent, the index agrees, all parts are healthy, every byte is right."""
         assert self.core.state.check() == []
         assert await self.problems() == []
         assert self.core.unhealthy() == {}
 
     async def assert_idle(self) -> None:
-        """The same, and nothing of what was begun is left."""
+        """`assert_sound`, once no reservation, waiting request or write is left."""
         t = self.tables
         await self.until(lambda: not (t.reservations or t.waiting or self.core.writes))
         await self.assert_sound()
 
 
-#: A daemon's command line, which takes longer to make than to use.
+#: The parser of a daemon's command line. Making it takes longer than using it.
 _parser = functools.cache(functools.partial(sources.parser, Config, PROGRAM))
 
 
@@ -466,11 +468,11 @@ async def running(
     clock: Clock | None = None,
     tracing: Tracing | None = None,
 ) -> AsyncIterator[Running]:
-    """Start on `directory`, serve, and stop. `wrap` puts stores into others."""
+    """A daemon on `directory`, stopped at the end. `wrap`: wraps the stores of these tiers."""
     config = _config(
         [
             *(f"--{tier.label}.budget={'1MiB' if tier in tiers else 0}" for tier in Tier),
-            # One client is all that many tests have, and the tiers of some are tiny.
+            # Many tests have a single client, which may use all of a tiny tier.
             "--sessions.max_pinned_share=1",
             "--sessions.max_reserved_share=1",
             *(f"--{tier.label}.slab={SLAB}" for tier in Tier),

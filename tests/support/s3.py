@@ -1,4 +1,4 @@
-"""S3 servers: one in this process, and Ceph's in processes of its own."""
+"""S3 servers: moto's in this process, and Ceph's in processes of its own."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ import pytest
 
 from .redis_servers import free_ports
 
-#: In the environment: the bucket of a server for tests, `s3://bucket[/prefix]`, which they empty.
-#: Where it is and who may is in the variables that AWS' own tools read.
+#: The environment variable with a bucket for tests, `s3://bucket[/prefix]`, which they empty. The
+#: endpoint and the credentials are in the variables that AWS' own tools read.
 S3_URL: Final = "PREFIXD_TEST_S3_URL"
 START_S: Final = 60.0
 CEPH: Final = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "monmaptool", "ceph")
 
 
 def aws(endpoint: str, key: str, secret: str) -> dict[str, str]:
-    """What tells a client of S3 where it is."""
+    """The environment variables that give an S3 client its endpoint and credentials."""
     return {
         "AWS_ENDPOINT_URL": endpoint,
         "AWS_REGION": "us-east-1",
@@ -36,7 +36,7 @@ def aws(endpoint: str, key: str, secret: str) -> dict[str, str]:
 
 @contextmanager
 def moto_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """moto's S3. Yields an empty bucket, and the environment that says where it is."""
+    """moto's S3. Yields an empty bucket, and the environment variables of its clients."""
     server = pytest.importorskip("moto.server", reason="needs moto: pip install 'prefixd[test]'")
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
@@ -45,21 +45,21 @@ def moto_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
         endpoint = f"http://{host}:{port}"
         urlopen(Request(f"{endpoint}/tests", method="PUT"), timeout=START_S).close()
         yield "s3://tests/prefix", aws(endpoint, "anybody", "anything")
-        # All of them are one account in this process.
+        # All servers of a process share one account, so the next would find what this one had.
         urlopen(Request(f"{endpoint}/moto-api/reset", method="POST"), timeout=START_S).close()
     finally:
         running.stop()
 
 
 def missing_ceph() -> list[str]:
-    """What of Ceph is not installed."""
+    """The programs of Ceph that are not installed."""
     return [program for program in CEPH if shutil.which(program) is None]
 
 
 @contextmanager
 def ceph_s3(directory: Path) -> Iterator[tuple[str, Mapping[str, str]]]:
-    """Ceph's S3 over one monitor and one object server in memory, without secrets between them.
-    Yields a bucket, and the environment that says where it is."""
+    """Ceph's S3 with one monitor and one object server in memory, which do not authenticate each
+    other. Yields a bucket, and the environment variables of its clients."""
     monitor_port, port = free_ports(2)
     cluster = directory / "ceph.conf"
     fsid = str(uuid4())
@@ -143,25 +143,25 @@ rgw enable usage log = false
         run("radosgw-admin", "user", "create", "--display-name", "tests", *user)
         start("rgw", "radosgw", "--name", "client.admin")
         endpoint = f"http://127.0.0.1:{port}"
-        ends_s = monotonic() + START_S
+        deadline_s = monotonic() + START_S
         while True:
             with suppress(OSError):
                 urlopen(endpoint, timeout=1).close()
                 break
-            assert monotonic() < ends_s, (directory / "rgw.out").read_text()
-        where = aws(endpoint, "tests", "secret")
-        _make_bucket(where, "tests")
-        yield "s3://tests/prefix", where
+            assert monotonic() < deadline_s, (directory / "rgw.out").read_text()
+        variables = aws(endpoint, "tests", "secret")
+        _make_bucket(variables, "tests")
+        yield "s3://tests/prefix", variables
 
 
-def _make_bucket(where: Mapping[str, str], bucket: str) -> None:
+def _make_bucket(variables: Mapping[str, str], bucket: str) -> None:
     import boto3
 
     client = boto3.client(
         "s3",
-        endpoint_url=where["AWS_ENDPOINT_URL"],
-        region_name=where["AWS_REGION"],
-        aws_access_key_id=where["AWS_ACCESS_KEY_ID"],
-        aws_secret_access_key=where["AWS_SECRET_ACCESS_KEY"],
+        endpoint_url=variables["AWS_ENDPOINT_URL"],
+        region_name=variables["AWS_REGION"],
+        aws_access_key_id=variables["AWS_ACCESS_KEY_ID"],
+        aws_secret_access_key=variables["AWS_SECRET_ACCESS_KEY"],
     )
     client.create_bucket(Bucket=bucket)

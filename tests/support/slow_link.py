@@ -1,8 +1,8 @@
-"""A slow link: frames that come in at one interface go out at the other after a while. For kernels
-without netem. Root's, in a network namespace that nobody else is in.
+"""A slow link, for kernels without netem: forwards frames between two interfaces after a delay.
+Needs root, and a network namespace of its own.
 
-    python slow_link.py plain INTERFACE            let it send what fits into frames, whole
-    python slow_link.py relay ONE OTHER DELAY_MS   until it is killed
+    python slow_link.py plain INTERFACE            switch its offloads off
+    python slow_link.py relay ONE OTHER DELAY_MS   forward frames until it is killed
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from time import monotonic
 
 _ETH_P_ALL = 0x0003
 _SIOCETHTOOL = 0x8946
-#: Checksums, scatter and gather, and segments of TCP, generic ones, and those put together again.
+#: Checksums, scatter-gather, TCP and generic segmentation, and generic receive offload.
 _OFFLOADS = (0x17, 0x19, 0x1F, 0x24, 0x2C)
 _OWN = 4  # PACKET_OUTGOING
 _MOST_BYTES = 2**16
 
 
 def plain(interface: str) -> None:
-    """Nothing is left to hardware that there is not: what a relay reads is what is to be sent."""
+    """Switch off offloads, so that a relay reads complete frames: there is no hardware that would
+    complete them later."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for offload in _OFFLOADS:
             value = (ctypes.c_uint32 * 2)(offload, 0)
-            asked = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))
+            request = struct.pack("16sP16x", interface.encode(), ctypes.addressof(value))
             try:
-                fcntl.ioctl(sock, _SIOCETHTOOL, asked)
+                fcntl.ioctl(sock, _SIOCETHTOOL, request)
             except OSError as problem:
                 print(f"offload {offload:#x}: {problem}", file=sys.stderr)
 
@@ -45,7 +46,7 @@ def relay(one: str, other: str, delay_s: float) -> None:
         sock.setblocking(False)
         sockets.append(sock)
     print("relaying", flush=True)
-    # One delay for all: what came first leaves first.
+    # Every frame has the same delay, so frames leave in the order in which they arrive.
     waiting: deque[tuple[float, socket.socket, bytes]] = deque()
     while True:
         left_s = max(0.0, waiting[0][0] - monotonic()) if waiting else None
@@ -56,12 +57,12 @@ def relay(one: str, other: str, delay_s: float) -> None:
             except OSError:
                 continue
             if kind != _OWN:
-                there = sockets[1 - sockets.index(sock)]
-                waiting.append((monotonic() + delay_s, there, frame))
+                target = sockets[1 - sockets.index(sock)]
+                waiting.append((monotonic() + delay_s, target, frame))
         while waiting and waiting[0][0] <= monotonic():
-            _, there, frame = waiting.popleft()
-            with suppress(OSError):  # lost, as frames are
-                there.send(frame)
+            _, target, frame = waiting.popleft()
+            with suppress(OSError):  # the frame is lost, as on any link
+                target.send(frame)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A daemon with little staging memory, and a client on its host. A test file makes fixtures of it:
+"""A daemon with little staging memory, and a client on its host. A test file declares the fixtures:
 
 daemon = pytest.fixture(small_staging_daemon, scope="module")
 admin = pytest.fixture(admin_of)
@@ -17,7 +17,7 @@ from prefixd.client.local.staging import StagingMemory
 from prefixd.client.wire.deadline import Deadline
 from tests.support.daemon import private_daemon
 
-#: What a session has.
+#: The staging memory of a session.
 STAGING_BYTES = 2**20
 
 
@@ -38,7 +38,7 @@ def staging_client(daemon: PrivateDaemon) -> Iterator[Client]:
 
 
 def memory_of(client: Client) -> StagingMemory:
-    """The staging memory of its session."""
+    """The staging memory of the client's session."""
     transport = client._transport
     assert isinstance(transport, LocalTransport)
     node = transport._current(Deadline(60_000))

@@ -1,4 +1,4 @@
-"""Spans of clients in this process and of daemons in others, as the trees that they make."""
+"""Spans of clients in this process and of daemons in others, and the trees that they form."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 
-class Told(NamedTuple):
-    """A span, whoever has made it."""
+class Span(NamedTuple):
+    """A span of this process or of a daemon."""
 
     name: str
     trace_id: int
     span_id: int
-    #: 0: it has none
+    #: 0: it has no parent
     parent_id: int
     kind: str
     began: str
@@ -28,12 +28,12 @@ class Told(NamedTuple):
     failed: bool
 
     @classmethod
-    def of(cls, span: ReadableSpan) -> Told:
+    def of(cls, span: ReadableSpan) -> Span:
         return cls.read(json.loads(span.to_json()))
 
     @classmethod
-    def read(cls, span: Mapping[str, Any]) -> Told:
-        """As the console exporter writes it."""
+    def read(cls, span: Mapping[str, Any]) -> Span:
+        """From the JSON that the console exporter writes."""
         return cls(
             span["name"],
             int(span["context"]["trace_id"], 16),
@@ -48,28 +48,28 @@ class Told(NamedTuple):
 
 @cache
 def exporter() -> InMemorySpanExporter:
-    """What takes the spans of this process, which has one provider for good."""
+    """The exporter of this process's spans. A process can set its tracer provider only once."""
     memory, provider = memory_provider()
     trace.set_tracer_provider(provider)
     return memory
 
 
 def memory_provider() -> tuple[InMemorySpanExporter, TracerProvider]:
-    """Another provider, and what takes its spans."""
+    """A provider of its own, and the exporter of its spans."""
     memory = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
     return memory, provider
 
 
-def spans_of(memory: InMemorySpanExporter) -> list[Told]:
-    return [Told.of(span) for span in memory.get_finished_spans()]
+def spans_of(memory: InMemorySpanExporter) -> list[Span]:
+    return [Span.of(span) for span in memory.get_finished_spans()]
 
 
-def console_spans(log: Path) -> list[Told]:
-    """What a daemon with OTEL_TRACES_EXPORTER=console has written among its lines."""
+def console_spans(log: Path) -> list[Span]:
+    """The spans that a daemon with OTEL_TRACES_EXPORTER=console has written into its log."""
     text = log.read_text()
-    return [Told.read(span) for span in _objects(text) if "trace_id" in span.get("context", {})]
+    return [Span.read(span) for span in _objects(text) if "trace_id" in span.get("context", {})]
 
 
 def _objects(text: str) -> Iterator[dict[str, Any]]:
@@ -83,8 +83,8 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
             yield found
 
 
-def tree(spans: Iterable[Told], parent_id: int = 0, depth: int = 0) -> list[str]:
-    """A line a span, below its parent, in the order in which they began."""
+def tree(spans: Iterable[Span], parent_id: int = 0, depth: int = 0) -> list[str]:
+    """One line for each span, indented below its parent, in the order in which they began."""
     spans = sorted(spans, key=lambda span: span.began)
     lines: list[str] = []
     for span in spans:

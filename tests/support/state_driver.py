@@ -1,5 +1,6 @@
-"""A `MetaState` with tiny tiers and a clock that stands until it is told: for the tests of
-`server.core.state` and its helpers. Keys go by a name, amounts are bytes, times are nanoseconds."""
+"""A `MetaState` with tiny tiers and a clock that the test moves, for the tests of
+`server.core.state` and its helpers. Keys are given by name, amounts in bytes, times in
+nanoseconds."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from prefixd.tiers.shares import Share
 from prefixd.tiers.store import Location, StoredEntry
 
 LOST_AFTER_NS = 1_000
-NOBODY: Mapping[str, int] = MappingProxyType({})
+NO_SHARES: Mapping[str, int] = MappingProxyType({})
 
 
 def key(name: str) -> Key:
@@ -32,7 +33,7 @@ def key(name: str) -> Key:
 
 
 def keys(names: str) -> tuple[Key, ...]:
-    """Of words."""
+    """The keys of these names, which are separated by blanks."""
     return tuple(map(key, names.split()))
 
 
@@ -50,9 +51,9 @@ def ledger(
     *,
     max_entries: int = 0,
     slab_bytes: int = 1,
-    shares: Mapping[str, int] = NOBODY,
+    shares: Mapping[str, int] = NO_SHARES,
 ) -> Ledger:
-    """LRU; an arena of slabs, except for the disk tier."""
+    """A ledger with LRU eviction, and with an arena of slabs except for the disk tier."""
     return Ledger(
         tier,
         budget_bytes,
@@ -90,7 +91,7 @@ def stored(
 
 
 def erased(effects: Iterable[fx.Effect]) -> list[tuple[Tier, str]]:
-    """The tiers and names of what is erased, in order."""
+    """The tiers and names of the entries that are erased, in order."""
     return [
         (effect.tier, names(entry.key for entry in effect.entries))
         for effect in effects
@@ -99,15 +100,15 @@ def erased(effects: Iterable[fx.Effect]) -> list[tuple[Tier, str]]:
 
 
 class Driver:
-    """Asks and tells; after every event the state is checked, and a question's answer returned.
+    """Applies events, and checks the state after each. A request returns its answer.
 
-    `ram` and `shm` have 10 bytes, `disk` has 10 and is blocking; an entry costs its payload.
+    Each tier has 10 bytes, and `disk` is blocking; an entry costs its payload.
     """
 
     def __init__(
-        self, *, stamp_ns: int = 0, shares: Mapping[str, int] = NOBODY, **config: int
+        self, *, stamp_ns: int = 0, shares: Mapping[str, int] = NO_SHARES, **config: int
     ) -> None:
-        """`shares`: of each tier, in bytes."""
+        """`shares`: of every tier, in bytes."""
         self.now_ns = 0
         self.effects: list[fx.Effect] = []
         self._requests = 0
@@ -133,7 +134,7 @@ class Driver:
         return entry
 
     def order(self, tier: Tier = Tier.RAM) -> str:
-        """Next victim first."""
+        """The names of a tier's entries in the order of eviction."""
         return names(self.tables.ledgers[tier].victims())
 
     def happens(self, event: ev.Event) -> list[fx.Effect]:
@@ -142,7 +143,7 @@ class Driver:
         return self.effects
 
     def ask(self, event: ev.Question) -> Any:
-        """The answer, or None while it waits."""
+        """Apply a request. Returns its answer, or None while it waits."""
         return self.answer_of(event.request, self.happens(event))
 
     def answer_of(self, request: int, effects: list[fx.Effect]) -> Any:
@@ -242,13 +243,13 @@ class Driver:
         )
 
     def granted(self, session: int, of: str, **options: Any) -> list[int]:
-        """Reserve, which has to succeed, and begin: the tokens."""
+        """Reserve, which must be granted, and begin the writes. Returns the tokens."""
         answer = self.reserve(session, of, begin=True, **options)
         assert all(isinstance(one, an.WriteOrder) for one in answer.results), answer
         return [one.token for one in answer.results]
 
     def save(self, session: int, of: str, **options: Any) -> list[int]:
-        """All of it: published, in a blocking tier too."""
+        """Reserve, write, seal and commit, so that the entries are published in any tier."""
         tokens = self.granted(session, of, **options)
         self.seal(*tokens)
         for commit in self.of_kind(fx.Commit):

@@ -1,8 +1,8 @@
-"""An inference worker that is stopped where it hurts, run as a process by `tests.hostile`.
+"""An inference worker that stops at critical moments, run as a process by `tests.hostile`.
 
-It reads two entries in place, and stops at a moment that it is told. What it says on stdout, one
-JSON object for each restore or view: `restored` (or `held`, for a view) and `right`, both for each
-entry, or for the view as a whole.
+It reads two entries in place, and stops at the moment that a command on stdin names. It reports
+each restore or view on stdout as a JSON object: `restored` and `right` of each entry, or `right` of
+the view as a whole, and `held`, the result of the release.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from tests.support.moments import MOMENTS, disrupt
 NAMES = ("one", "two")
 
 
-def say(**what: object) -> None:
-    print(json.dumps(what), flush=True)
+def report(**fields: object) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 def stop() -> None:
-    """Until SIGCONT."""
+    """Stop this process until SIGCONT."""
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def hold_the_gil() -> None:
-    """In C code that does not give it back, until there is a line on stdin: no other thread of this
-    process runs meanwhile, and no heartbeat is sent."""
-    say(waiting=True)
+    """Hold the GIL in C code until there is a line on stdin: no other thread of this process runs
+    meanwhile, and no heartbeat is sent."""
+    report(waiting=True)
     byte = ctypes.create_string_buffer(1)
     while ctypes.PyDLL(None).read(0, byte, 1) == 1 and byte.raw != b"\n":
         pass
 
 
 def restore(client: Client, keys: list[Key], moment: str, *, claimed: bool) -> None:
-    """Stopped in the middle of it."""
+    """Restore both entries, and stop at this moment of it."""
     hit = found(client, keys, claimed=claimed)
     buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
     with pytest.MonkeyPatch.context() as patch:
@@ -51,26 +51,26 @@ def restore(client: Client, keys: list[Key], moment: str, *, claimed: bool) -> N
     right = [
         buffer == payload_of(key, len(buffer)) for key, buffer in zip(keys, buffers, strict=True)
     ]
-    say(restored=result.restored, right=right, held=hit.release())
+    report(restored=result.restored, right=right, held=hit.release())
 
 
 def view(client: Client, keys: list[Key], how: str) -> None:
-    """Stopped, by a signal or by its own C code, while it holds views."""
+    """Hold views of both entries while a signal or the process's own C code stops it."""
     hit = found(client, keys, claimed=True)
     views = hit.buffers
     assert views is not None
-    wanted = b"".join(payload_of(entry.key, entry.payload_bytes) for entry in hit.entries)
-    assert b"".join(views) == wanted
+    expected = b"".join(payload_of(entry.key, entry.payload_bytes) for entry in hit.entries)
+    assert b"".join(views) == expected
     if how == "stopped":
         stop()
     else:
         hold_the_gil()
-    right = b"".join(views) == wanted
-    say(held=hit.release(), right=right)
+    right = b"".join(views) == expected
+    report(held=hit.release(), right=right)
 
 
 def found(client: Client, keys: list[Key], *, claimed: bool) -> Hit:
-    """Both entries. The session may have ended with the last stop."""
+    """A hit on both entries. Retries, because the last stop may have ended the session."""
     while True:
         assert client.wait_connected(deadline_ms=60_000)
         hit = client.longest_run(keys, claim=claimed)
@@ -79,10 +79,10 @@ def found(client: Client, keys: list[Key], *, claimed: bool) -> Hit:
 
 
 def main() -> None:
-    """Arguments: address, verify, and what to do at each line on stdin: `view HOW`, or `claimed` or
-    `looked` and the number of a moment."""
+    """Arguments: the address, and how the client verifies. Each line on stdin is a command: `view
+    HOW`, or `claimed` or `looked` with the number of a moment."""
     address, verify = sys.argv[1:]
-    arenas._PIECE_BYTES = 2**18  # type: ignore[misc]  # a payload is read in two of them
+    arenas._PIECE_BYTES = 2**18  # type: ignore[misc]  # a payload is read in two pieces
     keys = [key_of(name) for name in NAMES]
     with Client(address, verify=verify) as client:  # type: ignore[arg-type]  # checked there
         while line := os.read(0, 100).decode().split():

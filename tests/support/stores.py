@@ -1,4 +1,4 @@
-"""Stores for tests of what stands in front of them: ready to be written, and looked into."""
+"""Helpers that prepare and inspect stores, for tests of the code in front of the stores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from prefixd.tiers.store import EntryWriter, Location, Store
 
 
 def make_ready(store: Store) -> None:
-    """Take the room and the arena, as a start of the daemon does."""
+    """Set the incarnation and secure the arena, as a start of the daemon does."""
     store.set_incarnation(bytes(16))
     for _ in store.secure_segments():
         pass
@@ -18,7 +18,7 @@ def make_ready(store: Store) -> None:
 def record_of(
     store: Store, of: Key, payload_bytes: int, generation: int, location: Location
 ) -> EntryRecord:
-    """What a store is told of an entry."""
+    """The record of an entry that is to be written to a store."""
     return EntryRecord(
         key=of,
         tier=store.tier,
@@ -34,7 +34,7 @@ def record_of(
 
 
 def sealed(store: Store, entry: EntryRecord, data: bytes) -> EntryWriter:
-    """All its bytes, which are stored when `apply` gets it."""
+    """A sealed writer with all bytes of an entry. `apply` stores them."""
     writer = store.writer(entry)
     writer.write(data)
     writer.seal()
@@ -42,5 +42,5 @@ def sealed(store: Store, entry: EntryRecord, data: bytes) -> EntryWriter:
 
 
 def held(store: Store) -> dict[Key, int]:
-    """The generations of the entries that the records of a store name. Reads files."""
+    """The generations of the entries in the records of a store, by key. Reads files."""
     return {entry.key: entry.generation for batch in store.scan() for entry in batch}

@@ -1,9 +1,10 @@
-"""A client that lends memory whose first page never comes: it would have to bring it itself.
+"""A client that lends memory which cannot be read: a page fault on it waits for this client, which
+never resolves it.
 
-    python -m tests.support.stuck_lender ADDRESS LINES
+    python -m tests.support.stuck_lender ADDRESS CONNECTIONS
 
-Says "lent" on standard output when it has asked for so many saves at once, and then waits for the
-end of its standard input. Ends with 77 where the kernel has no userfaultfd for it.
+Requests a save on each of its connections at the same time, prints "lent", and waits until its
+standard input closes. Exits with status 77 if it may not use userfaultfd.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _MISSING = 1
 
 
 def page_that_never_comes() -> int:
-    """The address of one; the descriptor that it waits for stays open."""
+    """The address of a page whose faults are never resolved. Its userfaultfd stays open."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = libc.syscall(_SYS_USERFAULTFD, os.O_CLOEXEC)
     if fd < 0:
@@ -54,11 +55,12 @@ def page_that_never_comes() -> int:
     return address
 
 
+#: Mappings that stay mapped.
 _kept: list[object] = []
 
 
 def main() -> None:
-    address, lines = sys.argv[1], int(sys.argv[2])
+    address, connections = sys.argv[1], int(sys.argv[2])
     with Client(address, name="stuck lender") as client:
         assert client.wait_connected()
         transport = client._transport
@@ -66,9 +68,9 @@ def main() -> None:
         link = transport._remote.link(Deadline(PATIENCE_S * 1e3))
         page = page_that_never_comes()
         held = []
-        for _ in range(lines):
-            line = LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)
-            held.append(closing(line))
+        for _ in range(connections):
+            connection = LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)
+            held.append(closing(connection))
             header = pb.SaveHeader(
                 session=link.ref,
                 tier=Tier.RAM,
@@ -84,7 +86,7 @@ def main() -> None:
                 lengths_bytes=[100],
                 pieces=[1],
             )
-            line.send(pb.LocalRequest(save_lent=lent), PATIENCE_S)
+            connection.send(pb.LocalRequest(save_lent=lent), PATIENCE_S)
         print("lent", flush=True)
         sys.stdin.read()
 

@@ -1,4 +1,4 @@
-"""Clients with tokens, of two namespaces and of none, and a daemon that they reach over TLS."""
+"""Clients with tokens of two namespaces or of none, and a daemon that they reach over TLS."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ from tests.support.certificates import Authority
 from tests.support.running import OpenSession, Outside, Running, key, running
 
 NAMESPACES = ("a", "b", "")
-#: What all of them call the same, and what one of them has alone.
+#: A key that exists in every namespace, and a key of each namespace that exists only there.
 COMMON = key(1)
 OWN = {"a": key(11), "b": key(12), "": key(13)}
-#: Nobody has it: it is deleted.
-NOTHING = key(14)
-#: 4 KiB that say whose they are.
+#: A key that exists nowhere, for tests to delete.
+MISSING = key(14)
+#: 4 KiB for each namespace, which begin with its mark.
 MARKS = {name: f"<of {name or 'nobody'}>".encode() for name in NAMESPACES}
 DATA = {name: mark.ljust(4096, b".") for name, mark in MARKS.items()}
 
 
 class Who(NamedTuple):
+    """The role and the namespace of a token."""
+
     role: Role
-    name: str  # of the namespace; empty: of none, *: of all
+    name: str  # of the namespace; empty: no namespace, *: every namespace
 
     @property
     def token(self) -> str:
@@ -45,7 +47,7 @@ class Who(NamedTuple):
 
     @property
     def of(self) -> str:
-        """Of which namespace the keys are that it names, as it names them."""
+        """The namespace of the keys in its requests: a token of all namespaces uses stored keys."""
         return "" if self.name == "*" else self.name
 
     @property
@@ -55,12 +57,12 @@ class Who(NamedTuple):
 
 EVERYBODY = [Who(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
 EVERYBODY += [Who(Role.ADMIN, ""), Who(Role.WRITE, "*")]
-#: They open no session.
+#: Tokens that open no session.
 WATCHERS = [Who(Role.WATCH, name) for name in NAMESPACES]
 
 
 def flags_of(directory: Path, authority: Authority) -> list[str]:
-    """Of a daemon with TLS that knows everybody's token."""
+    """The flags of a daemon with TLS that knows all tokens."""
     certificate, private = authority.sign("daemon")
     tokens = directory / "tokens"
     tokens.write_text("".join(f"{who.line}\n" for who in (*EVERYBODY, *WATCHERS)))
@@ -78,7 +80,7 @@ class Tenant(Outside):
 
     def __init__(self, who: Who, channel: grpc.aio.Channel) -> None:
         self.who = who
-        self.address, self.told = "", []
+        self.address, self.other_events = "", []
         self.channel = self.admin_channel = channel
         self.cache: Any = rpc.CacheStub(channel)
         self.admin: Any = rpc.AdminStub(channel)
@@ -88,7 +90,7 @@ class Tenant(Outside):
 async def tenants(
     daemon: Running, authority: Authority, flags: list[str]
 ) -> AsyncIterator[dict[Who, Tenant]]:
-    """One of each kind, over TLS."""
+    """A client for each token, over TLS."""
     config = load_config(flags, {})
     server = daemon.front.remote(tokens_of(config))
     secured = certificates_of(config.server)
@@ -117,7 +119,7 @@ async def shared(
     *more: str,
     tiers: Sequence[Tier] = (Tier.RAM,),
 ) -> AsyncIterator[tuple[Running, dict[Who, Tenant]]]:
-    """A daemon of several tenants, and a client of each kind. `more`: flags beside those of
+    """A daemon of several tenants, and a client for each token. `more`: flags beside those of
     `flags_of`."""
     async with (
         running(directory, *flags, *more, tiers=tiers) as daemon,
@@ -135,5 +137,5 @@ def stored(name: str, of: Key) -> Key:
     return Namespace(name).stored([of])[0] if name else of
 
 
-#: Room for all that a test saves, most of it shared out.
+#: Room for everything that a test saves, with shares for both namespaces.
 ROOM = ("--ram.budget=16MiB", "--ram.shares=a=4MiB, b=4MiB")

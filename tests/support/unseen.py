@@ -1,4 +1,4 @@
-"""Stands for a batch that is too long: refused for its length, before any element is seen."""
+"""A batch that is too long, and has to be refused before any of its elements is read."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Unseen(Sequence[Any]):
-    """Of a length, and without elements: whoever looks at one fails."""
+    """A sequence that has a length but no elements: reading one fails the test."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -16,4 +16,4 @@ class Unseen(Sequence[Any]):
         return self._count
 
     def __getitem__(self, index: Any) -> Any:
-        raise AssertionError(f"element {index} of {self._count} was looked at")
+        raise AssertionError(f"element {index} of {self._count} was read")

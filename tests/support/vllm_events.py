@@ -1,5 +1,5 @@
-"""vLLM's KV events as its subscribers declare them (0.33), and an indexer of the simplest kind.
-Where vLLM is installed, `tests/engines/test_vllm_events.py` decodes with its own classes."""
+"""vLLM's KV events as its subscribers declare them (0.33), and a minimal indexer. Where vLLM is
+installed, `tests/engines/test_vllm_events.py` decodes the events with vLLM's own classes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ msgspec = pytest.importorskip("msgspec", reason="msgspec is not installed (prefi
 
 
 class KVCacheEvent(msgspec.Struct, omit_defaults=True, gc=False, tag=True):  # type: ignore[misc, name-defined]
-    """The base of them."""
+    """The base class of the events."""
 
 
 class BlockStored(KVCacheEvent):
-    """Blocks that are there."""
+    """Blocks that were stored."""
 
     block_hashes: list[bytes | int]
     parent_block_hash: bytes | int | None
@@ -30,7 +30,7 @@ class BlockStored(KVCacheEvent):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks that are not."""
+    """Blocks that were removed."""
 
     block_hashes: list[bytes | int]
     medium: str | None
@@ -38,7 +38,7 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """None is there."""
+    """All blocks were removed."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):  # type: ignore[misc, name-defined]
@@ -50,22 +50,23 @@ class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False
 
 
 class Indexer:
-    """Knows a block by its hash only behind the one before it, as Dynamo's tree does."""
+    """Indexes blocks by hash, and accepts a block only after its parent, as Dynamo's tree does."""
 
     def __init__(self) -> None:
-        #: the token ids of each
+        #: Token ids by block hash.
         self.known: dict[int, list[int]] = {}
         self.removed: set[int] = set()
 
     def apply(self, events: Iterable[Any]) -> None:
-        """The events of a message. They never name a block twice, nor one that is not there."""
+        """Apply the events of a message. Fails if one stores a known block, or removes or follows
+        an unknown one."""
         for event in events:
             match type(event).__name__:
                 case "BlockStored":
                     parent = event.parent_block_hash
-                    assert parent is None or parent in self.known, "behind nothing"
+                    assert parent is None or parent in self.known, "the parent is unknown"
                     for place, block in enumerate(event.block_hashes):
-                        assert block not in self.known, "told twice"
+                        assert block not in self.known, "stored twice"
                         size = event.block_size
                         self.known[block] = event.token_ids[place * size : (place + 1) * size]
                 case "BlockRemoved":

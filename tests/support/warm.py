@@ -1,23 +1,24 @@
 """Starts of Python that cost a fork instead of the imports.
 
-The suite starts more than a thousand processes of Python, and a new interpreter takes 0.8 s of CPU
-to import the daemon, 0.3 s for the client: more than most of them take for what they do. So each
-pytest process keeps a helper, which has imported both, has no thread, and never called gRPC. It
-forks when a test starts a daemon, the disk tier's child, a process of multiprocessing, or
-`[*WARM, ...]`. Each fork has such a helper of its own, for what it starts itself.
+The suite starts more than a thousand Python processes. A new interpreter takes 0.8 s of CPU to
+import the daemon and 0.3 s to import the client, which is more than most of these processes take
+for their work. So each pytest process keeps a helper process, which has imported both, has a single
+thread, and has never called gRPC. The helper forks when a test starts a daemon, the disk tier's
+child, a process of multiprocessing, or `[*WARM, ...]`. Each fork has a helper of its own, for the
+processes that it starts.
 
-To whom starts it nothing differs: `subprocess` and `multiprocessing` start processes with one
-function, `fork_exec`. That is replaced; pipes, waiting and signals around it stay theirs. The new
-process is a child of the one that asked, as any: the helper forks twice, and meanwhile orphans
-below that one are given to it (`PR_SET_CHILD_SUBREAPER`).
+The caller sees no difference: `subprocess` and `multiprocessing` both start processes with the
+function `fork_exec`, and only this function is replaced, not the pipes, waits and signals around
+it. The new process is a child of its caller: the helper forks twice, while the caller adopts
+orphaned descendants (`PR_SET_CHILD_SUBREAPER`).
 
-A new interpreter is started as ever where a fork could differ: by other commands, with options
-(`-W`) or a program before it, in another environment of Python, gRPC or the loader, on a terminal,
-by a process that has moved to other namespaces.
-Tests of what is imported, and of how an interpreter begins and ends, use `sys.executable`.
+A new interpreter is started as usual where a fork could differ: for other commands, with options
+(`-W`) or a program before it, with other environment variables of Python, gRPC or the loader, on a
+terminal, or from a process that has moved to other namespaces.
+Tests of imports, and of the start and end of an interpreter, use `sys.executable`.
 
-What differs in a fork: strings have the hashes of the helper's, /proc/PID/cmdline is the helper's,
-and the process is gone as soon as its exit handlers have run, without freeing object by object.
+A fork differs in three ways: it has the string hashes of the helper, it has the helper's
+/proc/PID/cmdline, and it exits right after its exit handlers, without freeing its objects.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-#: `[*WARM, "-c", script]` or `[*WARM, "-m", module]`. An interpreter ignores options like this one.
+#: `[*WARM, "-c", script]` or `[*WARM, "-m", module]`. An interpreter ignores this option.
 WARM: Final = (sys.executable, "-X", "warm")
-#: With `-m` these are forked unasked: those who start them are not tests.
+#: With `-m`, these are forked without `WARM`, because they are started by the package itself.
 MODULES: Final = ("prefixd", "prefixd.tiers.lmdb_child")
 IMPORTED: Final = (
     "prefixd.server.daemon",
@@ -53,20 +54,20 @@ IMPORTED: Final = (
     "prefixd.tiers.lmdb_file",
     "multiprocessing.spawn",
 )
-#: The beginnings of variables that are read before a program's first line.
+#: Prefixes of the variables that are read before a program's first line.
 READ_AT_START: Final = ("PYTHON", "LD_", "GRPC", "MALLOC_", "GLIBC_", "PROTOCOL_BUFFERS_")
 ROOT: Final = Path(__file__).parents[2]
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _MAX_REQUEST_BYTES: Final = 2**20
 _MAX_DESCRIPTORS: Final = 253
-#: Of `fork_exec`: group, groups, user, umask, and a function to call before.
+#: Arguments of `fork_exec`: group, groups, user, umask, and a function to call before.
 _SAME_USER: Final = [None, None, None, -1, None]
 
 
 @contextmanager
 def warm_starts() -> Iterator[None]:
-    """From here on processes are started as the module says."""
+    """Start processes as the module describes, until the end of the context."""
     starter = _Starter()
     starter.install()
     try:
@@ -75,11 +76,11 @@ def warm_starts() -> Iterator[None]:
         starter.close()
 
 
-# ---- in the process that asks
+# ---- in the calling process
 
 
 class _Starter:
-    """Asks a helper, which is started when it is first needed."""
+    """Sends requests to a helper, which it starts when it first needs one."""
 
     def __init__(self, requests: socket.socket | None = None) -> None:
         self._requests = requests
@@ -107,9 +108,9 @@ class _Starter:
 
     def fork_exec(self, *given: Any) -> int:
         """In place of `_posixsubprocess.fork_exec`: the id of a new process."""
-        asked = self._request_of(*given)
-        pid = self._ask(*asked) if asked is not None else 0
-        # What went wrong is for the real one to say.
+        request = self._request_of(*given)
+        pid = self._ask(*request) if request is not None else 0
+        # If the helper fails, the real function raises the right exception.
         return pid or self._exec(*given)
 
     def _request_of(
@@ -122,7 +123,7 @@ class _Starter:
         env: Sequence[bytes] | None,
         *others: Any,
     ) -> tuple[dict[str, Any], list[int]] | None:
-        """What to ask for, and the descriptors that go with it. None: this is not for a fork."""
+        """The request and its descriptors, or None if this needs a new interpreter."""
         stdin, _, _, stdout, _, stderr, _, errors, _, new_session, group, *identity = others
         command = _warm_command([os.fsdecode(arg) for arg in args])
         variables = dict(os.environ)
@@ -154,7 +155,7 @@ class _Starter:
         return request, list(numbers.values())
 
     def _ask(self, request: dict[str, Any], fds: list[int]) -> int:
-        """The new process's id; 0 if there is none."""
+        """The id of the new process, or 0 if the helper could not start it."""
         with self._lock:
             if self._requests is None:
                 self._requests = self._start()
@@ -208,10 +209,10 @@ def _warm_command(argv: list[str]) -> list[str] | None:
 
 
 def main() -> None:
-    """Serve the process that started this one; in a fork, run what it asked for."""
-    # The first to be registered is the last to be called.
+    """Serve the process that started this one; in a fork, run the requested command."""
+    # Registered first, so that it is called last.
     atexit.register(_leave)
-    # Ctrl-C is not for helpers.
+    # Ctrl-C must not end helpers.
     interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     path = sys.path[1:]
@@ -226,32 +227,32 @@ def main() -> None:
 
 
 def _serve(requests: socket.socket, path: list[str]) -> list[str]:
-    """Returns in each fork, with its command; else ends with who asks."""
+    """Returns in each fork, with its command. The helper itself exits with its caller."""
     while True:
         message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
         if not message:
             os._exit(0)
-        ready, told = socket.socketpair()
+        started, starting = socket.socketpair()
         between = os.fork()
         if between:
-            told.close()
+            starting.close()
             _close(fds)
             os.waitpid(between, 0)
-            with ready:
-                pid = ready.recv(64)
-            # Now that it has its parent, and this hung up, it begins.
+            with started:
+                pid = started.recv(64)
+            # The caller has adopted the fork by now, which runs once `started` is closed.
             requests.send(pid or b"0")
             continue
         if os.fork():
             os._exit(0)
-        ready.close()
+        started.close()
         requests.close()
         own, requests = _connected()
         if os.fork():
             requests.close()
-            return _become(json.loads(message), fds, path, told, own)
-        # The fork's own helper.
-        told.close()
+            return _become(json.loads(message), fds, path, starting, own)
+        # This process becomes the fork's own helper.
+        starting.close()
         own.close()
         _close(fds)
 
@@ -265,20 +266,20 @@ def _become(
     request: dict[str, Any],
     fds: list[int],
     path: list[str],
-    told: socket.socket,
+    starting: socket.socket,
     own: socket.socket,
 ) -> list[str]:
-    """Turn a fork into the process that was asked for; returns its command."""
+    """Turn a fork into the requested process. Returns its command."""
     command: list[str] = request["command"]
     try:
         if request["new_session"]:
             os.setsid()
         os.chdir(request["cwd"])
-        # Away from where they are to be.
+        # Moves the descriptors out of the way of their final numbers.
         above = max(request["numbers"]) + 1
-        told_fd, own_fd, *fds = [
+        starting_fd, own_fd, *fds = [
             fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
-            for fd in (told.detach(), own.detach(), *fds)
+            for fd in (starting.detach(), own.detach(), *fds)
         ]
         os.closerange(3, above)
         for fd, number in zip(fds, request["numbers"], strict=True):
@@ -288,24 +289,24 @@ def _become(
         os.environ.update(request["environment"])
         sys.path[:] = ["" if command[0] == "-c" else request["cwd"], *path]
         _Starter(socket.socket(fileno=own_fd)).install()
-        with socket.socket(fileno=told_fd) as told:
-            told.send(b"%d" % os.getpid())
-            told.recv(1)
+        with socket.socket(fileno=starting_fd) as starting:
+            starting.send(b"%d" % os.getpid())
+            starting.recv(1)  # returns once the helper closes its end
     except OSError:
         os._exit(1)
     return command
 
 
-def _run(kind: str, what: str, *arguments: str) -> None:
-    """As an interpreter does, which then ends with its status."""
+def _run(kind: str, program: str, *arguments: str) -> None:
+    """Run a module or a script as an interpreter does, and keep its exit status."""
     global _status
     sys.argv = [kind, *arguments]
     try:
         if kind == "-m":
-            runpy.run_module(what, run_name="__main__", alter_sys=True)
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            exec(compile(what, "<string>", "exec"), main.__dict__)
+            exec(compile(program, "<string>", "exec"), main.__dict__)
     except SystemExit as end:
         _status = end.code if isinstance(end.code, int) else int(end.code is not None)
         raise
@@ -317,12 +318,12 @@ def _run(kind: str, what: str, *arguments: str) -> None:
         raise
 
 
-#: Of the process, for `_leave`.
+#: The exit status of this process, for `_leave`.
 _status = 0
 
 
 def _leave() -> NoReturn:
-    """Threads were waited for, all else was called: nothing is left but to free memory."""
+    """Exit without freeing memory: threads have ended, and the other exit handlers have run."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""Watchers for tests: what they were told, and what the daemon says that there is."""
+"""Watchers for tests: the events that they received, and the keys that the daemon holds."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Watcher:
             await self.read()
 
     async def catch_up(self, daemon: Running | None = None) -> None:
-        """Read everything that has happened until now. `daemon`: in case it is watched from
-        elsewhere."""
+        """Read all events up to now. `daemon`: the daemon itself, if the watcher has only a client
+        of it."""
         daemon = daemon or self.daemon
         assert isinstance(daemon, Running)
         now = daemon.front.watching.log.sequence
@@ -65,8 +65,8 @@ class Watcher:
             await self.read()
 
 
-def there(daemon: Running, *tiers: Tier) -> dict[Tier, set[Key]]:
-    """What the tables of the daemon hold."""
+def held_keys(daemon: Running, *tiers: Tier) -> dict[Tier, set[Key]]:
+    """The keys in the daemon's tables, by tier."""
     found: dict[Tier, set[Key]] = {tier: set() for tier in tiers or Tier}
     for entry in daemon.tables.entries.values():
         if entry.tier in found:
@@ -75,12 +75,12 @@ def there(daemon: Running, *tiers: Tier) -> dict[Tier, set[Key]]:
 
 
 def known(keys: ResidentKeys, *tiers: Tier) -> dict[Tier, set[Key]]:
-    """The same, as a watcher knows it."""
+    """The keys that a watcher knows of, by tier."""
     return {tier: keys.of_tier(tier) for tier in tiers or Tier}
 
 
-async def watch_in_crowds(daemon: Running, _session: OpenSession) -> None:
-    """One more than may. Raises Refused."""
+async def too_many_watchers(daemon: Running, _session: OpenSession) -> None:
+    """Open one watcher more than the limit. Raises Refused."""
     watchers = [Watcher(daemon) for _ in range(daemon.config.max_watchers + 1)]
     try:
         for watcher in watchers:

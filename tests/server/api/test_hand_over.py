@@ -34,9 +34,9 @@ from tests.support.running import (
     Refused,
     Running,
     key,
+    let_others_run,
     payload,
     running,
-    some_turns,
 )
 from tests.support.warm import WARM
 
@@ -87,7 +87,7 @@ async def settled_descriptors(daemon: Running) -> Counter[str]:
     await daemon.until(lambda: not daemon.local_server.connections)
     now = open_descriptors(daemon.config.local_socket)
     while True:
-        await some_turns()
+        await let_others_run()
         before, now = now, open_descriptors(daemon.config.local_socket)
         if now == before:
             return now

@@ -27,9 +27,9 @@ from tests.support.running import (
     answer,
     item,
     key,
+    let_others_run,
     payload,
     running,
-    some_turns,
 )
 
 DATA = payload(1)
@@ -315,7 +315,7 @@ async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: i
             theirs = served(daemon)
             sending = asyncio.ensure_future(connection.send(b"".join(requests)))
             await daemon.until(lambda: not theirs._transport.is_reading())
-            await some_turns()
+            await let_others_run()
             assert len(theirs._requests) <= module._MAX_AHEAD
             ahead_bytes = server.buffered_bytes
             assert ahead_bytes <= module._MAX_AHEAD_BYTES + module._RECEIVE_BYTES + 2 * len(

@@ -27,7 +27,7 @@ from tests.support.columns import StagedPart, staged
 from tests.support.event_loop import in_loop
 from tests.support.fakes_local import open_descriptors
 from tests.support.incoming import Gate
-from tests.support.running import OpenSession, Running, item, key, payload, running, some_turns
+from tests.support.running import OpenSession, Running, item, key, let_others_run, payload, running
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])
@@ -115,7 +115,7 @@ async def test_what_was_asked_is_forgotten_with_its_connection(tmp_path: Path, k
                 await connection.send(frame(**{kind: waiting_calls(other)[kind]}))
                 await daemon.until(lambda: daemon.tables.waiting)
             await daemon.until(lambda: not daemon.local_server.connections)
-            await some_turns()
+            await let_others_run()
             asked = [one for one in gc.get_objects() if isinstance(one, pb.LocalRequest)]
             assert not [one for one in asked if id(one) not in others]
         finally:
@@ -160,7 +160,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
         ):
             with bare(daemon) as connection:
                 await connection.send(data)
-                await some_turns()
+                await let_others_run()
             await daemon.until(lambda: not daemon.local_server.connections)
         await daemon.until(lambda: open_descriptors(daemon.config.local_socket) == before)
 
@@ -169,7 +169,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
 async def test_descriptors_that_a_client_sends_are_not_taken(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         with bare(daemon) as connection:
-            await some_turns()
+            await let_others_run()
             before = open_descriptors(daemon.config.local_socket)
             socket.send_fds(connection.socket, [frame(lookup=LOOKUP)], [0] * 10)
             await connection.response()

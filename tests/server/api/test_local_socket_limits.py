@@ -17,7 +17,7 @@ from prefixd.server.api import connections, local_socket
 from prefixd.server.api.local_socket import _Connection
 from tests.support.bare import bare, claim_of, frame, served
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, key, payload, running, some_turns
+from tests.support.running import Refused, key, let_others_run, payload, running
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])
@@ -63,7 +63,7 @@ async def test_a_request_may_be_cut_anywhere(tmp_path: Path) -> None:
         with bare(daemon) as connection:
             for cut in range(len(data)):
                 await connection.send(data[:cut])
-                await some_turns()
+                await let_others_run()
                 await connection.send(data[cut:])
                 answers = [await connection.response() for _ in range(2)]
                 assert [len(each.lookup.results) for each in answers] == [1, 2]
@@ -81,7 +81,7 @@ async def test_who_hangs_up_in_the_middle_of_a_request_has_asked_for_nothing(
             with bare(daemon) as connection:
                 await connection.send(data[:cut])
                 await daemon.until(lambda: daemon.local_server.connections)
-                await some_turns()
+                await let_others_run()
             await daemon.until(lambda: not daemon.local_server.connections)
         assert not daemon.tables.claims
 

@@ -135,7 +135,7 @@ def a_closed_session(daemon: Daemon) -> None:
 
 def wrong_bytes(daemon: Daemon) -> None:
     session = daemon.session()
-    daemon.seal(daemon.begin(session, 1), meant_crc32c=8)
+    daemon.seal(daemon.begin(session, 1), expected_crc32c=8)
     token = daemon.begin(session, 2)
     outcome = SaveStatus.LENGTH_MISMATCH
     daemon.apply(WriteStopped(token, outcome, "too few", daemon.now_ns))

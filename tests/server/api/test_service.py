@@ -18,7 +18,7 @@ from prefixd.proto.vocabulary import Tier
 from tests.contract.faulty import Fault, FaultyStore
 from tests.proto.test_contract import METHODS, can_be_wrong, comment_of
 from tests.support import bad_input
-from tests.support.bad_input import DATA, FLAGS, THERE, mistakes
+from tests.support.bad_input import DATA, FLAGS, PUBLISHED, mistakes
 from tests.support.columns import Item
 from tests.support.event_loop import in_loop
 from tests.support.running import (
@@ -48,7 +48,7 @@ def test_the_table_names_each_mistake_once(capsys: pytest.CaptureFixture[str]) -
     assert {mistake.error for mistake in mistakes()} == bad_input.ERRORS.keys()
     bad_input.main()
     printed = capsys.readouterr().out
-    assert all(mistake.what in printed for mistake in mistakes())
+    assert all(mistake.description in printed for mistake in mistakes())
 
 
 def documented(name: str) -> set[str]:
@@ -77,7 +77,7 @@ async def test_a_mistake_is_an_answer(tmp_path: Path, rpc: str) -> None:
             if mistake.rpc != rpc:
                 continue
             session = await daemon.open()
-            await session.save({THERE: DATA})
+            await session.save({PUBLISHED: DATA})
             try:
                 await mistake.attempt(daemon, session)
                 pytest.fail(f"{mistake.id}: it was done")
@@ -86,7 +86,7 @@ async def test_a_mistake_is_an_answer(tmp_path: Path, rpc: str) -> None:
             assert (said.code, said.name) == (mistake.code, mistake.error), mistake.id
             assert said.retry == ("1" if mistake.retry else "0"), mistake.id
             assert len(said.sentence.split()) >= 4, "a sentence says what was wrong"
-            assert await daemon.presence(THERE) == [PRESENT], "whoever made it may go on"
+            assert await daemon.presence(PUBLISHED) == [PRESENT], "whoever made it may go on"
             await daemon.assert_sound()
             session.call.cancel()
             await daemon.until(lambda: not daemon.tables.sessions)
@@ -275,12 +275,12 @@ async def test_releases_are_idempotent_and_a_loss_is_told(tmp_path: Path) -> Non
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         other = await daemon.open()
-        await session.save({THERE: DATA})
-        nothing = await session.claim([key(5), THERE])
+        await session.save({PUBLISHED: DATA})
+        nothing = await session.claim([key(5), PUBLISHED])
         assert nothing.claim_id == 0
         assert [result.presence for result in nothing.results] == [ABSENT]
-        one = (await session.claim([THERE])).claim_id
-        two = (await session.claim([THERE], lease_ms=1_000)).claim_id
+        one = (await session.claim([PUBLISHED])).claim_id
+        two = (await session.claim([PUBLISHED], lease_ms=1_000)).claim_id
         assert await session.release(one, one, 0, 99) == [
             pb.RELEASE_STATUS_RELEASED,
             pb.RELEASE_STATUS_ALREADY,

@@ -15,7 +15,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.proto.test_contract import METHODS
 from tests.server.api.test_grpc_adapter import raw_call
-from tests.support.bad_input import DATA, ERRORS, THERE
+from tests.support.bad_input import DATA, ERRORS, PUBLISHED
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Refused, answer, item, key, next_of, part, running
 
@@ -60,7 +60,7 @@ def extremes(message: Message) -> Iterator[Message]:
 
 def _header(session: OpenSession) -> pb.SaveHeader:
     items = [item(key(1), DATA, layer_count=1, token_ids=bytes(4))]
-    more = {"ancestors": [THERE], "touched": [THERE]}
+    more = {"ancestors": [PUBLISHED], "touched": [PUBLISHED]}
     return session.header(items, Tier.RAM, SaveReason.COLD, **more)
 
 
@@ -71,8 +71,8 @@ def _writing(session: OpenSession, _: int) -> Message:
 #: For each rpc a valid request, and what it needs the session and a claim for.
 GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Session": lambda *_: pb.SessionRequest(hello=pb.Hello(client_name="x", pid=1, host="y")),
-    "Lookup": lambda *_: pb.LookupRequest(keys=[THERE]),
-    "Claim": lambda session, _: pb.ClaimRequest(session=session.ref, keys=[THERE]),
+    "Lookup": lambda *_: pb.LookupRequest(keys=[PUBLISHED]),
+    "Claim": lambda session, _: pb.ClaimRequest(session=session.ref, keys=[PUBLISHED]),
     "Release": lambda session, claim: pb.ReleaseRequest(session=session.ref, claim_ids=[claim]),
     "Reserve": lambda session, _: pb.ReserveRequest(header=_header(session)),
     "Write": _writing,
@@ -81,14 +81,14 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
         header=_header(session), parts=[part(0, DATA)]
     ),
     "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
-    "Pull": lambda session, _: pb.PullRequest(session=session.ref, keys=[THERE], wait_ms=1),
+    "Pull": lambda session, _: pb.PullRequest(session=session.ref, keys=[PUBLISHED], wait_ms=1),
     "Cancel": lambda session, _: pb.CancelRequest(session=session.ref, tokens=[1]),
     "Read": lambda session, claim: pb.ReadRequest(
         session=session.ref, claim_id=claim, ranges=[pb.ReadRange()]
     ),
     "Stats": lambda *_: pb.StatsRequest(),
     "ListEntries": lambda *_: pb.ListEntriesRequest(tier=pb.TIER_RAM),
-    "Inspect": lambda *_: pb.InspectRequest(key=THERE),
+    "Inspect": lambda *_: pb.InspectRequest(key=PUBLISHED),
     "ListClaims": lambda *_: pb.ListClaimsRequest(),
     "ListReservations": lambda *_: pb.ListReservationsRequest(),
     "ListSessions": lambda *_: pb.ListSessionsRequest(),
@@ -101,7 +101,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     # The last of the extreme values resumes service.
     "Drain": lambda *_: pb.DrainRequest(resume=True),
     "SetLogLevel": lambda *_: pb.SetLogLevelRequest(level="debug"),
-    "Why": lambda *_: pb.WhyRequest(key=THERE),
+    "Why": lambda *_: pb.WhyRequest(key=PUBLISHED),
     "Clear": lambda *_: pb.ClearRequest(namespace="nobody"),
     "Configure": lambda *_: pb.ConfigureRequest(),
     "Gc": lambda *_: pb.GcRequest(),
@@ -122,9 +122,9 @@ async def test_no_value_of_any_field_is_a_surprise(
 ) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        await session.save({THERE: DATA})
+        await session.save({PUBLISHED: DATA})
         refused: list[tuple[Refused, Message]] = []
-        good = GOOD[method.name](session, (await session.claim([THERE])).claim_id)
+        good = GOOD[method.name](session, (await session.claim([PUBLISHED])).claim_id)
         for request in [good, *extremes(good)]:
             try:
                 call = raw_call(daemon.channel_of(method), method, [request.SerializeToString()])
@@ -144,6 +144,6 @@ async def test_no_value_of_any_field_is_a_surprise(
             assert session.number not in daemon.tables.sessions
             return
         assert good not in [request for _, request in refused]
-        assert await session.restore(THERE) == DATA
+        assert await session.restore(PUBLISHED) == DATA
         await session.close()
         await daemon.assert_idle()

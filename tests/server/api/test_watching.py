@@ -28,12 +28,12 @@ from tests.support.running import (
     answer,
     item,
     key,
+    let_others_run,
     part,
     payload,
     running,
-    some_turns,
 )
-from tests.support.watchers import Watcher, known, there
+from tests.support.watchers import Watcher, held_keys, known
 
 
 def kinds(events: list[WatchEvent]) -> str:
@@ -56,7 +56,7 @@ async def test_first_everything_and_then_what_changes(tmp_path: Path) -> None:
         watcher = Watcher(daemon)
         await watcher.read_until_synced()
         assert kinds(watcher.events) == f"C{15 * '+'}="
-        assert known(watcher.keys) == there(daemon)
+        assert known(watcher.keys) == held_keys(daemon)
         assert watcher.keys.exact
         first = watcher.keys.entries[key(10)]
         assert (first.tier, first.payload_bytes, first.token_count) == (Tier.RAM, 100, 16)
@@ -65,7 +65,7 @@ async def test_first_everything_and_then_what_changes(tmp_path: Path) -> None:
         await answer(daemon.admin.Drop(pb.DropRequest(keys=[key(51), key(20)])))
         await watcher.catch_up()
         assert kinds(watcher.events[17:]) == "+++--"
-        assert known(watcher.keys) == there(daemon)
+        assert known(watcher.keys) == held_keys(daemon)
         assert watcher.keys.entries[key(50)].parent == b""
         assert watcher.keys.entries[key(52)].parent == key(51)
         sequences = [e.sequence for e in watcher.events if isinstance(e, Published | Evicted)]
@@ -96,12 +96,12 @@ async def test_a_tier_of_its_own(tmp_path: Path) -> None:
             await save(session, range(10 * tier, 10 * tier + 5), tier)
         watcher = Watcher(daemon, [Tier.SHM])
         await watcher.read_until_synced()
-        assert set(watcher.keys) == there(daemon)[Tier.SHM] == watcher.keys.of_tier(Tier.SHM)
+        assert set(watcher.keys) == held_keys(daemon)[Tier.SHM] == watcher.keys.of_tier(Tier.SHM)
         await save(session, range(60, 63), Tier.RAM)
         await save(session, range(70, 72), Tier.SHM)
         while len(watcher.keys) < 7:
             await watcher.read()
-        assert set(watcher.keys) == there(daemon)[Tier.SHM]
+        assert set(watcher.keys) == held_keys(daemon)[Tier.SHM]
 
 
 @in_loop
@@ -144,7 +144,7 @@ async def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
         again = Watcher(daemon, position=watcher.position, keys=watcher.keys)
         await again.catch_up()
         assert kinds(again.events) == "=+++-"
-        assert known(again.keys) == there(daemon)
+        assert known(again.keys) == held_keys(daemon)
 
 
 @in_loop
@@ -170,7 +170,7 @@ async def test_who_can_not_go_on_is_told_so(tmp_path: Path) -> None:
         late = Watcher(daemon, position=before, keys=watcher.keys)
         await late.read_until_synced()
         assert late.events[0] == Cleared("resync: what happened since is not remembered")
-        assert known(late.keys) == there(daemon)
+        assert known(late.keys) == held_keys(daemon)
 
 
 @in_loop
@@ -190,7 +190,7 @@ async def test_whoever_reads_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
                 daemon.admin.Drop(pb.DropRequest(keys=[key(number) for number in range(256)]))
             )
             await quick.catch_up()
-            assert known(quick.keys) == there(daemon)
+            assert known(quick.keys) == held_keys(daemon)
         with pytest.raises(Refused, match="RESOURCE_EXHAUSTED limit_reached retry=1"):
             await slow.read_to_the_end()
         assert counted()["watchers"] == counted()["watchers_cut_off"] == 1
@@ -198,7 +198,7 @@ async def test_whoever_reads_nothing_is_cut_off_and_others_are_not(tmp_path: Pat
         again = Watcher(daemon, position=slow.position, keys=slow.keys)
         await again.read_until_synced()
         assert again.events[0] == Cleared("resync: what happened since is not remembered")
-        assert known(again.keys) == there(daemon)
+        assert known(again.keys) == held_keys(daemon)
 
 
 @in_loop
@@ -265,7 +265,7 @@ async def test_after_a_bug_everything_is_told_anew(tmp_path: Path) -> None:
         await watcher.read_until_synced()
         assert kinds(watcher.events[told:]) == "C+++++="
         assert "lost count" in str(watcher.events[told])
-        assert known(watcher.keys) == there(daemon)
+        assert known(watcher.keys) == held_keys(daemon)
 
 
 def ids(number: int, tokens: int = 16) -> bytes:
@@ -363,7 +363,7 @@ async def test_random_cuts_leave_exactly_what_there_is(
             while not watchers[number].keys.exact:
                 await watchers[number].read()
             await watchers[number].catch_up()
-            assert known(watchers[number].keys, *tiers) == there(daemon, *tiers), seed
+            assert known(watchers[number].keys, *tiers) == held_keys(daemon, *tiers), seed
         assert resumed + anew > 0
         await daemon.assert_sound()
 
@@ -379,7 +379,7 @@ async def test_what_comes_back_at_a_start_is_told(tmp_path: Path) -> None:
         watcher = Watcher(daemon)
         await watcher.read_until_synced()
         assert len(watcher.keys) == 10
-        assert known(watcher.keys) == there(daemon)
+        assert known(watcher.keys) == held_keys(daemon)
 
 
 @in_loop
@@ -398,7 +398,7 @@ async def test_a_walk_takes_no_longer_for_entries_of_other_tiers(tmp_path: Path)
                 await asyncio.sleep(0)
 
         counting = asyncio.create_task(count())
-        await some_turns()
+        await let_others_run()
         before = turns
         request = pb.WatchRequest(tiers=[pb.TIER_SHM])
         operator: Any = SimpleNamespace(access=None)

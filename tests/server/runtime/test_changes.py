@@ -14,7 +14,7 @@ from prefixd.server.core.entries import Entry
 from prefixd.server.runtime import changes
 from prefixd.server.runtime.changes import COST_BYTES, ChangeLog, WatchedTooSlowly
 from tests.support.event_loop import in_loop
-from tests.support.running import key, some_turns
+from tests.support.running import key, let_others_run
 
 
 def entry(number: int) -> Entry:
@@ -76,7 +76,7 @@ async def test_who_comes_back_soon_goes_on() -> None:
     log.begin()
     log.end()
     log.begin()
-    await some_turns()
+    await let_others_run()
     log.follow(put(1))
     assert log.reaches(1)
     log.end()
@@ -126,12 +126,12 @@ async def test_who_waits_is_woken() -> None:
     log.begin()
     assert not await log.wait(1, 0.0)
     waits = [asyncio.create_task(log.wait(1, 60)) for _ in range(3)]
-    await some_turns()
+    await let_others_run()
     log.follow(put(1))
     assert await asyncio.gather(*waits) == [True] * 3
     assert await log.wait(1, 60)
     last = asyncio.create_task(log.wait(2, 60))
-    await some_turns()
+    await let_others_run()
     log.close()
     assert await last
     assert log.closed

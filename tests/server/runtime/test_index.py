@@ -40,8 +40,8 @@ from ...support.index_rows import (
     STABLE,
     churn,
     entry_of,
+    is_genuine,
     key_of,
-    proves_itself,
     read,
 )
 
@@ -429,7 +429,7 @@ def test_a_reader_outlives_a_writer_that_is_killed() -> None:
         listed = [key_of(number) for number in (*STABLE, *CHURNED)]
         rows = reader.get(listed)
         for key, row in zip(listed, rows, strict=True):
-            assert row is None or proves_itself(key, row)
+            assert row is None or is_genuine(key, row)
         assert len(rows) - rows.count(None) > BATCH_KEYS
         assert rows == reader.get(listed)
         reader.close()

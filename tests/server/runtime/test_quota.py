@@ -9,7 +9,7 @@ import pytest
 from prefixd.proto.errors import LimitReached
 from prefixd.server.runtime.quota import Quota
 from tests.support.event_loop import PATIENCE_S, in_loop
-from tests.support.running import some_turns
+from tests.support.running import let_others_run
 
 
 def quota(limit_bytes: int = 100, wait_s: float = PATIENCE_S) -> Quota:
@@ -38,11 +38,11 @@ class Taking:
 async def test_who_finds_no_room_waits_for_its_turn() -> None:
     of = quota()
     first, second, third = (Taking(of, size) for size in (60, 60, 10))
-    await some_turns()
+    await let_others_run()
     assert [first.has_room, second.has_room, third.has_room] == [True, False, False]
     assert of.used_bytes == 60
     await first.end()
-    await some_turns()
+    await let_others_run()
     assert [second.has_room, third.has_room] == [True, True]
     assert of.used_bytes == 70
     await second.end()
@@ -54,13 +54,13 @@ async def test_who_finds_no_room_waits_for_its_turn() -> None:
 async def test_what_is_larger_than_all_has_it_for_itself() -> None:
     of = quota()
     small, huge = Taking(of, 1), Taking(of, 500)
-    await some_turns()
+    await let_others_run()
     assert not huge.has_room
     await small.end()
-    await some_turns()
+    await let_others_run()
     assert huge.has_room
     other = Taking(of, 1)
-    await some_turns()
+    await let_others_run()
     assert not other.has_room
     await huge.end()
     await other.end()
@@ -83,13 +83,13 @@ async def test_a_wait_has_an_end() -> None:
 async def test_who_is_cancelled_leaves_the_queue() -> None:
     of = quota()
     first, second, third = (Taking(of, size) for size in (60, 60, 40))
-    await some_turns()
+    await let_others_run()
     second.task.cancel()
-    await some_turns()
+    await let_others_run()
     assert third.has_room, "it waited behind the second only"
     # Granted and cancelled at the same moment: no room leaks.
     fourth = Taking(of, 60)
-    await some_turns()
+    await let_others_run()
     first.done.set()
     await first.task
     fourth.task.cancel()
@@ -103,7 +103,7 @@ async def test_one_session_has_its_share_and_others_have_theirs() -> None:
     of = quota()
     calls = [Taking(of, 25, session=1) for _ in range(4)]
     other, nobody = Taking(of, 25, session=2), Taking(of, 25)
-    await some_turns()
+    await let_others_run()
     assert [call.has_room for call in calls] == [True, True, False, False]
     assert other.has_room
     assert nobody.has_room
@@ -111,7 +111,7 @@ async def test_one_session_has_its_share_and_others_have_theirs() -> None:
     for call in (*calls[:2], other, nobody, *calls[2:]):
         await call.end()
     alone = Taking(of, 80, session=1)
-    await some_turns()
+    await let_others_run()
     assert alone.has_room, "above its share, but it has nothing else"
     await alone.end()
     assert (of.used_bytes, of.refusals, of._shares) == (0, 0, {})
@@ -137,7 +137,7 @@ async def test_a_share_is_forgotten_when_its_last_call_is_cancelled_as_it_gets_r
     of = quota()
     async with of.room(50, session=1):
         second = Taking(of, 50, session=1)
-        await some_turns()
+        await let_others_run()
     second.task.cancel()
     await asyncio.gather(second.task, return_exceptions=True)
     assert (of.used_bytes, of._shares) == (0, {})

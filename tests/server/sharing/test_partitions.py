@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.namespaces import Host, network, why_not
+from tests.support.namespaces import Host, network, why_unavailable
 from tests.support.redis_servers import needs_redis
 from tests.support.warm import WARM
 
@@ -21,7 +21,7 @@ BLOCKS = 6
 #: Each request goes to another node than the one before, and begins with the prompt of that one.
 REQUESTS = 21
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "-")
+pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
 
 
 def reaches(here: Host, there: Host) -> bool:
