@@ -1,4 +1,4 @@
-"""The optional build by mypyc (setup.py). To compile its C takes a minute: only wheels do."""
+"""The optional build by mypyc (setup.py). Compiling its C takes a minute, so only wheels do it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_every_pattern_names_modules() -> None:
 
 
 @pytest.mark.skipif(not LONG, reason="takes as long as a hundred others; set PREFIXD_LONG")
-def test_what_is_compiled_can_be(tmp_path: Path) -> None:
-    """As far as C: mypyc refuses what it can't translate."""
+def test_the_compiled_modules_translate_to_c(tmp_path: Path) -> None:
+    """mypyc refuses code that it can't translate. The C is not compiled here."""
     pytest.importorskip("mypyc.build", reason="mypyc is not installed")
     (tmp_path / "src").symlink_to(ROOT / "src")
     translate = (

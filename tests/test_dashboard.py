@@ -1,4 +1,4 @@
-"""The dashboard in front of a daemon that works: which of its panels move."""
+"""The dashboard and a daemon under load: each panel that should change does."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from tests.support.daemon import metrics_of
 from tests.support.dashboard import (
     METRIC,
     WHEN_SOMETHING_IS_WRONG,
-    started_again,
+    generate_load,
+    restarted_daemon,
     targets,
-    work,
 )
 
 
@@ -33,38 +33,38 @@ def scraped(address: str) -> Counter[str]:
 
 
 @contextmanager
-def looked_at(address: str) -> Iterator[list[Counter[str]]]:
-    """Again and again meanwhile, and once behind it."""
-    looks, over = [scraped(address)], threading.Event()
+def scraping(address: str) -> Iterator[list[Counter[str]]]:
+    """Scrapes before, continuously during, and after the context."""
+    scrapes, over = [scraped(address)], threading.Event()
 
-    def look() -> None:
+    def scrape() -> None:
         while not over.is_set():
-            looks.append(scraped(address))
+            scrapes.append(scraped(address))
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=scrape)
     thread.start()
     try:
-        yield looks
+        yield scrapes
     finally:
         over.set()
         thread.join()
-    looks.append(scraped(address))
+    scrapes.append(scraped(address))
 
 
-def moved(name: str, looks: list[Counter[str]]) -> bool:
-    first, last = looks[0], looks[-1]
+def moved(name: str, scrapes: list[Counter[str]]) -> bool:
+    first, last = scrapes[0], scrapes[-1]
     if name.endswith(("_total", "_bucket")):
         since_the_start = name == "prefixd_tier_recovered_entries_total"
         return last[name] > (0 if since_the_start else first[name])
-    return any(look[name] for look in looks)
+    return any(scrape[name] for scrape in scrapes)
 
 
 @pytest.mark.timeout(300)
 def test_no_panel_is_flat_under_load() -> None:
-    with started_again() as daemon, looked_at(metrics_of(daemon)) as looks:
-        work(daemon, lambda name: any(look[name] for look in looks))
+    with restarted_daemon() as daemon, scraping(metrics_of(daemon)) as scrapes:
+        generate_load(daemon, lambda name: any(scrape[name] for scrape in scrapes))
     flat = {title for title, _ in targets()}
     for title, expression in targets():
-        if all(moved(name, looks) for name in METRIC.findall(expression)):
+        if all(moved(name, scrapes) for name in METRIC.findall(expression)):
             flat.discard(title)
     assert flat <= WHEN_SOMETHING_IS_WRONG

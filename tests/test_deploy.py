@@ -1,4 +1,4 @@
-"""What is in deploy/ fits the daemon that it deploys."""
+"""The files in deploy/ match the daemon that they deploy."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ ALERTS = (DEPLOY / "prometheus/prefixd.yml").read_text()
 
 
 def metric_names() -> set[str]:
-    """Every name that a daemon's /metrics has."""
+    """The names of all metrics of a daemon."""
     registry = CollectorRegistry()
     registry.register(
         StateCollector(
             MetaState(StateConfig(), {}, {}, frozenset(), 1),
             lambda: {"part": "it broke"},
-            # Its own needs a loop; what it is read for is this.
+            # A real LoopLag needs an event loop. The collector reads only its histogram.
             cast(LoopLag, SimpleNamespace(pulses=Histogram(BOUNDS_NS))),
             latencies=Latencies(Clock()),
             pressure=lambda: dict.fromkeys(PRESSURE, 0.0),
@@ -56,7 +56,7 @@ def metric_names() -> set[str]:
     names = set()
     for family in registry.collect():
         names |= {sample.name for sample in family.samples}
-        # A family without samples here has no tier to show.
+        # Families of tiers have no samples here, because this state has no tiers.
         names.add(f"{family.name}_total" if family.type == "counter" else family.name)
         if family.type == "histogram":
             names |= {f"{family.name}_{part}" for part in ("bucket", "count", "sum")}
@@ -123,7 +123,7 @@ def test_the_alerts_are_on_metrics_that_exist() -> None:
 
 @pytest.fixture(scope="module")
 def labels() -> dict[str, set[str]]:
-    """Of every metric of a daemon that works, its labels."""
+    """The labels of every metric of a running daemon."""
     with private_daemon("--server.metrics=127.0.0.1:0") as daemon:
         with Client(daemon.address) as client:
             for tier in Tier:
@@ -141,7 +141,7 @@ def labels() -> dict[str, set[str]]:
     return found
 
 
-#: There is none of these while everything works, or without TLS.
+#: Metrics that do not exist while nothing is wrong, or without TLS.
 NOT_ALWAYS = {
     "prefixd_unhealthy",
     "prefixd_notices",
@@ -153,12 +153,12 @@ def alerts() -> list[str]:
     return re.findall(r"expr: >-\n +(.*)", ALERTS)
 
 
-def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> None:
-    """Of the dashboard, its legends and the alerts, held against a daemon's own /metrics."""
+def test_every_label_in_an_expression_exists(labels: dict[str, set[str]]) -> None:
+    """In the dashboard, its legends and the alerts, compared with a daemon's own /metrics."""
     for expression in (*expressions(), *alerts()):
         named = set(metrics_in(expression)) - NOT_ALWAYS
         assert named <= labels.keys(), expression
-        there = (
+        common = (
             set.intersection(*(labels[name] for name in named))
             if named
             else {"part", "instance", "job"}
@@ -166,10 +166,10 @@ def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> 
         for metric, filters in re.findall(r"(prefixd_\w+)\{([^}]*)\}", expression):
             filtered = set(re.findall(r"(\w+)=~?\"", filters))
             assert metric in NOT_ALWAYS or filtered <= labels[metric], expression
-        asked: set[str] = set()
+        grouped_by: set[str] = set()
         for group in re.findall(r"\b(?:by|on) \(([\w, ]+)\)", expression):
-            asked |= set(group.split(", "))
-        assert asked <= there, expression
+            grouped_by |= set(group.split(", "))
+        assert grouped_by <= common, expression
     for panel in panels():
         for target in panel["targets"]:
             grouped = re.search(r"by \(([\w, ]+)\)", target["expr"])
@@ -179,10 +179,10 @@ def test_every_label_that_is_asked_for_is_there(labels: dict[str, set[str]]) -> 
 
 
 def promtool(*arguments: str) -> None:
-    """Over the rules; skips where there is none."""
+    """Run promtool in the folder of the rules. Skips the test if it is not installed."""
     tool = shutil.which("promtool")
     if tool is None:
-        pytest.skip("there is no promtool here; it comes with Prometheus")
+        pytest.skip("promtool is not installed; it comes with Prometheus")
     command = [tool, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=DEPLOY / "prometheus")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -197,7 +197,7 @@ def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
 
 
 def test_every_alert_has_its_case() -> None:
-    """With series that make it fire, and a moment or a series that does not."""
+    """A case with series that make the alert fire, and with a time or a series that does not."""
     cases = (DEPLOY / "prometheus/prefixd.test.yml").read_text()
     for name in re.findall(r"- alert: (\w+)", ALERTS):
         (case,) = (case for case in cases.split("  - name: ") if f"alertname: {name}\n" in case)
@@ -235,7 +235,7 @@ def test_the_directories_of_the_unit_are_those_that_auto_finds() -> None:
         "STATE_DIRECTORY": f"/var/lib/{unit('StateDirectory')}",
     }
     config = load_config([], env)
-    # The first is also where prefixctl looks when root runs it.
+    # prefixctl, too, looks for this address when root runs it.
     assert config.server.address == "unix:/run/prefixd/prefixd.sock"
     assert config.disk.directory == Path("/var/lib/prefixd")
 
@@ -287,7 +287,9 @@ def test_the_pods_paths_ports_and_volumes_fit_together() -> None:
     assert config.shm.directory.is_relative_to(mounts["shm"])
     assert config.disk.directory.is_relative_to(mounts["disk"])
     engine = POD[POD.index("  containers:") : POD.index("  volumes:")]
-    assert re.findall(r"- name: (\w+)\n +mountPath:", engine) == ["socket"], "it needs no more"
+    assert re.findall(r"- name: (\w+)\n +mountPath:", engine) == ["socket"], (
+        "an engine needs only the socket"
+    )
     assert "shareProcessNamespace" not in POD
     (port,) = re.findall(r"containerPort: (\d+)", POD)
     assert config.server.metrics.endswith(f":{port}")
@@ -296,7 +298,7 @@ def test_the_pods_paths_ports_and_volumes_fit_together() -> None:
     assert addresses == [config.server.address] * 2
 
 
-def test_the_pod_is_written_in_steps_of_two_blanks() -> None:
+def test_the_pod_is_indented_by_steps_of_two_blanks() -> None:
     for line in POD.splitlines():
         indent = len(line) - len(line.lstrip())
         assert "\t" not in line

@@ -1,4 +1,4 @@
-"""The fleets of deploy/fleet: their parts fit together, and a Cluster of real servers is formed."""
+"""The fleets of deploy/fleet: their parts fit together, and the script forms a real Cluster."""
 
 from __future__ import annotations
 
@@ -36,12 +36,21 @@ def services() -> list[str]:
 
 
 def valkey_options(text: str) -> list[str]:
-    """As a file gives them, but for those that are a container's own."""
+    """The options of valkey-server in a file, without those that are specific to containers."""
     lines = text[text.index("exec valkey-server") :].splitlines()
     given = list(takewhile(lambda line: "--" in line, lines[1:]))
     options = re.findall(r"(--[\w-]+) (\S+)", "\n".join(given))
-    own = ("--requirepass", "--cluster-announce-hostname", "--cluster-preferred-endpoint-type")
-    return [word for name, value in options if name not in own for word in (name, value.strip('"'))]
+    of_containers = (
+        "--requirepass",
+        "--cluster-announce-hostname",
+        "--cluster-preferred-endpoint-type",
+    )
+    return [
+        word
+        for name, value in options
+        if name not in of_containers
+        for word in (name, value.strip('"'))
+    ]
 
 
 def test_the_nodes_are_configured_well_and_know_the_engine() -> None:
@@ -56,7 +65,9 @@ def test_the_nodes_are_configured_well_and_know_the_engine() -> None:
     assert sum(name.startswith("node-") for name in services()) == 3
     (secret,) = re.findall(r"^secrets:\n  ([\w-]+):", FLEET, re.MULTILINE)
     assert config.shared.password_file == f"/run/secrets/{secret}"
-    assert FLEET.count(f"secrets: [{secret}]") == 3, "the engine, the nodes and who forms it"
+    assert FLEET.count(f"secrets: [{secret}]") == 3, (
+        "the engine, the nodes, and the container that forms the Cluster"
+    )
     (shm,) = re.findall(r"shm_size: (\w+)", FLEET)
     assert int(config.shm.budget_bytes) < parse_bytes(f"{shm[:-2]}GiB")
 
@@ -73,7 +84,7 @@ def test_every_volume_is_of_one_node_and_declared() -> None:
 
 
 def test_kubernetes_daemons_are_configured_well_and_know_the_engine() -> None:
-    """As the base has them, with what is patched in."""
+    """The base, with the variables that the fleet adds."""
     env = dict(re.findall(r"- name: (PREFIXD_\w+)\n +value: (\S+)", BASE + NODES))
     assert len(env) == (BASE + NODES).count("- name: PREFIXD_")
     config = load_config([], env)
@@ -115,20 +126,20 @@ def test_both_fleets_have_the_same_engine_but_for_its_size() -> None:
     sizes = [int(of.pop("--maxmemory").removesuffix("gb")) for of in (ours, theirs)]
     assert ours == theirs
     (limit,) = set(re.findall(r"memory: (\w+)Gi", VALKEY))
-    assert sizes[1] < int(limit), "replies and requests take something, too"
+    assert sizes[1] < int(limit), "replies and requests need memory, too"
 
 
 def test_kustomize_has_what_it_names() -> None:
     listed = re.findall(r"^ +- (?:path: )?([\w./-]+)$", KUSTOMIZATION, re.MULTILINE)
     assert {"valkey.yaml", "nodes.yaml", "form-cluster.sh", "valkey-password"} <= {*listed}
     for name in listed:
-        # The password is made on the spot, and never committed.
+        # The password is made at the deployment, and never committed.
         assert (DEPLOY / "fleet" / name).exists() or name == "valkey-password"
     assert "deploy/fleet/valkey-password" in (DEPLOY.parent / ".gitignore").read_text()
 
 
 @pytest.mark.parametrize("text", [FLEET, NODES, VALKEY, KUSTOMIZATION])
-def test_it_is_written_in_steps_of_two_blanks(text: str) -> None:
+def test_files_are_indented_by_steps_of_two_blanks(text: str) -> None:
     for line in text.splitlines():
         assert "\t" not in line
         assert (len(line) - len(line.lstrip())) % 2 == 0
@@ -143,7 +154,7 @@ def test_compose_takes_the_file() -> None:
             [docker, "compose", "version"], capture_output=True, check=False
         ).returncode
     ):
-        pytest.skip("there is no docker compose here to read the file with")
+        pytest.skip("docker compose is not installed")
     command = [docker, "compose", "-f", DEPLOY / "fleet/compose.yaml", "config", "--quiet"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -162,7 +173,7 @@ def test_the_script_is_posix() -> None:
 
 @pytest.fixture
 def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
-    """Three that know nothing of each other, with the options of the file."""
+    """Three servers with the options of the compose file, which do not know each other."""
     options = valkey_options(FLEET)
     assert "volatile-ttl" in options
     with ExitStack() as stack:
@@ -177,9 +188,9 @@ def masters(tmp_path: Path) -> Iterator[list[RedisServer]]:
 
 
 def port_with_bus() -> int:
-    """A free one, whose Cluster bus is free as well: 10,000 above it."""
-    ends_s = monotonic() + PATIENCE_S
-    while monotonic() < ends_s:
+    """A free port whose Cluster bus, 10,000 above it, is free as well."""
+    deadline_s = monotonic() + PATIENCE_S
+    while monotonic() < deadline_s:
         (port,) = free_ports(1)
         with closing(socket.socket()) as bus:
             try:
@@ -207,7 +218,7 @@ def test_the_script_forms_a_cluster_that_the_daemon_finds_nothing_wrong_with(
 ) -> None:
     from prefixd.server.sharing.redis_store import RedisStore
 
-    for _ in range(2):  # where it is done already it is left as it is
+    for _ in range(2):  # the second run finds the Cluster, and changes nothing
         done = form(masters)
         assert done.returncode == 0, done.stderr
     store = RedisStore([master.url for master in masters], "1")
@@ -220,7 +231,7 @@ def test_the_script_forms_a_cluster_that_the_daemon_finds_nothing_wrong_with(
 
 
 @needs_redis
-def test_a_master_that_is_not_there_is_said(masters: list[RedisServer]) -> None:
+def test_a_missing_master_is_reported(masters: list[RedisServer]) -> None:
     masters[1].kill()
     done = form(masters, within_s=2)
     assert done.returncode == 1

@@ -1,5 +1,5 @@
-"""The manifests of deploy/kubernetes: as Kubernetes' own schemas want them, and in agreement with
-the daemon that they start."""
+"""The manifests of deploy/kubernetes: valid by Kubernetes' own schemas, and consistent with the
+daemon that they start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubern
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFESTS = ROOT / "deploy/kubernetes"
-#: One of the newest, and the first that has sidecars switched on.
+#: A recent version, and the first that has sidecars enabled.
 VERSIONS = ("1.35", "1.29")
 USER = 10001
 
@@ -84,7 +84,7 @@ def test_budgets_paths_and_ports_fit_together(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
-def test_the_daemon_is_nobody_special(name: str) -> None:
+def test_the_daemon_is_unprivileged(name: str) -> None:
     pod, daemon = pod_of(name), daemon_of(name)
     assert pod["securityContext"]["runAsNonRoot"] is True
     assert pod["securityContext"]["runAsUser"] == USER
@@ -94,26 +94,28 @@ def test_the_daemon_is_nobody_special(name: str) -> None:
     assert not {"hostPID", "hostIPC", "hostNetwork", "shareProcessNamespace"} & pod.keys()
 
 
-def test_what_prepares_a_node_may_do_that_alone() -> None:
+def test_the_init_container_may_only_prepare_the_node() -> None:
     pod = pod_of("daemonset.yaml")
-    (prepares,) = pod["initContainers"]
-    assert prepares["securityContext"]["capabilities"] == {
+    (container,) = pod["initContainers"]
+    assert container["securityContext"]["capabilities"] == {
         "drop": ["ALL"],
         "add": ["CHOWN", "FOWNER"],
     }
-    made = [word for word in prepares["command"] if word.startswith("/")]
+    made = [word for word in container["command"] if word.startswith("/")]
     on_the_node = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
     assert sorted(made) == sorted(on_the_node.values())
-    assert str(USER) in prepares["command"]
+    assert str(USER) in container["command"]
 
 
 def test_an_engine_needs_the_socket_and_nothing_else() -> None:
-    """As the manifest's comment says it to whoever writes one."""
+    """The manifest's comment tells the author of an engine's pod what to add."""
     text = (MANIFESTS / "daemonset.yaml").read_text()
-    said = yaml.safe_load("\n".join(line[4:] for line in text.splitlines() if line[:4] == "#   "))
-    (volume,) = said["volumes"]
-    (mount,) = said["volumeMounts"]
-    (address,) = said["env"]
+    comment = yaml.safe_load(
+        "\n".join(line[4:] for line in text.splitlines() if line[:4] == "#   ")
+    )
+    (volume,) = comment["volumes"]
+    (mount,) = comment["volumeMounts"]
+    (address,) = comment["env"]
     (socket,) = (v for v in pod_of("daemonset.yaml")["volumes"] if v["name"] == "socket")
     assert volume["hostPath"]["path"] == socket["hostPath"]["path"]
     assert address["value"] == config_of("daemonset.yaml").server.address

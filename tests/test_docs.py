@@ -1,4 +1,4 @@
-"""The examples run, and the pages point at what is there."""
+"""The examples run, and the documents name only files, tests and functions that exist."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_page_is_python_that_imports_what_there_is(page: Path) -> None:
+def test_the_python_of_a_page_imports_names_that_exist(page: Path) -> None:
     for code in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL):
         compile(code, page.name, "exec")
         for module, names in re.findall(r"^from (prefixd[\w.]*) import (.+)$", code, re.MULTILINE):
@@ -58,14 +58,14 @@ def test_every_page_is_python_that_imports_what_there_is(page: Path) -> None:
             assert all(hasattr(found, name.strip()) for name in names.split(","))
 
 
-def test_the_methods_that_a_connector_is_told_of_are_there() -> None:
+def test_the_methods_that_the_page_for_connectors_names_exist() -> None:
     text = (ROOT / "docs/write-a-connector.md").read_text()
     named = set(re.findall(r"client\.(\w+)", text))
     assert len(named) > 8
     assert {name for name in named if not hasattr(Client, name)} == set()
 
 
-#: Of a page for an engine: the option that its configuration follows, and where in it ours begins.
+#: By engine: the option in front of the configuration on its page, and the path to prefixd's part.
 CONFIGURED = {
     "vllm": ("--kv-transfer-config", ("kv_connector_extra_config", "secondary_tiers", 0)),
     "sglang": ("--hicache-storage-backend-extra-config", ()),
@@ -74,7 +74,7 @@ CONFIGURED = {
 
 
 @pytest.mark.parametrize("engine", CONFIGURED)
-def test_what_a_page_configures_an_engine_with_is_known(engine: str) -> None:
+def test_the_options_on_an_engines_page_exist(engine: str) -> None:
     option, place = CONFIGURED[engine]
     text = (ROOT / f"docs/{engine}.md").read_text()
     (found,) = re.findall(rf"{option} '(\{{.*?\}})'$", text, re.MULTILINE | re.DOTALL)
@@ -96,7 +96,7 @@ def test_everything_public_is_there() -> None:
     assert set(prefixd.client.__all__) <= names.keys()
 
 
-#: Of a test file, with the name of one test or without. `ARCHITECTURE.md` names folders as well.
+#: A test file, with or without the name of a test. `ARCHITECTURE.md` names folders as well.
 NAMED = re.compile(r"`((?:[a-z_]+/)*test_[a-z_]+\.py)(?:::([A-Za-z_]+))?`")
 
 
@@ -106,30 +106,30 @@ def test_every_test_that_a_page_names_is_there(page: str) -> None:
     missing = []
     for file, name in named:
         path = ROOT / "tests" / file.removeprefix("tests/")
-        there = path.is_file() and (not name or f"def {name}(" in path.read_text())
-        if not there:
+        exists = path.is_file() and (not name or f"def {name}(" in path.read_text())
+        if not exists:
             missing.append(f"{file}::{name}")
     assert missing == []
-    assert len(named) > 40 or page != "RELIABILITY.md", "it names what holds its promises"
+    assert len(named) > 40 or page != "RELIABILITY.md", "it names the tests of its promises"
 
 
 def test_what_users_of_other_caches_suffered_has_tests() -> None:
     text = (ROOT / "RELIABILITY.md").read_text()
     table = text.split("## What users of other caches suffered")[1].split("\n## ")[0]
     rows = [line for line in table.splitlines() if re.match(r"\| \w[\w-]*#", line)]
-    assert len(rows) == 24, "of the 25 reports one is left out, and the page says why"
+    assert len(rows) == 24, "one of the 25 reports is left out, and the page says why"
     assert [row for row in rows if not NAMED.search(row)] == []
 
 
-#: A row of the two ways: the folder, the module and the function.
+#: A row of the tables in "The two ways": the folder, the module and the function.
 STEP = re.compile(r"^\| `([a-z/]+)/` \| `(\w+)\.(\w+)` \|", re.MULTILINE)
-#: From the caller down. The two halves of a client's way are beside each other.
+#: The layers from the caller down. The client's two transports are one layer.
 LEVELS = (
     "client", "client/local client/wire", "server/api", "server/core", "server/runtime", "tiers"
 )  # fmt: skip
 
 
-def test_the_ways_that_are_drawn_exist_and_go_down() -> None:
+def test_the_steps_of_the_two_ways_exist_and_go_down() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
     ways = text[text.index("## The two ways") : text.index("## One event")].split("\n\n|")[1:]
     assert len(ways) == 5

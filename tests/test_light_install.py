@@ -1,4 +1,4 @@
-"""The client library needs grpcio, protobuf and crc32c, and nothing else beside Python."""
+"""The client library needs only grpcio, protobuf and fastcrc beside Python."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.daemon import WITHIN_S, private_daemon
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: What an environment would be that has the client alone. `typing_extensions` is grpcio's own.
+#: Simulates an environment that has only the client installed. grpcio needs `typing_extensions`.
 ALONE = """
 import importlib.abc, sys
 
@@ -52,7 +52,7 @@ def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_client_works_where_it_alone_is_installed() -> None:
+def test_the_client_works_where_only_the_client_is_installed() -> None:
     with private_daemon() as daemon:
         finished = run(SAVE_AND_RESTORE, daemon.address)
     assert (finished.returncode, finished.stderr) == (0, "")
@@ -64,14 +64,14 @@ def test_the_commands_say_what_to_install(command: str, missing: str) -> None:
         f"from prefixd.commands import {command}; sys.argv[1:] = ['--help']; {command}()"
     )
     assert finished.returncode == 1
-    said = f"{command}: {missing} is not installed: pip install 'prefixd[server]'"
-    assert finished.stderr.strip() == said
+    expected = f"{command}: {missing} is not installed: pip install 'prefixd[server]'"
+    assert finished.stderr.strip() == expected
 
 
-def test_the_package_asks_for_no_more() -> None:
+def test_the_package_requires_no_more() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    names = {wanted.partition(">")[0] for wanted in project["dependencies"]}
+    names = {each.partition(">")[0] for each in project["dependencies"]}
     assert names == {"grpcio", "protobuf", "fastcrc"}
     assert {"structlog", "msgpack", "pydantic", "typer"} <= {
-        wanted.partition(">")[0] for wanted in project["optional-dependencies"]["server"]
+        each.partition(">")[0] for each in project["optional-dependencies"]["server"]
     }

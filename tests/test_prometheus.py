@@ -1,6 +1,7 @@
-"""A real Prometheus in front of a daemon that works: what the dashboard and the alerts see there.
+"""A real Prometheus that scrapes a daemon under load: the results of the dashboard's expressions
+and of the alerts.
 
-`test_dashboard.py` looks at the metrics alone, where there is no Prometheus.
+`test_dashboard.py` checks the metrics alone, and needs no Prometheus.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from tests.support.daemon import eventually, metrics_of
 from tests.support.dashboard import (
     ROOT,
     WHEN_SOMETHING_IS_WRONG,
-    started_again,
+    generate_load,
+    restarted_daemon,
     targets,
-    work,
 )
 from tests.support.prometheus import PROGRAM, Prometheus, prometheus
 
 RULES = ROOT / "deploy/prometheus/prefixd.yml"
 ALERTS = re.findall(r"expr: >-\n +(.*)", RULES.read_text())
-#: Of the interval that Grafana chooses: a few scrapes, and all of them.
+#: Values for `$__rate_interval`, which Grafana chooses: a few scrapes, and all of them.
 SHORT, WHOLE = "5s", "1h"
 
 pytestmark = [
@@ -38,17 +39,17 @@ pytestmark = [
 
 
 def as_grafana(expression: str, interval: str) -> str:
-    """What Grafana makes of it for all instances."""
-    found = expression.replace("$__rate_interval", interval).replace("$instance", ".*")
-    assert "$" not in found
-    return found
+    """The expression with its variables replaced, as Grafana does for all instances."""
+    replaced = expression.replace("$__rate_interval", interval).replace("$instance", ".*")
+    assert "$" not in replaced
+    return replaced
 
 
 @pytest.fixture(scope="module")
 def scraped() -> Iterator[Prometheus]:
-    """One that saw a daemon at rest, under load, and at rest again."""
-    with started_again() as daemon, prometheus(metrics_of(daemon), RULES) as made:
-        work(daemon, made.saw)
+    """A Prometheus that scraped a daemon at rest, under load, and at rest again."""
+    with restarted_daemon() as daemon, prometheus(metrics_of(daemon), RULES) as made:
+        generate_load(daemon, made.saw)
         over_s = time.time()
         eventually(lambda: made.scraped_since(over_s))
         yield made
@@ -63,15 +64,15 @@ def test_no_panel_is_flat(scraped: Prometheus) -> None:
 
 
 @pytest.mark.parametrize("interval", [SHORT, WHOLE])
-def test_nothing_is_no_number(scraped: Prometheus, interval: str) -> None:
-    """Neither under load nor while nothing happens."""
+def test_every_value_is_a_finite_number(scraped: Prometheus, interval: str) -> None:
+    """Under load, and while nothing happens."""
     for title, expression in targets():
         values = scraped.since_the_start(as_grafana(expression, interval))
         assert all(map(math.isfinite, values)), (title, expression)
 
 
 def test_every_expression_has_something_to_show(scraped: Prometheus) -> None:
-    """Zeros, if nothing else. Of what is ill there is nothing while all is well."""
+    """At least zeros. Only the panel of unhealthy parts is empty while nothing is wrong."""
     for title, expression in targets():
         found = scraped.since_the_start(as_grafana(expression, WHOLE))
         assert found or title == "Ill parts", (title, expression)

@@ -26,7 +26,7 @@ def example() -> str:
 
 
 class Worker:
-    """The names that the example takes for granted."""
+    """Provides the names that the example assumes."""
 
     def __init__(self) -> None:
         self.prefilled_tokens: list[int] = []
@@ -61,7 +61,7 @@ def test_the_example_computes_what_is_missing_and_saves_it(daemon: PrivateDaemon
     with daemon.admin() as admin:
         (evicted,) = admin.evict(2 * BLOCK_BYTES, [Tier.RAM]).results
         assert evicted.entries == 2
-    worker.run()  # some of it is there: the root of the chain
+    worker.run()  # the root of the chain hits
     worker.run()  # everything hits
     assert worker.prefilled_tokens == [len(TOKENS), 2 * BLOCK_TOKENS + 100, 100]
     expected = [
@@ -70,7 +70,7 @@ def test_the_example_computes_what_is_missing_and_saves_it(daemon: PrivateDaemon
     assert worker.kv_buffers == expected
 
 
-def test_the_example_does_without_a_daemon(
+def test_the_example_works_without_a_daemon(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(ADDRESS_VARIABLE, f"{daemon.address}.none")
@@ -79,10 +79,10 @@ def test_the_example_does_without_a_daemon(
     assert worker.prefilled_tokens == [len(TOKENS)]
 
 
-def test_the_example_computes_what_could_not_be_restored(
+def test_the_example_computes_blocks_that_could_not_be_restored(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hit is a promise that a restore may fail to keep."""
+    """A restore may fail after a hit."""
     assert daemon.pid
     Worker().run()
     monkeypatch.setattr(

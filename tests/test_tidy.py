@@ -17,7 +17,7 @@ from tests.conftest import SLOW
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "tiers", "server", "client", "connectors")
 MAX_LINES, MAX_TEST_LINES = 500, 600
-#: What people read on a terminal comes from here.
+#: Modules that may print to a terminal.
 COMMAND_LINES = (
     "client/ctl",
     "proto/generate.py",
@@ -25,8 +25,8 @@ COMMAND_LINES = (
     "server/daemon.py",
     "server/config/sources.py",
 )
-#: What the code of each folder may import of the package, beside itself. A folder that is not
-#: named follows the one above it.
+#: What the modules of a folder may import from the package, beside the folder itself. A folder
+#: without an entry has the rules of its parent.
 MAY_IMPORT = {
     "proto": set(),
     "tiers/eviction": {"proto"},
@@ -38,7 +38,7 @@ MAY_IMPORT = {
     "server/sharing": {"proto", "tiers", "server.core", "server.runtime", "client"},
     "server/config": {"proto", "tiers", "server.core.tables"},
     "server": {"proto", "tiers"},
-    # The library. What it holds, and the two ways to a daemon.
+    # The library: its two transports to a daemon.
     "client/wire": {"proto", "client.results", "client.counters"},
     "client/local": {"proto", "client.results", "client.wire"},
     # The programs on top of it.
@@ -49,12 +49,12 @@ MAY_IMPORT = {
     "connectors": {"proto", "client"},
     "client": {"proto"},
 }
-#: Programs that nothing of the library imports.
+#: Programs, which the library must not import.
 PROGRAMS = ("client/ctl", "client/lab", "client/bench", "connectors")
-#: What an engine imports, and what that may need. `typing_extensions` is for type checkers only.
+#: The library that engines import, and what it may need. `typing_extensions` is for type checkers.
 LIBRARY = ("proto/", "client/")
 LIBRARY_NEEDS = {"prefixd", "grpc", "google", "fastcrc", "typing_extensions"}
-#: The parts of these folders that a developer runs, or that are imported when they are asked for.
+#: Exceptions: a developer's program, and a module that is imported only on request.
 NEEDS_MORE = ("proto/generate.py", "client/tracing.py")
 #: No clock, no randomness, no files, no threads, no logging, no configuration.
 PURE = [
@@ -95,7 +95,7 @@ def generated(path: Path) -> bool:
 
 @functools.cache
 def modules() -> tuple[Path, ...]:
-    """Everything in the package that a person wrote."""
+    """All modules of the package that are not generated."""
     found = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))]
     return tuple(path for path in found if not generated(path))
 
@@ -121,8 +121,8 @@ def dotted(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, relative ones resolved below the package; what is
-    imported by name from a module comes with that name: `tiers.eviction.lru.LRU`."""
+    """Line and dotted name of every import. Relative imports are resolved, and a `from` import
+    includes the imported name: `prefixd.tiers.eviction.lru.LRU`."""
     package = [*path.relative_to(ROOT).parts[:-1]]
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
@@ -138,13 +138,13 @@ def within(imported: str, module: str) -> bool:
 
 
 def calls(path: Path, names: Iterable[str]) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of each call of something that is called so in the end."""
+    """Line and dotted name of each call of a function or method with one of these names."""
     text = path.read_text()
-    wanted = {each for each in names if each in text}
-    for node in ast.walk(tree(path)) if wanted else ():
+    names = {each for each in names if each in text}
+    for node in ast.walk(tree(path)) if names else ():
         if isinstance(node, ast.Call):
             last = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if last in wanted:
+            if last in names:
                 yield node.lineno, ast.unparse(node.func)
 
 
@@ -168,8 +168,8 @@ def test_the_rules_below_look_at_something() -> None:
     assert "prefixd.tiers.eviction.base.EvictionPolicy" in [imported for _, imported in lru]
 
 
-def room(path: Path) -> str:
-    """The folder whose rules hold for a module."""
+def governing_folder(path: Path) -> str:
+    """The folder whose rules in `MAY_IMPORT` apply to a module."""
     folder = str(path.relative_to(ROOT).parent)
     while folder not in MAY_IMPORT:
         folder = str(Path(folder).parent)
@@ -179,14 +179,14 @@ def room(path: Path) -> str:
 def test_every_folder_imports_what_it_may() -> None:
     def problems() -> Iterator[str]:
         for path in modules():
-            folder = room(path)
+            folder = governing_folder(path)
             allowed = {folder.replace("/", ".")} | MAY_IMPORT[folder]
             for line, imported in imports(path):
                 if not within(imported, "prefixd") or imported == "prefixd.__version__":
                     continue
                 target = imported.removeprefix("prefixd.")
                 if not any(within(target, module) for module in allowed):
-                    yield f"{name(path)}:{line}: {folder} does not know {target}"
+                    yield f"{name(path)}:{line}: {folder} must not import {target}"
 
     none(problems())
 
@@ -206,7 +206,7 @@ def test_the_library_imports_no_program() -> None:
 
 
 def test_the_library_needs_no_more_than_its_three_packages() -> None:
-    """It is installed into the engines' environments."""
+    """The library is installed into the engines' environments."""
 
     def problems() -> Iterator[str]:
         for path in modules():
@@ -233,7 +233,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
                 return None
         return imported
 
-    # What `__init__` gives by name belongs to the module that it comes from.
+    # A name that `__init__` re-exports belongs to the module that defines it.
     graph = {
         module: {
             target
@@ -287,7 +287,7 @@ def test_the_core_touches_nothing_outside_itself() -> None:
 
 
 def test_nothing_but_the_core_changes_the_tables() -> None:
-    """Everybody else tells it what happened (`MetaState.apply`)."""
+    """All other modules send it events (`MetaState.apply`)."""
     changed = re.compile(
         r"\btables\.\w+[\w.]*(\[[^]]*\])? *([-+]?=)[^=]"
         r"|\btables\.\w+\.(pop|popitem|append|clear|add|discard|update|setdefault|remove)\("
@@ -316,7 +316,7 @@ def test_no_file_is_too_long() -> None:
             lines = path.read_text().count("\n")
             most = MAX_LINES if path in modules() else MAX_TEST_LINES
             if lines > most:
-                yield f"{name(path)}: {lines} lines, {most} are a lot"
+                yield f"{name(path)}: {lines} lines, the limit is {most}"
 
     none(problems())
 
@@ -331,7 +331,7 @@ def test_every_module_says_what_it_is_for() -> None:
 
 @functools.cache
 def project_files() -> tuple[Path, ...]:
-    """What git has, without what it only stores: golden files and traces."""
+    """The files that git tracks or would add, without symbolic links."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -339,13 +339,13 @@ def project_files() -> tuple[Path, ...]:
         check=False,
     )
     if listed.returncode:
-        pytest.skip("this is no git checkout")
+        pytest.skip("not a git checkout")
     paths = [ROOT / one for one in listed.stdout.decode().split("\0") if one]
     return tuple(path for path in paths if path.is_file() and not path.is_symlink())
 
 
 def test_the_project_speaks_of_no_machine_but_the_readers() -> None:
-    """Paths of one particular computer help nobody."""
+    """Paths of one particular computer are useless on any other."""
     foreign = re.compile(rb"/(?:work|root)/|/home/\w")
 
     def problems() -> Iterator[str]:
@@ -368,14 +368,14 @@ def test_tests_do_not_sleep() -> None:
             if name(path).startswith("tests/bench/"):
                 continue  # they measure time
             for line, _ in calls(path, ["sleep"]):
-                # A sleep of no time only lets others run; a pause is one between two questions.
+                # `sleep(0)` lets other tasks run, and `PAUSE_S` is the pause between two polls.
                 if not re.search(r"sleep\((0|PAUSE_S)\)", source(path, line)):
-                    yield f"{name(path)}:{line}: wait for what happens, or own the clock"
+                    yield f"{name(path)}:{line}: wait for an event, or own the clock"
 
     none(problems())
 
 
-def test_what_is_marked_slow_is_there() -> None:
+def test_every_path_that_is_marked_slow_exists() -> None:
     assert [name for name in SLOW if not (ROOT / "tests" / name).exists()] == []
 
 

@@ -1,4 +1,4 @@
-"""A process that is forked from a warm helper is one that a new interpreter would have been."""
+"""A process that is forked from a warm helper behaves like a new interpreter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from tests.support.warm import WARM
 
 COLD = (sys.executable, "-X", "cold")
-#: Imported in a helper only.
+#: True in a fork of a helper, which has imported the daemon.
 IS_WARM = "'prefixd.server.daemon' in sys.modules"
 SEEN = """
 import gc, json, os, signal, sys, threading
@@ -51,7 +51,7 @@ def ran(
 
 
 @pytest.mark.parametrize("new_session", [False, True])
-def test_it_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) -> None:
+def test_a_fork_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) -> None:
     seen = []
     for interpreter in (COLD, WARM):
         reads = [os.pipe() for _ in range(3)]
@@ -75,7 +75,7 @@ def test_it_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) 
         seen.append(json.loads(done.stdout))
     cold, warm = seen
     assert cold["passed on"] == ["0", "1", "2"]
-    del cold["arguments"], warm["arguments"]  # pipes of other numbers
+    del cold["arguments"], warm["arguments"]  # the descriptors differ
     assert warm == cold
     assert ran(WARM, f"import sys; print({IS_WARM})").stdout == "True\n"
     assert ran(COLD, f"import sys; print({IS_WARM})").stdout == "False\n"
@@ -95,7 +95,7 @@ def test_it_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) 
         "import os; os._exit(7)",
     ],
 )
-def test_it_ends_as_a_new_interpreter_does(script: str) -> None:
+def test_a_fork_ends_as_a_new_interpreter_does(script: str) -> None:
     cold, warm = (ran(interpreter, script) for interpreter in (COLD, WARM))
     assert (warm.returncode, warm.stdout, warm.stderr) == (
         cold.returncode,
@@ -104,14 +104,14 @@ def test_it_ends_as_a_new_interpreter_does(script: str) -> None:
     )
 
 
-def test_an_error_that_nobody_catches_is_shown() -> None:
+def test_an_unhandled_exception_is_printed() -> None:
     failed = ran(WARM, "print('said'); 1 / 0")
     assert (failed.returncode, failed.stdout) == (1, "said\n")
     assert failed.stderr.endswith("ZeroDivisionError: division by zero\n")
 
 
-def test_an_interrupt_is_one() -> None:
-    """Unless whoever started the tests had it ignored."""
+def test_an_interrupt_ends_a_fork_as_a_new_interpreter() -> None:
+    """Compared with a new interpreter, since the process that runs the tests may ignore SIGINT."""
     cold, warm = (
         ran(interpreter, "import os, signal; os.kill(os.getpid(), signal.SIGINT)")
         for interpreter in (COLD, WARM)
@@ -120,7 +120,7 @@ def test_an_interrupt_is_one() -> None:
     assert ("KeyboardInterrupt" in warm.stderr) == ("KeyboardInterrupt" in cold.stderr)
 
 
-def test_what_it_starts_itself_is_warm_and_its_own() -> None:
+def test_processes_that_a_fork_starts_are_forks_and_its_children() -> None:
     program = f"""
 import subprocess, sys
 inner = "import os, sys; print(os.getppid(), {IS_WARM})"
@@ -138,12 +138,12 @@ def test_a_module_runs_with_its_name() -> None:
     assert done.stdout.startswith("prefixd ")
 
 
-def test_another_environment_of_python_gets_an_interpreter_of_its_own() -> None:
+def test_another_python_environment_gets_a_new_interpreter() -> None:
     script = f"import sys; print({IS_WARM}, sys.flags.hash_randomization)"
     environment = {**os.environ, "PYTHONHASHSEED": "0"}
     assert ran(WARM, script, env=environment).stdout == "False 0\n"
 
 
-def test_what_can_not_be_started_raises_what_it_always_does(tmp_path: Path) -> None:
+def test_a_failed_start_raises_the_usual_exception(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         ran(WARM, "pass", cwd=tmp_path / "nowhere")

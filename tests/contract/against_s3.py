@@ -2,8 +2,8 @@
 
     python -m tests.contract.against_s3      # needs radosgw, ceph-mon, ceph-osd and ceph-common
 
-With PREFIXD_TEST_S3_URL=s3://bucket/prefix, and AWS_ENDPOINT_URL and so on, it runs against that
-bucket instead, and leaves it empty.
+With PREFIXD_TEST_S3_URL=s3://bucket/prefix, and AWS_ENDPOINT_URL and so on, it runs against this
+bucket instead, and leaves the bucket empty.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def main() -> int:
                 )
                 return 2
             directory = Path(stack.enter_context(TemporaryDirectory(dir="/tmp")))
-            url, where = stack.enter_context(ceph_s3(directory))
-            os.environ |= where
+            url, variables = stack.enter_context(ceph_s3(directory))
+            os.environ |= variables
             os.environ[S3_URL] = url
         return int(pytest.main(["-q", "-rs", "-k", "s3", *TESTS]))
 

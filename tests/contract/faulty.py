@@ -1,7 +1,7 @@
-"""A store that fails on purpose. It wraps one that does not.
+"""A store that fails on purpose. It wraps a store that works.
 
-Faults are drawn from a seed at given rates, or armed one by one. A fault hits the operation it
-belongs to and leaves what the contract says it leaves; nothing here sleeps or starts threads.
+Faults are drawn from a seed at given rates, or armed one by one. A fault affects one operation, and
+has no effects but those that the contract allows. Nothing here sleeps or starts threads.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from prefixd.tiers.store import (
 
 
 class Fault(Enum):
-    """The faults."""
+    """Each fault, and its effect."""
 
-    SHORT_READ = "`read` answers with fewer bytes than asked for"
-    FLIPPED_READ = "`read` answers with one bit that is not as it was stored"
+    SHORT_READ = "`read` returns fewer bytes than requested"
+    FLIPPED_READ = "`read` returns the bytes with one bit flipped"
     READ_ERROR = "`read` fails"
     REFUSED_WRITE = "`write` fails"
     SEAL_ERROR = "`seal` fails"
@@ -58,7 +58,7 @@ OPERATIONS: Mapping[Fault, str] = {
     Fault.CRASH_BEFORE: "apply",
     Fault.CRASH_AFTER: "apply",
 }
-#: Faults that only delay a call.
+#: The operations that are reported to `on_call`.
 ANNOUNCED = {"read", "write", "apply"}
 
 
@@ -67,9 +67,8 @@ class Crash(BaseException):
 
 
 class FaultyStore(Store):
-    """`inner` with faults. `on_call` is told of every `write`, `apply` and `read` before it
-    happens, from the thread that asked for it: the place to wait for something, or to move a
-    clock."""
+    """`inner` with faults. `on_call` is called with the name of every `write`, `apply` and `read`
+    before it happens, on the caller's thread: a test can wait there, or move a clock."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class FaultyStore(Store):
         self.slab_bytes = inner.slab_bytes
         self.header_bytes = inner.header_bytes
         self.on_call = on_call
-        #: Every fault that happened, in order.
+        #: The faults that have happened, in order.
         self.happened: list[Fault] = []
         self._random = random.Random(seed)
         self._rates = dict(rates or {})
@@ -194,7 +193,7 @@ class FaultyStore(Store):
 
     def record_usage(self, usages: Sequence[Usage]) -> None:
         if self.draw("usage") is Fault.USAGE_ERROR:
-            raise StoreError("use that is not recorded, on purpose")
+            raise StoreError("usage that is not recorded, on purpose")
         self.inner.record_usage(usages)
 
     def probe(self) -> None:
@@ -226,7 +225,7 @@ class _FaultyWriter(EntryWriter):
 
     def seal(self) -> int:
         if self._store.draw("seal") is Fault.SEAL_ERROR:
-            raise StoreError("a seal that failed, on purpose")
+            raise StoreError("a failed seal, on purpose")
         crc = self.inner.seal()
         self.entry = self.inner.entry
         return crc

@@ -1,4 +1,4 @@
-"""One way to drive every store: places entries as a daemon would, and remembers what it saved.
+"""A harness for every store. It places entries as a daemon would, and remembers what it saved.
 
 Kinds are `ram`, `shm`, `disk`, and each of them inside a `FaultyStore` as `faulty-...`.
 """
@@ -50,7 +50,7 @@ class Saved:
 
 
 class Harness:
-    """A store of `kind` with `slabs` slabs for entries, its extents, and its twin: a dict."""
+    """A store of `kind` with `slabs` slabs for entries, its extents, and its model: a dict."""
 
     def __init__(self, kind: str, *, slabs: int = 64, sync: bool = False) -> None:
         self.kind = kind.removeprefix("faulty-")
@@ -66,7 +66,7 @@ class Harness:
 
     def _open(self) -> Store:
         store: Store
-        slabs_bytes = (self.slabs + 1) * SLAB  # the header, too
+        slabs_bytes = (self.slabs + 1) * SLAB  # one slab is for the header
         match self.kind:
             case "ram":
                 store = RamStore(self.slabs * SLAB, SLAB)
@@ -89,7 +89,7 @@ class Harness:
         return self.store
 
     def reopen(self) -> RecoveryBatch:
-        """Restart: entries that survive come back, and the twin forgets the rest."""
+        """Restart: entries that survive come back, and the model forgets the rest."""
         self.store.close()
         self.store = self._open()
         entries: list[StoredEntry] = []
@@ -111,7 +111,7 @@ class Harness:
     # ---- the steps of a save
 
     def entry(self, key: Key, payload_bytes: int, token_ids: bytes = b"") -> EntryRecord:
-        """An entry with room."""
+        """The record of a new entry, with room allocated for it."""
         self._generation += 1
         stored_bytes = self.store.stored_bytes(payload_bytes, len(token_ids))
         return EntryRecord(
@@ -135,7 +135,7 @@ class Harness:
         return self.store.writer(self.entry(key, len(payload), token_ids), token_ids)
 
     def write(self, writer: EntryWriter, payload: bytes, pieces: Sequence[int] = ()) -> int:
-        """A sealed writer that got `payload` in pieces."""
+        """Write `payload` in pieces, and seal it. Returns its checksum."""
         view, start = memoryview(payload), 0
         for end in (*sorted(pieces), len(payload)):
             writer.write(view[start:end])
@@ -157,14 +157,14 @@ class Harness:
         return saved
 
     def remember(self, writer: EntryWriter, payload: bytes, token_ids: bytes = b"") -> Saved:
-        """After `apply`: the twin has the entry, and an older one of the key is gone."""
+        """After `apply`: add the entry to the model, instead of an older one of the same key."""
         key = writer.entry.key
         self.free(key)
         self.saved[key] = Saved(writer.entry, payload, token_ids)
         return self.saved[key]
 
     def free(self, key: Key) -> None:
-        """Remove an entry from the twin, and free its room."""
+        """Remove an entry from the model, and free its room."""
         if key in self.saved:
             self.extents.free(self.saved.pop(key).entry.location)
 

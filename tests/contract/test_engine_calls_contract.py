@@ -1,4 +1,4 @@
-"""What engines' connectors need, the same in place and over gRPC, each on a real daemon."""
+"""The calls that engines' connectors need, in place and over gRPC, each on a real daemon."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_payload_may_lie_in_pieces(client: Client, tier: Tier, cuts: tuple[int
 def test_a_slice_of_a_larger_array_is_saved_and_restored_where_it_lies(
     client: Client, tier: Tier
 ) -> None:
-    """A block of a `[heads, tokens, width]` layer: each head has its part of it."""
+    """A block of a `[heads, tokens, width]` layer is one slice of each head."""
     layers = [np.arange(2 * 64 * 16, dtype=np.float32).reshape(2, 64, 16) for _ in range(3)]
     (key,) = fresh_keys(1)
     assert client.save(key, [layer[:, 16:32] for layer in layers], tier=tier).ok
@@ -164,15 +164,15 @@ def test_the_leading_run_and_single_keys(client: Client, tier: Tier) -> None:
     assert not client.exists_one(missing)
 
 
-def test_a_look_in_place_only_never_asks(client: Client) -> None:
+def test_a_lookup_in_place_only_sends_no_rpc(client: Client) -> None:
     keys = save(client, 2, size=10)
     client.exists(keys)
     before = client.counters["rpcs"]
-    there = client.in_place
-    assert client.exists(keys, in_place_only=True) == [there] * 2
-    assert client.exists_one(keys[0], in_place_only=True) == there
-    assert client.leading_run(keys, in_place_only=True) == 2 * there
-    if there:
+    found = client.in_place
+    assert client.exists(keys, in_place_only=True) == [found] * 2
+    assert client.exists_one(keys[0], in_place_only=True) == found
+    assert client.leading_run(keys, in_place_only=True) == 2 * found
+    if found:
         assert client.counters["rpcs"] == before
 
 
@@ -181,7 +181,7 @@ def test_a_touch_keeps_an_entry(daemon: PrivateDaemon, client: Client) -> None:
         admin.evict(2**40, [Tier.RAM])
         keys = save(client, 3, size=10)
         client.touch(keys[:1])
-        save(client, 1, size=10)  # brings the touch with it
+        save(client, 1, size=10)  # carries the pending touch
         (evicted,) = admin.evict(1, [Tier.RAM]).results
         assert evicted.entries == 1
     present = client.exists(keys)
@@ -189,12 +189,12 @@ def test_a_touch_keeps_an_entry(daemon: PrivateDaemon, client: Client) -> None:
     assert present.count(False) == 1
 
 
-def test_delete_takes_what_nobody_holds(client: Client, tier: Tier) -> None:
+def test_delete_removes_entries_without_claims(client: Client, tier: Tier) -> None:
     free, held = save(client, 2, tier, size=10)
-    absent, coming = fresh_keys(2)
-    (reservation,) = client.reserve([ReserveItem(coming, 3)], tier=tier)
+    absent, reserved = fresh_keys(2)
+    (reservation,) = client.reserve([ReserveItem(reserved, 3)], tier=tier)
     with client.claim([held]) as hit:
-        assert client.delete([free, held, absent, coming, free]) == [
+        assert client.delete([free, held, absent, reserved, free]) == [
             DeleteStatus.DELETED,
             DeleteStatus.PINNED,
             DeleteStatus.ABSENT,
@@ -203,7 +203,7 @@ def test_delete_takes_what_nobody_holds(client: Client, tier: Tier) -> None:
         ]
         assert hit.read(0) == payload_of(held, 10)
     assert reservation.write(b"abc").ok
-    assert client.exists([free, held, coming]) == [False, True, True]
+    assert client.exists([free, held, reserved]) == [False, True, True]
     assert client.delete([]) == []
     assert client.save(free, b"again", tier=tier).status is SaveStatus.SAVED
 
@@ -246,7 +246,7 @@ def test_futures_of_a_client_that_closes_are_misses(
     client.close()
 
 
-# ---- nothing at all
+# ---- empty batches
 
 
 EMPTY: dict[str, Callable[[Client], Any]] = {
@@ -264,7 +264,7 @@ EMPTY: dict[str, Callable[[Client], Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", EMPTY)
-def test_an_empty_batch_is_legal_and_empty(client: Client, what: str) -> None:
-    assert EMPTY[what](client) == []
+@pytest.mark.parametrize("call", EMPTY)
+def test_an_empty_batch_is_legal_and_empty(client: Client, call: str) -> None:
+    assert EMPTY[call](client) == []
     client.touch([])

@@ -1,5 +1,5 @@
-"""Restores by key over every transport: what a search and a restore do, in fewer trips where that
-can be."""
+"""Restores by key over every transport: the results of a search and a restore, in fewer round trips
+where possible."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def test_a_restore_of_keys_is_a_search_and_a_restore(
         "restored_tokens": 28,
         "restored_bytes": sum(SIZES),
     }
-    # As much of it as there are buffers, or as is there, or as fits.
+    # Fewer buffers than keys, absent keys, and a buffer of the wrong size.
     (absent,) = fresh_keys(1)
     some = [keys[0], absent, *keys[1:]]
-    for asked, sizes, mode, expected in (
+    for requested, sizes, mode, expected in (
         (keys, SIZES[:2], ClaimMode.RUN, [None] * 2),
         (some, (SIZES[0], 1, *SIZES[1:]), ClaimMode.RUN, [None, *[MissReason.ABSENT] * 4]),
         (some, (SIZES[0], 1, *SIZES[1:]), ClaimMode.ANY, [None, MissReason.ABSENT, *[None] * 3]),
@@ -77,13 +77,13 @@ def test_a_restore_of_keys_is_a_search_and_a_restore(
         (keys, (), ClaimMode.RUN, []),
     ):
         buffers = [bytearray(size) for size in sizes]
-        result = client.restore_keys(asked, buffers, mode=mode)
+        result = client.restore_keys(requested, buffers, mode=mode)
         assert list(result.misses) == expected
         assert result.run == [*expected, MissReason.ABSENT].index(
             next((miss for miss in expected if miss), MissReason.ABSENT)
         )
         saved = dict(zip(keys, payloads, strict=True))
-        for key, buffer, miss in zip(asked, buffers, expected, strict=False):
+        for key, buffer, miss in zip(requested, buffers, expected, strict=False):
             assert buffer == (saved[key] if miss is None else bytes(len(buffer)))
     (reservation,) = client.reserve([ReserveItem(absent, 3)], tier=tier, reason=EVICT)
     with reservation:
@@ -113,7 +113,13 @@ def test_a_restore_of_a_chain_says_how_many_tokens_it_saves(client: Client, tier
         (lambda c: c.restore_keys([b"short"], [bytearray(1)]), InvalidKey),
         (lambda c: c.restore_keys([KEY], [b"1"]), InvalidSize),
     ],
-    ids=["a buffer for no key", "the first", "no mode", "a short key", "a buffer to read only"],
+    ids=[
+        "a buffer for no key",
+        "mode FIRST",
+        "an invalid mode",
+        "a short key",
+        "a read-only buffer",
+    ],
 )
 def test_a_mistake_raises(
     client: Client, use: Callable[[Client], object], error: type[CallerError]
@@ -122,7 +128,7 @@ def test_a_mistake_raises(
         use(client)
 
 
-def test_over_the_data_socket_it_is_one_trip(way: str, client: Client) -> None:
+def test_over_the_data_socket_it_is_one_round_trip(way: str, client: Client) -> None:
     keys, payloads = save_some(client)
     before: Any = client.counters["rpcs"]
     buffers = [bytearray(size) for size in SIZES]
@@ -139,21 +145,21 @@ def test_over_the_data_socket_it_is_one_trip(way: str, client: Client) -> None:
         assert calls == {}
 
 
-def test_what_is_worth_loading_is_known_before_bytes_move(
+def test_a_client_decides_before_bytes_move_whether_loading_pays(
     make: Callable[..., Client], daemon: PrivateDaemon, client: Client
 ) -> None:
-    """A client that computes faster than it loads has nothing sent."""
+    """No payload is sent to a client that computes faster than it loads."""
     keys, _ = save_some(client)
     buffers = [bytearray(size) for size in SIZES]
     fast = make(daemon, prefill_tokens_per_s=1e9)
-    assert fast.restore_keys(keys, buffers), "nothing is known of the speed of loading"
+    assert fast.restore_keys(keys, buffers), "the speed of loading is not known yet"
     result = fast.restore_keys(keys, buffers)
     assert set(result.misses) == {MissReason.SLOW}
-    # Among pages each is for itself.
+    # With ANY, entries are independent of each other, and the rule does not apply.
     assert fast.restore_keys(keys, buffers, mode=ClaimMode.ANY)
 
 
-def test_it_takes_more_keys_than_a_call(client: Client) -> None:
+def test_more_keys_than_one_call_takes_are_restored(client: Client) -> None:
     keys = fresh_keys(4_200)
     items = [SaveItem(key, key) for key in keys]
     assert all(outcome.ok for outcome in client.save_many(items, tier=Tier.RAM, reason=EVICT))
@@ -162,10 +168,10 @@ def test_it_takes_more_keys_than_a_call(client: Client) -> None:
     assert buffers == keys
 
 
-def test_of_a_daemon_that_died_it_is_a_miss(
+def test_a_restore_from_a_dead_daemon_is_a_miss(
     make: Callable[..., Client], flags: tuple[str, ...]
 ) -> None:
-    """In place too: what is there is asked of a session."""
+    """In place too, because the search needs a session."""
     with tcp_daemon(*flags) as daemon:
         client = make(daemon)
         keys, _ = save_some(client)

@@ -1,4 +1,4 @@
-"""Every shared engine, the same promises: what was put comes back, or it is a miss in time."""
+"""The contract of every shared store: what was put comes back, or is a miss before the deadline."""
 
 from __future__ import annotations
 
@@ -34,22 +34,23 @@ HOUR_MS = 3_600_000
 
 @dataclass(frozen=True)
 class Engine:
-    """A store, and a way to see and spoil what lies in the engine under the head of an entry."""
+    """A store, and access to the value that its engine holds for an entry: `raw` reads it, `spoil`
+    replaces it."""
 
     store: SharedStore
     raw: Callable[[Key], bytes | None]
     spoil: Callable[[Key, bytes], None]
-    #: False: by rules of its own.
+    #: False: the engine deletes objects by rules of its own.
     expires: bool = True
-    #: How often a test does what it does often.
-    often: int = times(400, 2_000)
+    #: The number of repetitions in tests that repeat their steps.
+    repetitions: int = times(400, 2_000)
 
 
 def head_of(key: Key) -> bytes:
     return b"px1:test:{%b}" % key.hex().encode()
 
 
-def of_objects(store: ObjectStore, bucket: Any, often: int) -> Iterator[Engine]:
+def of_objects(store: ObjectStore, bucket: Any, repetitions: int) -> Iterator[Engine]:
     def path(key: Key) -> str:
         return f"test/{key.hex()[:2]}/{key.hex()}"
 
@@ -63,24 +64,24 @@ def of_objects(store: ObjectStore, bucket: Any, often: int) -> Iterator[Engine]:
         obstore.put(bucket, path(key), value)
 
     with closing(store):
-        yield Engine(store, raw, spoil, expires=False, often=often)
+        yield Engine(store, raw, spoil, expires=False, repetitions=repetitions)
 
 
 def of_s3(url: str) -> Iterator[Engine]:
-    """As the daemon makes it: where it is stands in the environment. Left empty."""
+    """A store made as the daemon makes it, from environment variables. The bucket is emptied."""
     bucket = from_url(url, client_options={"allow_http": True})
-    yield from of_objects(ObjectStore(url, "test"), bucket, often=times(40, 200))
-    for some in obstore.list(bucket):
-        obstore.delete(bucket, [each["path"] for each in some])
+    yield from of_objects(ObjectStore(url, "test"), bucket, repetitions=times(40, 200))
+    for batch in obstore.list(bucket):
+        obstore.delete(bucket, [each["path"] for each in batch])
 
 
-#: `s3`: whatever server `python -m tests.contract.against_s3` started.
+#: `s3`: the server that `python -m tests.contract.against_s3` starts or is given.
 ENGINES = ["fake", "fake cluster", "objects", "moto", *(["s3"] if S3_URL in os.environ else [])]
 
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[tuple[str, Mapping[str, str]]]:
-    """One of the module: it takes half a second to end."""
+    """One server for the module, because stopping it takes half a second."""
     with moto_s3() as made:
         yield made
 
@@ -89,11 +90,13 @@ def moto() -> Iterator[tuple[str, Mapping[str, str]]]:
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "objects":
         memory = MemoryStore()
-        yield from of_objects(ObjectStore("", "test", memory), memory, often=times(400, 2_000))
+        yield from of_objects(
+            ObjectStore("", "test", memory), memory, repetitions=times(400, 2_000)
+        )
         return
     if request.param == "moto":
-        url, where = request.getfixturevalue("moto")
-        with patch.dict(os.environ, where):
+        url, variables = request.getfixturevalue("moto")
+        with patch.dict(os.environ, variables):
             yield from of_s3(url)
         return
     if request.param == "s3":
@@ -168,11 +171,11 @@ def round_trip(engine: Engine) -> None:
     keys = [key(number) for number in range(len(data) + 2)]
     found = engine.store.find(keys, soon())
     assert found == [*(each.entry for each in offers), None, None]
-    there = [each for each in found if each is not None]
-    assert fetch(engine.store, there) == ([Outcome.DONE] * len(data), data)
+    present = [each for each in found if each is not None]
+    assert fetch(engine.store, present) == ([Outcome.DONE] * len(data), data)
 
 
-def test_what_was_put_is_found_and_comes_back(engine: Engine) -> None:
+def test_entries_are_found_and_come_back(engine: Engine) -> None:
     round_trip(engine)
 
 
@@ -184,7 +187,7 @@ def test_a_real_engine_does_the_same(real_engine: Engine) -> None:
     expiry(real_engine)
 
 
-def test_a_payload_in_pieces_is_one(engine: Engine) -> None:
+def test_a_payload_is_put_from_several_buffers(engine: Engine) -> None:
     data = payload(1, PART_BYTES + 1000)
     view = memoryview(data)
     pieces = [view[:3], view[3:PART_BYTES], view[PART_BYTES : PART_BYTES + 7], view[-993:]]
@@ -193,8 +196,8 @@ def test_a_payload_in_pieces_is_one(engine: Engine) -> None:
     assert fetch(engine.store, [entry(1, data)]) == ([Outcome.DONE], [data])
 
 
-def test_many_small_ones_in_one_call(engine: Engine) -> None:
-    data = [payload(number, 100 + number) for number in range(engine.often)]
+def test_many_small_entries_in_one_call(engine: Engine) -> None:
+    data = [payload(number, 100 + number) for number in range(engine.repetitions)]
     offers = [offer(number, each) for number, each in enumerate(data)]
     assert set(engine.store.put(offers, soon())) == {Outcome.DONE}
     assert None not in engine.store.find([each.entry.key for each in offers], soon())
@@ -203,7 +206,7 @@ def test_many_small_ones_in_one_call(engine: Engine) -> None:
     assert bytes_ == data
 
 
-def test_what_is_gone_between_finding_and_getting_is_absent(engine: Engine) -> None:
+def test_an_entry_that_is_dropped_after_it_was_found_is_absent(engine: Engine) -> None:
     offers = [offer(number, payload(number, 500)) for number in range(3)]
     engine.store.put(offers, soon())
     engine.store.drop([key(1)], soon())
@@ -212,7 +215,7 @@ def test_what_is_gone_between_finding_and_getting_is_absent(engine: Engine) -> N
     assert engine.store.find([key(1)], soon()) == [None]
 
 
-def test_nothing_to_do_is_done_at_once(engine: Engine) -> None:
+def test_empty_batches_return_at_once(engine: Engine) -> None:
     assert engine.store.find([], 0.0) == []
     assert engine.store.get([], 0.0) == []
     assert engine.store.put([], 0.0) == []
@@ -220,7 +223,7 @@ def test_nothing_to_do_is_done_at_once(engine: Engine) -> None:
     engine.store.drop([], 0.0)
 
 
-def test_a_newer_save_under_the_key_is_no_answer_to_an_older_question(engine: Engine) -> None:
+def test_a_newer_save_of_the_key_is_not_served_for_an_older_entry(engine: Engine) -> None:
     old, new = offer(1, payload(1, 500)), offer(1, payload(2, 500))
     engine.store.put([old], soon())
     engine.store.put([new], soon())
@@ -241,12 +244,12 @@ def flips(engine: Engine, count: int) -> None:
         assert found in ([None], [entry(1, data)])
         if found[0] is not None:
             assert fetch(engine.store, [found[0]])[0] == [Outcome.DAMAGED]
-            assert engine.raw(key(1)) is None, "what is damaged is dropped"
+            assert engine.raw(key(1)) is None, "a damaged value is dropped"
 
 
 def test_no_flipped_bit_is_served(engine: Engine) -> None:
-    """In the header or the payload; of parts beyond the first the checksum is the same."""
-    flips(engine, engine.often)
+    """In the header or the payload. Further parts of a payload are under the same checksum."""
+    flips(engine, engine.repetitions)
 
 
 @pytest.mark.parametrize("length", [0, 1, HEADER_BYTES - 1, HEADER_BYTES, HEADER_BYTES + 299])
@@ -257,7 +260,7 @@ def test_a_value_that_was_cut_off_is_not_served(engine: Engine, length: int) -> 
     assert value is not None
     engine.spoil(key(1), value[:length])
     outcomes, _ = fetch(engine.store, [entry(1, data), entry(2, data)])
-    # Of an empty object there is no range that an object store would answer.
+    # An object store has no range of an empty object to return.
     assert outcomes[0] is Outcome.DAMAGED or (not length and not engine.expires)
     assert outcomes[1] is Outcome.DONE
 
@@ -275,14 +278,14 @@ def expiry(engine: Engine) -> None:
     data = payload(100, 300)
     now_ms = int(time() * 1000)
     engine.store.put([offer(100, data), offer(101, data, -1000)], soon())
-    assert engine.store.find([key(101)], soon()) == [None], "it is over already"
+    assert engine.store.find([key(101)], soon()) == [None], "it has already expired"
     engine.store.touch([(key(100), now_ms - 1000), (key(102), now_ms + HOUR_MS)], soon())
     assert engine.store.find([key(100), key(102)], soon()) == [entry(100, data), None]
 
 
-def test_a_touch_never_shortens_a_life_and_makes_none(engine: Engine) -> None:
+def test_a_touch_never_shortens_a_lifetime_and_creates_nothing(engine: Engine) -> None:
     if not engine.expires:
-        pytest.skip("objects leave by a rule of their bucket")
+        pytest.skip("objects expire by a rule of their bucket")
     expiry(engine)
 
 
@@ -291,7 +294,7 @@ def test_a_deadline_that_is_over_is_a_miss(engine: Engine) -> None:
     assert engine.store.put([offer(1, data)], soon()) == [Outcome.DONE]
     late = monotonic() - 1
     room = memoryview(bytearray(300))
-    # What could be answered without waiting may be.
+    # A result that needs no wait may still be returned.
     assert engine.store.get([Wanted(entry(1, data), room)], late)[0] in (
         Outcome.UNAVAILABLE,
         Outcome.DONE,

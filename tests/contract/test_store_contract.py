@@ -37,7 +37,9 @@ faulty = pytest.fixture(opened, params=[f"faulty-{kind}" for kind in KINDS], nam
 
 @pytest.mark.parametrize("payload_bytes", SIZES)
 @pytest.mark.parametrize("kind", ALL)
-def test_what_was_saved_is_read(new: Callable[..., Harness], kind: str, payload_bytes: int) -> None:
+def test_a_payload_is_read_as_it_was_saved(
+    new: Callable[..., Harness], kind: str, payload_bytes: int
+) -> None:
     harness = new(kind, slabs=2048)
     payload = noise(payload_bytes)
     saved = harness.save(key(1), payload, token_ids=b"abcd" * 300)
@@ -62,7 +64,7 @@ def test_a_payload_may_come_from_any_buffer(store: Harness) -> None:
         store.remember(writer, payload)
 
 
-def test_what_a_caller_does_to_its_buffer_later_changes_nothing(store: Harness) -> None:
+def test_a_later_change_of_the_callers_buffer_has_no_effect(store: Harness) -> None:
     payload = noise(3 * SLAB)
     buffer = bytearray(payload)
     writer = store.begin(key(1), payload)
@@ -123,10 +125,10 @@ def test_bytes_may_be_written_where_they_belong(store: Harness, most_bytes: int)
             continue
         assert 0 < len(room) <= min(most_bytes, len(left))
         # The caller may fill only a part of the room, and ask for the rest again.
-        came_bytes = -(-len(room) // 2)
-        room[:came_bytes] = left[:came_bytes]
-        writer.filled(came_bytes)
-        assert writer.written_bytes == before_bytes + came_bytes
+        filled_bytes = -(-len(room) // 2)
+        room[:filled_bytes] = left[:filled_bytes]
+        writer.filled(filled_bytes)
+        assert writer.written_bytes == before_bytes + filled_bytes
     assert writer.seal() == crc32c(payload)
     store.store.apply([writer])
     saved = store.remember(writer, payload, b"wxyz" * 50)
@@ -173,7 +175,7 @@ def test_too_few_bytes_are_not_sealed(store: Harness) -> None:
 
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, SLAB + 1), (SLAB, 1), (SLAB + 1, 0)])
-def test_bytes_that_are_not_there_are_an_error(store: Harness, offset: int, length: int) -> None:
+def test_a_read_beyond_the_payload_is_an_error(store: Harness, offset: int, length: int) -> None:
     saved = store.save(key(1), noise(SLAB))
     with pytest.raises(ValueError, match="of a payload of"):
         store.store.read(saved.entry, offset, length)
@@ -218,7 +220,7 @@ def test_a_dropped_writer_leaves_nothing(store: Harness) -> None:
 # ---- erasing
 
 
-def test_erasing_what_is_not_there_is_no_error(store: Harness) -> None:
+def test_erasing_an_absent_entry_is_no_error(store: Harness) -> None:
     gone = store.save(key(1), noise(100)).entry
     store.erase(key(1))
     store.store.forget([gone, gone])
@@ -226,7 +228,7 @@ def test_erasing_what_is_not_there_is_no_error(store: Harness) -> None:
     assert store.store.unerased == 0
 
 
-def test_a_late_word_of_an_old_entry_does_not_reach_the_one_in_its_place(store: Harness) -> None:
+def test_a_late_forget_of_an_old_entry_spares_the_one_in_its_place(store: Harness) -> None:
     gone = store.save(key(1), noise(SLAB)).entry
     store.erase(key(1))
     for number in range(2, 2 + 64):
@@ -250,7 +252,7 @@ def test_room_is_not_written_before_its_old_record_is_erased(surviving: Harness)
     surviving.forget(key(9))
     writer = surviving.begin(key(101), noise(SLAB, 101))
     writer.room(100)
-    assert surviving.store.unerased == 0, "nor is room given out before"
+    assert surviving.store.unerased == 0, "room is given out only after the erasure"
     surviving.give_up(writer)
     recovery = surviving.reopen()
     assert not recovery.dropped
@@ -272,7 +274,7 @@ def test_the_first_write_erases_what_was_forgotten(new: Callable[..., Harness]) 
     assert harness.reopen().entries == []
 
 
-def test_what_was_forgotten_and_not_written_over_is_whole(new: Callable[..., Harness]) -> None:
+def test_a_forgotten_entry_is_whole_until_it_is_overwritten(new: Callable[..., Harness]) -> None:
     """The process ends before anything is erased."""
     harness = new("disk")
     saved = harness.save(key(1), noise(SLAB))
@@ -369,10 +371,10 @@ def test_usage_survives_and_gives_the_order(surviving: Harness) -> None:
     surviving.erase(key(0))
     surviving.save(key(0), noise(100))
     again = {entry.record.key: entry.hits for entry in surviving.reopen().entries}
-    assert again[key(0)] == 0, "the use of an erased entry is not that of the next"
+    assert again[key(0)] == 0, "a new entry does not inherit the usage of an erased one"
 
 
-def test_use_of_what_was_erased_leaves_nothing(surviving: Harness) -> None:
+def test_recording_the_usage_of_an_erased_entry_leaves_nothing(surviving: Harness) -> None:
     gone = surviving.save(key(1), noise(100)).entry
     surviving.erase(key(1))
     surviving.store.record_usage([Usage(gone, 5, 5)])

@@ -1,4 +1,4 @@
-"""Every store while the device fails, and in any order of calls."""
+"""Every store with faults of its device, and with its calls in any order."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_bit_that_flips_on_the_way_in_shows_in_the_checksum(faulty: Harness) -
     faulty.give_up(writer)
 
 
-def test_a_bad_read_shows(faulty: Harness) -> None:
+def test_a_faulty_read_is_noticed(faulty: Harness) -> None:
     saved = faulty.save(key(1), noise(3 * SLAB))
     faulty.faulty.arm(Fault.FLIPPED_READ)
     assert crc32c(faulty.read(saved)) != saved.crc
@@ -238,7 +238,7 @@ class Interleavings(RuleBasedStateMachine):
 def test_any_order_of_calls(kind: str) -> None:
     machine = type(f"Interleavings_{kind}", (Interleavings,), {"kind": kind})
     case = machine.TestCase
-    # Each restart of a disk takes a process.
+    # Each restart of the disk store starts a process.
     examples = times(8, 100) if kind == "disk" else 25
     case.settings = settings(max_examples=examples, stateful_step_count=25, deadline=None)
     case("runTest").runTest()

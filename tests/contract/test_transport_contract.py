@@ -1,8 +1,8 @@
-"""What every transport does: the same suite in place, over gRPC and over the data socket, plain and
-under TLS, each on a real daemon.
+"""The contract of every transport: the same suite in place, over gRPC and over the data socket,
+plain and under TLS, each on a real daemon.
 
-A behaviour that holds for one and not for the other is a mistake in one of them; what a transport
-does faster than the other is tested with it.
+If two transports behave differently, one of them has a bug. What only one transport does, to be
+faster, is tested with that transport.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from tests.support.fakes import PATIENCE_S
 POLICY = SavePolicy(boundary_align_tokens=20)
 TOKENS = list(range(1_000, 1_105))
 SIZES = (4_096, 1, 100_000, 300_001)
-#: Shorter than the heartbeats that would renew it.
+#: Shorter than the interval of the heartbeats that would renew it.
 LEASE_MS = 100
 
 EVICT = SaveReason.EVICT
@@ -58,7 +58,7 @@ def way(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def flags(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
-    """Of its daemons."""
+    """The flags of the transport's daemons."""
     if way != "tls":
         yield ()
         return
@@ -77,9 +77,9 @@ def daemon(flags: tuple[str, ...]) -> Iterator[PrivateDaemon]:
 
 @pytest.fixture
 def make(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
-    """Makes clients over it."""
+    """Makes clients over the transport."""
     made: list[Client] = []
-    if way == "lending":  # whatever is saved
+    if way == "lending":  # for payloads of every size
         monkeypatch.setattr(staging, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
@@ -148,16 +148,16 @@ def misses(client: Client) -> dict[str, int]:
 # ---- finding
 
 
-def test_modes_take_what_they_say(client: Client, tier: Tier) -> None:
+def test_each_mode_claims_its_keys(client: Client, tier: Tier) -> None:
     keys, _ = save_some(client, tier)
     absent = fresh_keys(2)
-    asked = [keys[0], keys[1], absent[0], keys[2], absent[1], keys[3]]
+    requested = [keys[0], keys[1], absent[0], keys[2], absent[1], keys[3]]
     for mode, found in (
         (ClaimMode.ANY, keys),
         (ClaimMode.RUN, keys[:2]),
         (ClaimMode.FIRST, keys[:1]),
     ):
-        with client.claim(asked, mode=mode) as hit:
+        with client.claim(requested, mode=mode) as hit:
             assert hit.keys == found
             assert hit.claimed
             assert hit.miss is (None if mode is ClaimMode.FIRST else MissReason.ABSENT)
@@ -166,7 +166,7 @@ def test_modes_take_what_they_say(client: Client, tier: Tier) -> None:
     assert client.claim(absent).miss is MissReason.ABSENT
 
 
-def test_probes_say_what_is_there(client: Client, tier: Tier) -> None:
+def test_probes_describe_entries_and_absent_keys(client: Client, tier: Tier) -> None:
     keys, payloads = save_some(client, tier)
     (absent,) = fresh_keys(1)
     first, missing = client.probe([keys[0], absent])
@@ -227,7 +227,7 @@ def test_a_conversation_is_resumed(client: Client, tier: Tier) -> None:
 
 
 @pytest.mark.parametrize("verify", ["always", "disk", "never"])
-def test_what_was_saved_comes_back(
+def test_saved_payloads_come_back(
     daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier, verify: str
 ) -> None:
     client = make(daemon, verify=verify)
@@ -325,9 +325,9 @@ def test_a_reservation_is_written_or_given_back(client: Client, tier: Tier) -> N
     assert client.exists([one, two]) == [True, False]
 
 
-def test_what_no_tier_takes_is_an_outcome(client: Client) -> None:
+def test_a_payload_that_no_tier_takes_is_an_outcome(client: Client) -> None:
     (key,) = fresh_keys(1)
-    payload = bytes(9 * 2**20)  # of 8 MiB
+    payload = bytes(9 * 2**20)  # the tier has 8 MiB
     outcome = client.save(key, payload, tier=Tier.SHM, reason=EVICT)
     assert outcome.status is SaveStatus.TOO_LARGE
     assert not outcome.retryable
@@ -353,22 +353,22 @@ def test_more_keys_than_a_call_takes(client: Client) -> None:
 
 MISTAKES: dict[str, tuple[Callable[[Client, Hit], object], type[CallerError]]] = {
     "a short key": (lambda c, _: c.claim([b"short"]), InvalidKey),  # type: ignore[list-item]
-    "a probe of one": (lambda c, _: c.probe([b"short"]), InvalidKey),  # type: ignore[list-item]
+    "a probe of a short key": (lambda c, _: c.probe([b"short"]), InvalidKey),  # type: ignore[list-item]
     "a wait too long": (lambda c, h: c.claim(h.keys, wait_ms=10**6), InvalidSize),
-    "no mode": (lambda c, h: c.claim(h.keys, mode=1), CallerError),  # type: ignore[arg-type]
+    "an invalid mode": (lambda c, h: c.claim(h.keys, mode=1), CallerError),  # type: ignore[arg-type]
     "an entry before the first": (lambda _, h: h.read(-1), InvalidSize),
-    "an entry behind the last": (lambda _, h: h.read(4), InvalidSize),
-    "a view of none": (lambda _, h: h.views(4), InvalidSize),
-    "token ids of none": (lambda _, h: h.token_ids(-1), InvalidSize),
-    "no such layer": (lambda _, h: h.layer(0, 4), InvalidSize),
-    "an entry to restore that is none": (
+    "an entry after the last": (lambda _, h: h.read(4), InvalidSize),
+    "a view of no entry": (lambda _, h: h.views(4), InvalidSize),
+    "token ids of no entry": (lambda _, h: h.token_ids(-1), InvalidSize),
+    "a layer after the last": (lambda _, h: h.layer(0, 4), InvalidSize),
+    "a restore of no entry": (
         lambda _, h: h.restore_into([bytearray(1)], indices=[4]),
         InvalidSize,
     ),
     "an entry without a buffer": (lambda _, h: h.restore_into([], indices=[0]), InvalidSize),
-    "a release of none": (lambda _, h: h.release_some([4]), InvalidSize),
+    "a release of no entry": (lambda _, h: h.release_some([4]), InvalidSize),
     "a buffer too many": (lambda _, h: h.restore_into([bytearray(1)] * 5), InvalidSize),
-    "a buffer to read only": (lambda _, h: h.restore_into([bytes(4_096)]), InvalidSize),
+    "a read-only buffer": (lambda _, h: h.restore_into([bytes(4_096)]), InvalidSize),
     "an empty payload": (
         lambda c, h: c.save(h.keys[0], b"", tier=Tier.RAM, reason=EVICT),
         InvalidSize,
@@ -404,14 +404,14 @@ def test_a_reservation_is_written_once(client: Client) -> None:
 
 
 def in_place(client: Client) -> bool:
-    """Does this client read where the bytes lie?"""
+    """Does this client read from the daemon's own memory and files?"""
     return isinstance(client._transport, LocalTransport)
 
 
 def test_a_claim_that_is_lost_is_a_miss_of_everything(
     daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier
 ) -> None:
-    """Unless the rows prove in place that the bytes are still those that were claimed."""
+    """Except in place, while the index rows prove that the claimed bytes have not changed."""
     keys, payloads = save_some(client := make(daemon, lease_ms=LEASE_MS), tier)
     hit = client.claim(keys)
     eventually(lambda: hit.lost)
@@ -432,10 +432,10 @@ def test_a_claim_that_is_lost_is_a_miss_of_everything(
     assert client.counters["lost_claims"] == 1
 
 
-def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
+def test_the_release_of_a_lost_claim_reports_the_loss(
     daemon: PrivateDaemon, make: Callable[..., Client]
 ) -> None:
-    """Another client sees that it is gone; whether ours has heard of it does not matter."""
+    """Whether or not the client has already received the event of the loss."""
     client = make(daemon, lease_ms=LEASE_MS)
     (key,) = fresh_keys(1)
     assert client.save(key, b"bytes", tier=Tier.RAM, reason=EVICT).ok
@@ -449,7 +449,7 @@ def test_a_claim_that_was_lost_unseen_is_told_at_its_release(
 def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
     make: Callable[..., Client], flags: tuple[str, ...], tier: Tier
 ) -> None:
-    """Into an empty tier: what was reserved first is free again when the rest comes."""
+    """Into an empty tier: the first reservations have ended before the last ones are made."""
     with tcp_daemon(*flags, "--disk.max_in_flight=1MiB", "--sessions.max_pinned_share=1") as daemon:
         client = make(daemon)
         keys = fresh_keys(60)
@@ -460,7 +460,7 @@ def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
             assert restore(hit)[1] == [item.payload for item in items]
 
 
-def test_what_is_granted_to_a_call_that_gave_up_is_given_back(
+def test_claims_and_reservations_of_a_call_that_timed_out_are_given_back(
     daemon: PrivateDaemon, client: Client
 ) -> None:
     keys, _ = save_some(client)
@@ -504,11 +504,11 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[
         )
         daemon.kill()
         eventually(lambda: held.lost and not client.connected)
-        # In place the arena of a daemon that died is still mapped, and its rows stand.
+        # In place, the arena of a dead daemon is still mapped, and its rows are still valid.
         result, restored = restore(held)
         assert restored == payloads if in_place(client) else result.miss is MissReason.LOST
         assert held.release() == in_place(client)
-        result, restored = restore(found)  # what can still be read in place is right
+        result, restored = restore(found)  # every entry that is still read in place is right
         assert all(
             data == payload
             for data, payload, good in zip(restored, payloads, result.restored, strict=True)
@@ -525,10 +525,10 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[
         assert client.save(keys[0], b"abc", tier=Tier.RAM, reason=EVICT).ok
         with client.claim(keys[:1]) as hit:
             assert hit.read(0) == b"abc"
-        assert held.release() == in_place(client), "it was released"
+        assert held.release() == in_place(client), "a repeated release has the same result"
 
 
-#: Each public method, as a closed client is asked to do it. What is not a question is left out.
+#: A call of each public method, for a closed client. Methods that need no daemon are left out.
 USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "longest_prefix": lambda c, _h, _r: c.longest_prefix(fresh_namespace(), TOKENS),
     "resume": lambda c, h, _r: c.resume(h.keys[0], TOKENS, namespace=fresh_namespace()),
@@ -567,7 +567,7 @@ def test_every_public_method_is_in_this_suite() -> None:
     assert methods - set(USES) == {"chain", "close"}
 
 
-def test_a_closed_client_says_so_and_gave_everything_back(
+def test_a_closed_client_raises_and_has_given_everything_back(
     daemon: PrivateDaemon, make: Callable[..., Client]
 ) -> None:
     client, other = make(daemon), make(daemon)
@@ -582,7 +582,9 @@ def test_a_closed_client_says_so_and_gave_everything_back(
         with pytest.raises(ClientClosed):
             use(client, hit, reservation)
     assert restore(hit)[0].miss is MissReason.LOST
-    assert hit.release() == in_place(client), "its rows stood to the end, or nothing is known"
+    assert hit.release() == in_place(client), (
+        "in place the rows were valid to the end, else the client can't know"
+    )
 
     def reserved() -> bool:
         (again,) = other.reserve([ReserveItem(new, 3)], tier=Tier.RAM, reason=EVICT)

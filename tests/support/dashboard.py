@@ -1,4 +1,4 @@
-"""The dashboard's panels, and the load under which they have to move."""
+"""The dashboard's panels, and a load under which each of them must change."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.daemon import eventually, private_daemon
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/prefixd.json").read_text())
 METRIC = re.compile(r"\b(?:prefixd|process)_[a-z_]+")
-#: What they show is nothing while all is well.
+#: Panels that show nothing while nothing is wrong.
 WHEN_SOMETHING_IS_WRONG = {"Ill parts", "Failed reads / s", "Damage", "Lost / s"}
 
 
@@ -32,8 +32,8 @@ def targets() -> Iterator[tuple[str, str]]:
 
 
 @contextmanager
-def started_again() -> Iterator[PrivateDaemon]:
-    """A daemon with metrics whose tiers are small, and that has found entries at its start."""
+def restarted_daemon() -> Iterator[PrivateDaemon]:
+    """A daemon with metrics and small tiers, which has recovered entries at its last start."""
     flags = ("--server.metrics=127.0.0.1:0", "--sessions.unwritten_ttl=10m")
     with private_daemon(*flags, ram="256KiB", shm="1MiB", disk="1MiB") as daemon:
         with Client(daemon.address) as client:
@@ -45,10 +45,12 @@ def started_again() -> Iterator[PrivateDaemon]:
         yield daemon
 
 
-def work(daemon: PrivateDaemon, was_seen: Callable[[str], bool]) -> None:
-    """What engines do with a daemon: traffic that does not fit, and what two want at once.
-    `was_seen`: did whoever looks at the metrics see this one above zero? What is there for a
-    moment stays until it was."""
+def generate_load(daemon: PrivateDaemon, was_seen: Callable[[str], bool]) -> None:
+    """Load as engines make it: traffic that exceeds the tiers, and two clients that want one key.
+
+    `was_seen(metric)`: has the test seen this metric above zero? Waiters, reservations and claims
+    are short-lived, so they are kept until it has.
+    """
     for in_place in (True, False):
         requests = list(generate("multi-turn", requests=150, seed=5, block_tokens=512))
         options = LiveOptions(daemon.address, workers=2, tiers=tuple(Tier), in_place=in_place)
@@ -65,7 +67,7 @@ def work(daemon: PrivateDaemon, was_seen: Callable[[str], bool]) -> None:
             eventually(lambda name=name: was_seen(name))  # type: ignore[misc]
         assert mine.write(b"bytes").ok
         waits.join()
-        assert other.save(key, b"bytes", tier=Tier.RAM).ok  # it is there
+        assert other.save(key, b"bytes", tier=Tier.RAM).ok  # already present
         with other.claim([key]) as hit:
             assert hit.read(0) == b"bytes"
             for name in ("prefixd_held_claims", "prefixd_tier_pinned_entries"):

@@ -222,7 +222,7 @@ async def test_use_that_cannot_be_recorded_is_a_notice_and_no_more(
         store.arm(Fault.USAGE_ERROR)
         daemon.core._flush()
         await daemon.until(daemon.core.notices)
-        why = "use that is not recorded, on purpose"
+        why = "usage that is not recorded, on purpose"
         assert daemon.core.notices() == {f"{tier.label} usage": why}
         assert daemon.core.unhealthy() == {}
         assert await session.restore(key(1)) == DATA

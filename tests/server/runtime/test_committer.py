@@ -561,7 +561,7 @@ def test_a_store_that_fails_is_unhealthy_by_its_name(three: ThreeStores, tier: T
     three.committers.record_usage(tier, (Usage(entry, 77, 5),))
     eventually(three.committers.notices)
     assert three.committers.notices() == {
-        f"{tier.label} usage": "use that is not recorded, on purpose"
+        f"{tier.label} usage": "usage that is not recorded, on purpose"
     }
     assert three.committers.unhealthy() == {}, "they are hints"
     three.committers.record_usage(tier, (Usage(entry, 77, 5),))
