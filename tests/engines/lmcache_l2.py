@@ -1,4 +1,4 @@
-"""`lmcache bench l2`, as its command line runs it, within this process."""
+"""Runs `lmcache bench l2` within this process, as its command line does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 
 @dataclass(frozen=True)
 class Benched:
-    """What its report says of one run."""
+    """The report of one run."""
 
     #: The exit status; 0 only if every byte was right.
     status: int
@@ -43,8 +43,10 @@ def plugin(address: str, tier: str) -> dict[str, Any]:
 def bench_l2(
     spec: dict[str, Any], *, rounds: int = 15, keys: int = 32, data_kib: int = 1024
 ) -> Benched:
-    """With `--no-skip-verify`, every key looked up being there. A store that was used before
-    answers that it has the keys already: give it a fresh one."""
+    """Run with `--no-skip-verify`, so that every byte is verified, and with hits only.
+
+    The store must be fresh: a used store already has the keys.
+    """
     from lmcache.cli.main import main
 
     with tempfile.TemporaryDirectory() as directory:
@@ -55,11 +57,11 @@ def bench_l2(
             *("--lookup-max-hit-rate", "1.0", "--data-size-kb", str(data_kib)),
             *("--format", "json", "--output", str(report)),
         ]
-        said, status = io.StringIO(), 0
+        output, status = io.StringIO(), 0
         with (
             mock.patch.object(sys, "argv", command),
-            contextlib.redirect_stdout(said),
-            contextlib.redirect_stderr(said),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
         ):
             try:
                 main()
@@ -69,7 +71,7 @@ def bench_l2(
     found = {each["operation"]: each for each in metrics.values() if "operation" in each}
     return Benched(
         status,
-        said.getvalue(),
+        output.getvalue(),
         {name: _one(each, "p50") for name, each in found.items()},
         {name: int(_one(each, "success")) for name, each in found.items()},
     )

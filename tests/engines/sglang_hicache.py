@@ -14,7 +14,7 @@ LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 
 class _Anything:
-    """Of a package that is imported and not used."""
+    """Stands for any attribute of a package that is imported but not used."""
 
     def __init__(self, *_args: object, **_options: object) -> None:
         pass
@@ -27,13 +27,14 @@ class _Anything:
 
 
 def without_torchvision() -> None:
-    """SGLang imports it for pictures; nothing here has one, and it has to fit torch exactly."""
+    """Replace torchvision if it can't be imported: it must match torch's version exactly, and
+    SGLang needs it only for images, which these tests do not use."""
     try:
         import torchvision  # noqa: F401
     except ImportError:
         from transformers.utils import import_utils
 
-        import_utils.is_torchvision_available()  # remembers that it is not there
+        import_utils.is_torchvision_available()  # caches that it is not installed
         below = ("transforms", "transforms.functional", "transforms.v2", "io")
         for name in ("torchvision", *(f"torchvision.{each}" for each in below)):
             module = ModuleType(name)
@@ -79,8 +80,8 @@ def host_pool(layout: str, *, pages: int, page_tokens: int, layers: int, heads: 
 
 
 def controller(pool: Any, backend: str, extra: dict[str, Any]) -> Any:
-    """`HiCacheController` with the storage backend that its own factory makes, as
-    `attach_storage_backend` leaves it, but for the threads."""
+    """`HiCacheController` with the storage backend that SGLang's factory makes, in the state after
+    `attach_storage_backend`, but without threads."""
     from sglang.srt.managers.cache_controller import HiCacheController
     from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
     from sglang.srt.mem_cache.storage import StorageBackendFactory
@@ -116,13 +117,13 @@ def controller(pool: Any, backend: str, extra: dict[str, Any]) -> Any:
 
 
 def prefixd_extra(address: str, tier: str) -> dict[str, Any]:
-    """What its command line takes."""
+    """The extra configuration that SGLang's command line takes for prefixd."""
     named = {"backend_name": "prefixd", "module_path": MODULE, "class_name": "PrefixdStorage"}
     return {**named, "interface_v1": 1, "address": address, "tier": tier}
 
 
 def backup(of: Any, hashes: list[str], indices: Any) -> int:
-    """Tokens that its backup saved."""
+    """Back up these pages. Returns the number of tokens that were saved."""
     from sglang.srt.managers.cache_controller import StorageOperation
 
     operation = StorageOperation(indices, [], hash_value=hashes)
@@ -131,13 +132,13 @@ def backup(of: Any, hashes: list[str], indices: Any) -> int:
 
 
 def prefetch(of: Any, hashes: list[str], indices: Any) -> int:
-    """Pages that its prefetch restored, after it asked how many there are."""
+    """Prefetch the leading pages that exist. Returns the number of pages that were restored."""
     from sglang.srt.managers.cache_controller import PrefetchOperation
 
-    there = of.storage_backend.batch_exists(hashes)
+    present = of.storage_backend.batch_exists(hashes)
     operation = PrefetchOperation("request", [])
-    operation.hash_value = hashes[:there]
-    operation.host_indices = indices[: there * of.page_size]
+    operation.hash_value = hashes[:present]
+    operation.host_indices = indices[: present * of.page_size]
     return int(of._page_transfer(operation))
 
 

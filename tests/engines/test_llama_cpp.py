@@ -1,4 +1,4 @@
-"""llama-cpp-python itself, on a small model that the test makes. `make engines` runs it."""
+"""llama-cpp-python itself, on a small model that the tests make. `make engines` runs this file."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def test_the_same_text_from_fewer_tokens(
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 @pytest.mark.parametrize("how", ["truncated", "longer", "foreign", "another block"])
-def test_a_state_that_is_none_never_gets_into_the_text(
+def test_a_spoilt_state_never_affects_the_text(
     daemon: PrivateDaemon, model: Path, blocks: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saved by somebody under the right keys, checksums and all."""
+    """Another client has saved it under the right keys, with valid checksums."""
     expected, _ = run(make(model, blocks=blocks), PROMPT, monkeypatch)
     with Client(daemon.address) as client:
         llama = make(model, blocks=blocks)
@@ -128,11 +128,11 @@ def test_a_state_that_is_none_never_gets_into_the_text(
         text, evaluated = run(other, PROMPT, monkeypatch)
     assert text == expected
     print(f"{blocks=}, {how}: {evaluated} evaluated")
-    if blocks or how != "another block":  # of one state there is no other
+    if blocks or how != "another block":  # a single state has no other to be swapped with
         assert evaluated >= len(PROMPT)
 
 
-def test_its_server_finds_the_prompt_too(
+def test_the_server_of_llama_cpp_python_finds_the_prompt_too(
     daemon: PrivateDaemon, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("sse_starlette")
@@ -140,7 +140,7 @@ def test_its_server_finds_the_prompt_too(
     proxy = pytest.importorskip("llama_cpp.server.model").LlamaProxy
     settings = pytest.importorskip("llama_cpp.server.settings")
     testclient = pytest.importorskip("starlette.testclient")
-    # `attach_to_server` changes it for the process.
+    # `attach_to_server` replaces this function for the whole process, so it is restored.
     name = "load_llama_from_model_settings"
     monkeypatch.setattr(proxy, name, staticmethod(getattr(proxy, name)))
     evaluated: list[int] = []
@@ -158,8 +158,8 @@ def test_its_server_finds_the_prompt_too(
         "logprobs": None,
     }
 
-    def ask() -> tuple[str, int]:
-        """Of a server of its own."""
+    def complete() -> tuple[str, int]:
+        """Complete the prompt on a new server. Returns the text, and the tokens evaluated."""
         evaluated.clear()
         of_model = settings.ModelSettings(
             model=str(model), n_ctx=4096, verbose=False, n_threads=1, n_threads_batch=1
@@ -170,13 +170,13 @@ def test_its_server_finds_the_prompt_too(
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["text"], sum(evaluated)
 
-    expected, alone = ask()
+    expected, alone = complete()
     with Client(daemon.address) as client:
         attach_to_server(lambda llama: PrefixdCache.of(llama, client))
-        first, cold = ask()
+        first, cold = complete()
         assert client.flush()
-        second, warm = ask()
-    print(f"its server: {alone}, {cold} with an empty cache, {warm} with a full one")
+        second, warm = complete()
+    print(f"server: {alone} without a cache, {cold} with an empty one, {warm} with a full one")
     assert first == second == expected
     assert alone >= 1_500 <= cold
     assert warm <= 30
@@ -209,8 +209,8 @@ client.close()
 def test_another_process_after_a_killed_daemon(daemon: PrivateDaemon, model: Path) -> None:
     def child() -> tuple[int, str]:
         args = [sys.executable, "-c", CHILD, daemon.address, str(model)]
-        said = subprocess.run(args, capture_output=True, text=True, check=True).stdout
-        count, text = said.split(" ", 1)
+        output = subprocess.run(args, capture_output=True, text=True, check=True).stdout
+        count, text = output.split(" ", 1)
         return int(count), text
 
     first, text = child()

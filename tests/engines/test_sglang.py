@@ -1,5 +1,5 @@
 """SGLang itself: its HiCache controller, its host pool and its backend factory, unmodified.
-`make engines-sglang` runs it."""
+`make engines-sglang` runs this file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.daemon import private_daemon
 
 pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
-# The engine's own, none of our business.
+# The engine's own warnings are not errors here.
 pytestmark = pytest.mark.filterwarnings("default")
 
 PAGES, PAGE_TOKENS, LAYERS = 8, 16, 3
@@ -50,13 +50,13 @@ def test_pages_come_back_through_its_controller(
     made = controller(pool, "dynamic", prefixd_extra(daemon.address, tier))
     hashes, indices = fresh_hashes(PAGES), torch.arange(PAGES * PAGE_TOKENS)
     try:
-        # Pages 0 to 3, and 6: there is a hole.
+        # Pages 0 to 3, and page 6 after a gap.
         assert backup(made, hashes[:4], indices[: 4 * PAGE_TOKENS]) == 4 * PAGE_TOKENS
         six = indices[6 * PAGE_TOKENS : 7 * PAGE_TOKENS]
         assert backup(made, hashes[6:7], six) == PAGE_TOKENS
         assert made.storage_backend.batch_exists(hashes) == 4
         pool.kv_buffer.zero_()
-        # To other places than they came from.
+        # Into other slots than the pages came from.
         assert prefetch(made, hashes, indices.flip(0).view(PAGES, -1).flip(1).flatten()) == 4
         for page in range(PAGES):
             place = (PAGES - 1 - page) * PAGE_TOKENS

@@ -1,4 +1,4 @@
-"""transformers itself, on a small random model. `make engines` runs it."""
+"""transformers itself, on a small random model. `make engines` runs this file."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_prompt_that_diverges_and_another_model(client: Client) -> None:
     assert load_cache(client, changed, model.config, TOKENS).token_count == 0
 
 
-def test_what_it_does_not_know_is_refused_by_name(client: Client) -> None:
+def test_an_unsupported_cache_is_refused_by_name(client: Client) -> None:
     config = transformers.MistralConfig(
         num_hidden_layers=2, hidden_size=64, num_attention_heads=4, sliding_window=128
     )

@@ -1,5 +1,5 @@
-"""vLLM itself: its tiering manager, primary tier and factory, and the cases of its file tier's
-tests that are not about files. `make engines-vllm` runs it."""
+"""vLLM itself: its tiering manager, primary tier and factory, and those tests of its file tier that
+are not about files. `make engines-vllm` runs this file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines import vllm_tiering as tiering
 from tests.support.daemon import private_daemon
 
 pytest.importorskip("vllm")
-# The engine's own, none of our business.
+# The engine's own warnings are not errors here.
 pytestmark = pytest.mark.filterwarnings("default")
 
 CHUNKS, CHUNK_BYTES = 8, 64 * 1024
@@ -52,7 +52,7 @@ def look_up(tier: Any, keys: list[Any]) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["ram", "shm", "disk"])
 def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str) -> None:
-    """The whole way through its manager; the bytes are those that were stored."""
+    """All steps through vLLM's manager. The loaded bytes are those that were stored."""
     options = tiering.prefixd(daemon.address, name)
     made = tiering.manager(rows, lambda view: tiering.tier(view, **options))
     keys, ctx = tiering.keys(4, os.urandom(4)), tiering.context()
@@ -67,9 +67,9 @@ def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str
     made.reset_cache()
     made.on_reset_flushed()
     rows[:] = 0
-    strange = tiering.keys(1, b"none")[0]
-    assert made.lookup(strange, ctx) is found.MISS
-    # In the same step: it is there, and on its way.
+    absent = tiering.keys(1, b"none")[0]
+    assert made.lookup(absent, ctx) is found.MISS
+    # Within the step that finds them, the entries are still being promoted.
     assert {made.lookup(key, ctx) for key in keys} == {found.HIT_PENDING}
     tiering.step(made)
     tiering.settle(made)
@@ -82,7 +82,7 @@ def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str
     tiering.shut_down(made)
 
 
-def test_its_factory_knows_the_name_of_the_tier(daemon: PrivateDaemon, rows: Any) -> None:
+def test_vllms_factory_knows_the_name_of_the_tier(daemon: PrivateDaemon, rows: Any) -> None:
     register_vllm()
     register_vllm()
     made = tiering.tier(memoryview(rows), type="prefixd", address=daemon.address)
@@ -90,7 +90,7 @@ def test_its_factory_knows_the_name_of_the_tier(daemon: PrivateDaemon, rows: Any
     made.shutdown()
 
 
-def test_nothing_is_there(tier: Any) -> None:
+def test_keys_that_were_not_stored_are_misses(tier: Any) -> None:
     assert look_up(tier, tiering.keys(2, os.urandom(4))) == [results().MISS] * 2
 
 
@@ -105,10 +105,10 @@ def test_bytes_go_to_other_chunks_than_they_came_from(tier: Any, rows: Any, coun
     tier.submit_load(tiering.job(2, keys, chunks, is_promotion=True))
     assert tiering.ended(tier).success
     assert (rows[CHUNKS - count :] == expected).all()
-    assert look_up(tier, keys) == [results().HIT] * count, "they stay"
+    assert look_up(tier, keys) == [results().HIT] * count, "the tier keeps what it has loaded"
 
 
-def test_a_load_of_what_is_not_there_fails(tier: Any) -> None:
+def test_a_load_with_an_absent_key_fails(tier: Any) -> None:
     salt = os.urandom(4)
     keys = tiering.keys(3, salt)
     tier.submit_load(tiering.job(1, keys[2:], [0], is_promotion=True))
@@ -123,7 +123,7 @@ def test_a_load_of_what_is_not_there_fails(tier: Any) -> None:
     assert look_up(tier, keys) == [results().HIT, results().HIT, results().MISS]
 
 
-def test_jobs_are_told_apart(tier: Any) -> None:
+def test_each_job_has_its_own_result(tier: Any) -> None:
     keys = tiering.keys(2, os.urandom(4))
     for number, key in enumerate(keys):
         tier.submit_store(tiering.job(number, [key], [number]))
@@ -149,7 +149,7 @@ def test_a_shutdown_with_jobs_under_way_returns(daemon: PrivateDaemon, rows: Any
     assert len(list(made.get_finished_jobs())) == 10
 
 
-def test_events_are_what_was_stored(daemon: PrivateDaemon, rows: Any) -> None:
+def test_events_name_the_stored_keys(daemon: PrivateDaemon, rows: Any) -> None:
     from vllm.v1.kv_offload.base import Locality, Medium
 
     options = tiering.prefixd(daemon.address, "ram", enable_kv_events=True, locality="LOCAL")
@@ -186,7 +186,7 @@ def test_events_are_what_was_stored(daemon: PrivateDaemon, rows: Any) -> None:
         ({"parallelism_agnostic": True}, {}, False),
     ],
 )
-def test_parallel_layouts_share_what_is_the_same(
+def test_parallel_layouts_share_identical_chunks(
     daemon: PrivateDaemon, rows: Any, one: dict[str, Any], other: dict[str, Any], shared: bool
 ) -> None:
     options, keys = tiering.prefixd(daemon.address, "ram"), tiering.keys(1, os.urandom(4))

@@ -1,4 +1,4 @@
-"""KV events, decoded with vLLM's own types. `make engines-vllm` runs it."""
+"""KV events, decoded with vLLM's own types. `make engines-vllm` runs this file."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tests.support.vllm_events import Indexer
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
 theirs = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
-# The engine's own, none of our business.
+# The engine's own warnings are not errors here.
 pytestmark = pytest.mark.filterwarnings("default")
 
-from prefixd.client.ctl.kv_events import _END, Blocks, encode  # noqa: E402  # needs both
+from prefixd.client.ctl.kv_events import _END, Blocks, encode  # noqa: E402  # needs msgspec and zmq
 
 
 def key(number: int) -> Key:
@@ -24,7 +24,7 @@ def key(number: int) -> Key:
 
 
 def events() -> list[Any]:
-    """Of a chain of three blocks, of which the last leaves."""
+    """The events of a chain of three blocks, whose last block is evicted."""
     chain = [
         Published(
             key(n), Tier.RAM, n, n, 5, 2, SaveReason.COLD, key(n - 1) if n > 1 else b"", "", ids(n)
@@ -51,7 +51,7 @@ def test_vllms_own_decoder_reads_them() -> None:
     assert stored.token_ids == [1, 1, 2, 2, 3, 3]
     assert (stored.medium, removed.medium) == (theirs.MEDIUM_CPU, theirs.MEDIUM_CPU)
     assert removed.block_hashes == [3]
-    # What it writes of them is what was sent: not a field more or less.
+    # vLLM encodes them to what was sent, without a field more or less.
     again = msgspec.msgpack.encode(batch)
     assert msgspec.msgpack.decode(again) == msgspec.msgpack.decode(payload)
     indexer = Indexer()
@@ -59,5 +59,5 @@ def test_vllms_own_decoder_reads_them() -> None:
     assert indexer.known == {1: [1, 1], 2: [2, 2]}
 
 
-def test_the_end_of_a_replay_is_theirs() -> None:
+def test_the_end_of_a_replay_is_that_of_vllm() -> None:
     assert theirs.ZmqEventPublisher.END_SEQ == _END

@@ -64,7 +64,7 @@ def write_gguf(path: Path) -> None:
 
 
 def make_transformer(**changes: Any) -> Any:
-    """A random llama of transformers, the same every time."""
+    """A random llama of transformers, with the same weights every time."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

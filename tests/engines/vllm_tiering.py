@@ -1,5 +1,5 @@
-"""vLLM's own tiered offloading on CPU, without a model or a GPU: its manager, its primary tier, its
-factory and its file tier."""
+"""vLLM's own tiered offloading on CPU, without a model or a GPU: its manager, primary tier and
+factory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def spec(
     replicated: bool = False,
     events: bool = False,
 ) -> Any:
-    """What a tier is told of its engine."""
+    """The description of its engine that vLLM gives to a tier."""
     from vllm.v1.kv_offload.base import OffloadingKVEventsConfig
     from vllm.v1.kv_offload.config import (
         OffloadingCacheConfig,
@@ -50,19 +50,21 @@ def spec(
         parallel=parallel,
         replicated_layout=replicated,
     )
-    told = OffloadingKVEventsConfig(enable_kv_cache_events=events, self_describing_kv_events=False)
-    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=told)
+    kv_events = OffloadingKVEventsConfig(
+        enable_kv_cache_events=events, self_describing_kv_events=False
+    )
+    return SimpleNamespace(config=config, blocks_per_chunk=1, kv_events_config=kv_events)
 
 
 def tier(view: memoryview, of: Any = None, **options: Any) -> Any:
-    """A secondary tier, as vLLM's factory makes it of its configuration."""
+    """A secondary tier, made by vLLM's factory from these options."""
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
     return SecondaryTierFactory.create_secondary_tier(options, view, of or spec())
 
 
 def prefixd(address: str, name: str, **options: Any) -> dict[str, Any]:
-    """Its configuration."""
+    """The options of prefixd's tier."""
     return {
         "type": "PrefixdTier",
         "module_path": MODULE,
@@ -97,14 +99,14 @@ def job(number: int, of: list[Any], chunks: Any, *, is_promotion: bool = False) 
 
 
 def ended(of: Any) -> Any:
-    """The one job that was under way."""
+    """The result of the only job in progress, once it has ended."""
     of.drain_jobs()
     (result,) = of.get_finished_jobs()
     return result
 
 
 class Region:
-    """In the place of the shared memory of vLLM's workers."""
+    """Replaces the shared memory of vLLM's workers."""
 
     def __init__(self, rows: Any) -> None:
         self._rows = rows
@@ -117,7 +119,8 @@ class Region:
 
 
 def manager(rows: Any, make_tier: Any) -> Any:
-    """`TieringOffloadingManager` over one secondary tier. `make_tier`: of the primary's memory."""
+    """`TieringOffloadingManager` with one secondary tier. `make_tier` makes it from a view of the
+    primary tier's memory."""
     from vllm.v1.kv_offload.tiering.manager import (
         CPUPrimaryTierOffloadingManager,
         TieringOffloadingManager,
@@ -129,7 +132,7 @@ def manager(rows: Any, make_tier: Any) -> Any:
 
 
 def step(of: Any) -> None:
-    """The end of a scheduler's step."""
+    """End a step of the scheduler."""
     from vllm.v1.kv_offload.base import ScheduleEndContext
 
     of.on_schedule_end(ScheduleEndContext(new_req_ids=[], preempted_req_ids=()))
@@ -137,7 +140,7 @@ def step(of: Any) -> None:
 
 
 def settle(of: Any) -> None:
-    """Steps until nothing is under way."""
+    """Wait for all jobs, and end two steps, after which no work may be pending."""
     for secondary in of.secondary_tiers:
         secondary.drain_jobs()
     step(of)
