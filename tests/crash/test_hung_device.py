@@ -1,5 +1,5 @@
-"""A disk that does not answer any more, under a real daemon: the other tiers go on, health says
-so, and a stop ends."""
+"""A real daemon whose disk stops responding: the other tiers still serve, health reports the disk,
+and a stop ends in time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tests.support.outside import daemon_process
 from tests.support.running import Refused, key, payload
 
 DATA = payload(1, 100_000)
-#: Above what is copied on the loop itself.
+#: Larger than what the daemon copies on its event loop.
 LARGE = payload(2, 2**21)
-#: A sync waits for a pipe that nobody writes to, as long as a file says so. A stop gives up soon.
+#: While the file `hangs` exists, a sync waits for a pipe that has no writer. A stop gives up soon.
 HANGS = """
 import os, sys
 from functools import partialmethod
@@ -61,7 +61,7 @@ async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
             session = await client.open()
             assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
             (daemon.directory / "hangs").touch()
-            # More than there are threads.
+            # More than the daemon has threads.
             stuck = [
                 asyncio.ensure_future(session.save({key(10 + n): LARGE[: 2**18]}, Tier.DISK))
                 for n in range(8)
@@ -73,7 +73,7 @@ async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
                 assert disk.state == "hung"
                 assert disk.oldest_io_ms >= 300
                 await asyncio.to_thread(eventually, lambda: admin.health() is Health.NOT_SERVING)
-            # What comes now is refused at once, and found nowhere.
+            # New saves are refused at once, and entries of the disk are not found.
             assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_NO_ROOM]
             assert (await session.claim([key(1)])).claim_id == 0
             assert len(daemon.logged("device_hangs")) == 1
@@ -95,7 +95,7 @@ async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
         daemon.start()
         async with daemon.client() as client:
             session = await client.open()
-            # A disk that others keep busy for 300 ms counts as hung until it answers.
+            # A disk that other processes keep busy for 300 ms counts as hung until it responds.
             while (claimed := await session.claim([key(1)])).claim_id == 0:
                 pass
             assert await session.read(claimed.claim_id) == [DATA]
@@ -116,7 +116,7 @@ async def test_a_disk_that_answers_again_serves_again() -> None:
             with daemon.admin() as admin:
                 await asyncio.to_thread(eventually, lambda: "disk device" in admin.stats().health)
                 (daemon.directory / "hangs").unlink()
-                # Whoever waits for the pipe gets its end.
+                # Opening the pipe for writing lets the hanging sync continue.
                 wake = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
                 await asyncio.to_thread(eventually, lambda: admin.stats().health == "serving")
                 os.close(wake)

@@ -1,4 +1,5 @@
-"""A client that is killed, or falls silent, holds nothing for long, and nobody waits for it."""
+"""A client that is killed or falls silent soon loses its claims and reservations, and other clients
+do not wait for it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ HEARTBEAT_S = 4.0
 PUBLISHED = [Key(bytes([number]) * 32) for number in range(1, 6)]
 RESERVED = [Key(bytes([number]) * 32) for number in range(100, 103)]
 
-#: Claims everything that is published, reserves what is not, says so, and stays.
+#: A client that claims all published keys, reserves the others, prints "holding", and stays.
 HOLDER = f"""
 import sys, time
 from prefixd.client import Client, ReserveItem, SaveReason, Tier
@@ -38,7 +39,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def daemon(request: pytest.FixtureRequest) -> Iterator[PrivateDaemon]:
-    """Expects heartbeats as often as the test says, else every four seconds."""
+    """A daemon with the heartbeat interval of the test's parameter, or of four seconds."""
     heartbeat_s = getattr(request, "param", HEARTBEAT_S)
     with private_daemon(f"--sessions.heartbeat={heartbeat_s * 1000:.0f}ms") as running:
         yield running
@@ -102,16 +103,16 @@ def test_what_a_killed_client_held_is_free_within_two_heartbeats(
 def test_what_a_silent_client_held_is_free_as_well(
     admin: AdminConnection, holder: subprocess.Popen[str]
 ) -> None:
-    """Its connection stands and nobody is at the other end: only the heartbeats tell."""
+    """Its connection stays open, so only the missing heartbeats show that it is stopped."""
     holder.send_signal(signal.SIGSTOP)
     eventually(lambda: holds_nothing(admin))
     assert problems_of(admin) == []
 
 
-def test_whoever_waits_for_its_save_is_answered_at_once(
+def test_waiters_for_the_save_of_a_killed_client_are_answered_at_once(
     admin: AdminConnection, client: Client, holder: subprocess.Popen[str]
 ) -> None:
-    """With a miss, long before the wait is over."""
+    """With a miss, long before their wait times out."""
     wait_ms = 60_000
     (found,) = client.probe(RESERVED[:1], wait_ms=1)
     assert found.presence is Presence.IN_FLIGHT
@@ -131,17 +132,17 @@ def test_whoever_waits_for_its_save_is_answered_at_once(
     assert admin.check().problems == []
 
 
-def test_its_reservation_goes_to_whoever_waits_to_save(
+def test_the_reservation_of_a_killed_client_goes_to_another(
     admin: AdminConnection, client: Client, holder: subprocess.Popen[str]
 ) -> None:
-    """Single-flight prefill survives the death of the one that computed."""
+    """Single-flight prefill survives the death of the client that computed."""
     item = SaveItem(RESERVED[0], bytes(10_000), 512)
 
-    def in_flight() -> SaveStatus:
+    def save() -> SaveStatus:
         (outcome,) = client.save_many([item], tier=Tier.SHM, reason=SaveReason.EVICT)
         return outcome.status
 
-    assert in_flight() is SaveStatus.IN_FLIGHT
+    assert save() is SaveStatus.IN_FLIGHT
     holder.kill()
     eventually(lambda: holds_nothing(admin))
-    assert in_flight() is SaveStatus.SAVED
+    assert save() is SaveStatus.SAVED

@@ -1,4 +1,4 @@
-"""kill -9 of the daemon: what was acknowledged on shm and disk comes back, and clients go on."""
+"""kill -9 of the daemon: entries acknowledged on shm and disk come back, and clients reconnect."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from tests.support.lengths import times
 
 BLOCK_BYTES = 20_000
 PAYLOADS = BlockPayloads(BLOCK_BYTES)
-#: Of blocks that no replay uses.
+#: The root of keys that no replay uses.
 ROOT = replay_namespace(BLOCK_BYTES, 512, "witness").root
 
 
 @pytest.fixture
 def daemon() -> Iterator[PrivateDaemon]:
-    """RAM and shm evict all the time; disk keeps everything, so that what it acknowledged has to
-    be there."""
+    """A daemon that evicts from RAM and shm all the time, but keeps everything on disk, where all
+    acknowledged saves must be found."""
     with private_daemon(ram="2MiB", shm="3MiB", disk="512MiB") as running:
         yield running
 
 
 class Witness:
-    """Saves one block after the other to disk, and remembers what was acknowledged."""
+    """Saves one block after the other to disk, and keeps the ids of the acknowledged ones."""
 
     def __init__(self, address: str) -> None:
         self.acknowledged: list[int] = []
@@ -47,7 +47,7 @@ class Witness:
     def _run(self, address: str) -> None:
         with Client(address, name="witness", deadline_ms=2_000) as client:
             block_id = 0
-            # The replay beside it is to get on too.
+            # The pause leaves time for the replay beside it.
             while not self._stopping.wait(PAUSE_S):
                 block_id += 1
                 (key,) = keys_of_ids(ROOT, [block_id])
@@ -58,20 +58,20 @@ class Witness:
 
 
 def start_up_report(daemon: PrivateDaemon) -> dict[str, dict[str, int]]:
-    """What the daemon logged at its last start, by tier."""
+    """What the daemon logged about the recovery at its last start, by tier."""
     lines = [json.loads(line) for line in whole_lines(daemon.log)]
     return {line["tier"]: line for line in lines if line["event"] == "tier_recovered"}
 
 
 def holds_nothing(admin: AdminConnection) -> bool:
-    """Has every client left, and everything that they held with them?"""
+    """Are all sessions gone, and their claims, reservations and waits with them?"""
     stats = admin.stats()
     return not (stats.sessions or stats.claims or stats.reservations or stats.waiters)
 
 
 def read_back(client: Client, keys: list[Key]) -> list[bytes]:
     with client.claim(keys) as hit:
-        assert hit.keys == keys, "not everything is there"
+        assert hit.keys == keys, "an acknowledged entry is missing"
         buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
         assert hit.restore_into(buffers)
         return [bytes(buffer) for buffer in buffers]
@@ -83,19 +83,19 @@ def read_back(client: Client, keys: list[Key]) -> list[bytes]:
 def test_a_daemon_that_ends_in_the_middle_of_a_replay(
     daemon: PrivateDaemon, in_place: bool, how: str
 ) -> None:
-    """Killed, or stopped (SIGTERM) within its bound: what it acknowledged is there."""
+    """Killed, or stopped (SIGTERM) within its bound: every acknowledged entry is there."""
     requests = list(generate("multi-turn", requests=times(90, 300), seed=11))
     witness = Witness(daemon.address)
-    counted_by_the_dead: list[int] = []
+    acknowledged_before: list[int] = []
 
     def kill_once(totals: Totals) -> None:
-        if totals.requests < len(requests) // 3 or counted_by_the_dead:
+        if totals.requests < len(requests) // 3 or acknowledged_before:
             return
-        counted_by_the_dead.append(len(witness.acknowledged))
+        acknowledged_before.append(len(witness.acknowledged))
         if how == "killed":
             daemon.kill()
         else:
-            assert daemon.stop() == 0, "it came to its end by itself"
+            assert daemon.stop() == 0, "it ended by itself, and was not forced to"
         daemon.start()
 
     try:
@@ -103,15 +103,17 @@ def test_a_daemon_that_ends_in_the_middle_of_a_replay(
             daemon.address, workers=4, tiers=tuple(Tier), block_bytes=BLOCK_BYTES, in_place=in_place
         )
         totals = LiveReplay(requests, options, kill_once).run()
-        eventually(lambda: len(witness.acknowledged) > counted_by_the_dead[0])
+        eventually(lambda: len(witness.acknowledged) > acknowledged_before[0])
     finally:
         witness.stop()
 
     assert totals.mismatches == 0
-    assert totals.requests == len(requests), "the workers reconnected by themselves and finished"
+    assert totals.requests == len(requests), (
+        "the workers have to reconnect by themselves and finish"
+    )
     assert totals.good
     assert totals.reconnects >= 4
-    assert counted_by_the_dead[0] > 0
+    assert acknowledged_before[0] > 0
 
     with daemon.admin() as admin:
         stats = admin.stats()
@@ -123,7 +125,7 @@ def test_a_daemon_that_ends_in_the_middle_of_a_replay(
             assert report[label]["dropped"] == tier.dropped_at_start
         assert tiers["ram"].recovered_entries == 0
         assert tiers["shm"].recovered_entries > 0
-        assert tiers["disk"].recovered_entries >= counted_by_the_dead[0]
+        assert tiers["disk"].recovered_entries >= acknowledged_before[0]
         assert problems_of(admin) == []
         eventually(lambda: holds_nothing(admin))
 
@@ -166,7 +168,7 @@ def test_an_idle_daemon_comes_back_as_it_was_killed(daemon: PrivateDaemon) -> No
 
 
 def test_a_daemon_killed_again_and_again_serves_only_whole_entries(daemon: PrivateDaemon) -> None:
-    """Killed in the middle of saves: nothing partial is ever visible, nothing is left behind."""
+    """Killed in the middle of saves: no partial entry is ever visible, and no garbage is left."""
     witness = Witness(daemon.address)
     try:
         for _ in range(3):

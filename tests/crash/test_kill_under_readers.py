@@ -1,5 +1,5 @@
-"""A daemon that is killed while clients read its memory: what they get is right or a miss, a
-release says whether a view was good until then, and the next daemon has all of its room."""
+"""A daemon that is killed while clients read its memory: a read brings the right bytes or is a
+miss, a release tells whether a view was good until then, and the next daemon has all its room."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.support.entries import payload_of, restore, save
 from tests.support.moments import disrupt
 
 PAYLOAD_BYTES = 1_000_000
-#: So many fill a tier of 8 MiB.
+#: Enough entries to fill a tier of 8 MiB.
 NAMES = [f"entry {number}" for number in range(8)]
 BUDGET_BYTES = 8 * 2**20
 
 
 def fill(daemon: PrivateDaemon, tier: Tier) -> None:
-    """Other entries everywhere: nothing of what was there before holds any room."""
+    """Fill the tier with other entries, which take all the room of the earlier ones."""
     with daemon.admin() as admin, Client(daemon.address) as other:
         admin.evict(BUDGET_BYTES, [tier])
-        for name in NAMES:  # all at once are more than one client's share
+        for name in NAMES:  # one by one, since all at once exceed one client's share
             save(other, [f"other {name}"], PAYLOAD_BYTES, tier)
 
 
@@ -43,9 +43,9 @@ def test_a_view_of_shm_is_good_until_the_next_daemon_takes_the_arena() -> None:
         views = overwritten.buffers or []
 
         daemon.kill()
-        assert early.release(), "nobody has written there"
+        assert early.release(), "no daemon has written there since"
         daemon.start()
-        assert not untouched.release(), "somebody may have"
+        assert not untouched.release(), "the new daemon may have written there"
         fill(daemon, Tier.SHM)
         assert b"".join(views) != right
         assert not overwritten.release()
@@ -55,8 +55,8 @@ def test_a_view_of_shm_is_good_until_the_next_daemon_takes_the_arena() -> None:
 
 
 def test_a_view_of_ram_is_good_as_long_as_it_is_looked_at() -> None:
-    """The memory of a daemon that was killed belongs to those who have it mapped; the client goes
-    on with the next daemon."""
+    """The memory of a killed daemon exists as long as a client maps it. The client itself goes on
+    with the next daemon."""
     with private_daemon() as daemon, Client(daemon.address) as client:
         keys = save(client, NAMES[:2], PAYLOAD_BYTES, Tier.RAM)
         right = b"".join(payload_of(key, PAYLOAD_BYTES) for key in keys)
@@ -86,7 +86,8 @@ def test_a_view_of_ram_is_good_as_long_as_it_is_looked_at() -> None:
 def test_a_daemon_that_is_killed_and_replaced_in_the_middle_of_a_restore(
     tier: Tier, claimed: bool
 ) -> None:
-    """The next one writes to the same files while the rest is copied; RAM is that of the dead."""
+    """The next daemon overwrites the files while the client copies the rest. The mapped RAM still
+    belongs to the killed daemon."""
     choices: tuple[Verify, ...] = ("always", "never")
     with private_daemon() as daemon:
         for verify in choices:
@@ -117,7 +118,7 @@ def test_a_daemon_that_is_killed_and_replaced_in_the_middle_of_a_restore(
 
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
-def test_an_entry_that_came_back_is_read_through_what_was_handed_over_anew(tier: Tier) -> None:
+def test_a_recovered_entry_is_read_through_newly_handed_over_files(tier: Tier) -> None:
     with private_daemon() as daemon, Client(daemon.address) as client:
         keys = save(client, NAMES[:3], PAYLOAD_BYTES, tier)
         looked = client.longest_run(keys, claim=False)

@@ -1,4 +1,4 @@
-"""A daemon that has much to recover: it listens, serves what it has, and can be stopped."""
+"""A daemon with a long recovery: it listens, serves what it has recovered, and can be stopped."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.outside import DaemonProcess, assert_sound, daemon_process
 from tests.support.running import key, payload
 
 DATA = payload(1, 100_000)
-#: The disk tier comes back two entries at a time, and stops behind the first of these until a
-#: pipe has a writer. A stop gives up soon.
+#: The disk tier recovers two entries at a time, and halts after the first batch until a pipe has a
+#: writer. A stop gives up soon.
 HALTS = """
 import os, sys
 from functools import partialmethod
@@ -42,7 +42,7 @@ daemon.main(sys.argv[1:])
 
 
 async def filled(daemon: DaemonProcess) -> None:
-    """Six entries on the disk, one in shared memory."""
+    """Save six entries on disk and one in shared memory, and stop the daemon."""
     daemon.start()
     async with daemon.client() as client:
         session = await client.open()
@@ -55,7 +55,7 @@ async def filled(daemon: DaemonProcess) -> None:
 
 @contextmanager
 def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
-    """Started, and listening in the middle of its recovery."""
+    """Start the daemon, which listens in the middle of its recovery."""
     os.mkfifo(daemon.directory / "pipe")
     daemon.run_with(HALTS)
     with daemon.log.open("ab") as log:
@@ -64,7 +64,7 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
         )
     try:
         with daemon.admin(timeout_s=60) as admin:
-            # A sidecar that asks may use it.
+            # A health check passes, so that engines may use the daemon already.
             assert admin.health(wait_for_ready=True) is Health.SERVING
         yield process
     finally:
@@ -73,17 +73,17 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @in_loop
-async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None:
+async def test_recovered_entries_and_other_tiers_are_served_meanwhile() -> None:
     with daemon_process() as daemon:
         await filled(daemon)
         with halted(daemon):
             async with daemon.client() as client:
                 session = await client.open()
                 with daemon.admin() as admin:
-                    said = "recovers: 2 entries adopted, "
+                    notice = "recovers: 2 entries adopted, "
                     await asyncio.to_thread(
                         eventually,
-                        lambda: admin.stats().notices.get("disk tier", "").startswith(said),
+                        lambda: admin.stats().notices.get("disk tier", "").startswith(notice),
                     )
                     stats = admin.stats()
                     assert stats.health == "serving"
@@ -92,7 +92,7 @@ async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None
                         "serving",
                         "recovering",
                     ]
-                    # Found and read, in the middle of it.
+                    # Entries are found and read in the middle of the recovery.
                     assert await session.restore(key(0)) == payload(0)
                     assert await session.restore(key(50)) == DATA
                     (refused,) = await session.reserve(
@@ -102,9 +102,9 @@ async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None
                     for tier in (Tier.RAM, Tier.SHM):
                         saved = await session.save({key(10 + tier): DATA}, tier)
                         assert saved == [pb.SAVE_STATUS_SAVED]
-                    # It is saved again because it was not found yet.
+                    # An entry that is not recovered yet is a miss, and is saved again.
                     assert await session.save({key(5): payload(5)}) == [pb.SAVE_STATUS_SAVED]
-                    # Garbage is what no entry owns, and these entries come yet.
+                    # Records of entries that are still to be recovered are not garbage.
                     collected = await client.admin.Gc(pb.GcRequest())
                     assert collected.orphan_records == 0
                     wake = os.open(daemon.directory / "pipe", os.O_RDWR | os.O_NONBLOCK)
@@ -114,7 +114,7 @@ async def test_what_came_back_is_read_and_the_rest_is_served_meanwhile() -> None
                 for number in range(6):
                     assert await session.restore(key(number)) == payload(number)
                 (found,) = await client.lookup(key(5))
-                assert found.entry.tier == Tier.DISK, "what survives more counts"
+                assert found.entry.tier == Tier.DISK, "the copy in the more durable tier is kept"
                 await assert_sound(client)
 
 

@@ -1,5 +1,5 @@
-"""Clients of the data socket that ask for more than they take, or send more than is read: the
-daemon's memory stays within its bounds, and the others are served meanwhile."""
+"""Clients of the data socket that request more than they receive, or send more than the daemon
+reads: its memory stays within its bounds, and other clients are served meanwhile."""
 
 from __future__ import annotations
 
@@ -47,23 +47,25 @@ def frame(**kind: Any) -> bytes:
 
 
 @contextmanager
-def lines(link: Link, count: int, *, receive_bytes: int = 0) -> Iterator[list[socket.socket]]:
+def data_connections(
+    link: Link, count: int, *, receive_bytes: int = 0
+) -> Iterator[list[socket.socket]]:
     """Connections that are attached to the session."""
     with ExitStack() as stack:
         opened = []
         for _ in range(count):
-            line = stack.enter_context(socket.socket())
+            connection = stack.enter_context(socket.socket())
             if receive_bytes:
-                line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
-            line.connect(("127.0.0.1", link.welcome.data_port))
-            line.sendall(frame(attach=link.ref))
-            opened.append(line)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
+            connection.connect(("127.0.0.1", link.welcome.data_port))
+            connection.sendall(frame(attach=link.ref))
+            opened.append(connection)
         yield opened
 
 
 @contextmanager
 def good_client(daemon: PrivateDaemon) -> Iterator[Client]:
-    """Moves payloads over the data socket, in and out, before and after: others are unharmed."""
+    """A client that saves and reads over the data socket before and after: it is unharmed."""
     with Client(tcp_address(daemon), local=False, name="good") as client:
         assert client.wait_connected()
 
@@ -81,20 +83,21 @@ def good_client(daemon: PrivateDaemon) -> Iterator[Client]:
 
 
 def test_large_requests_wait_in_the_kernel(daemon: PrivateDaemon) -> None:
-    """Each names as many keys as it may, but for the last byte."""
+    """Half of them name as many keys as a request may, and lack their last byte. The other half
+    only announce the largest size."""
     request = frame(lookup=pb.LookupRequest(keys=[bytes(32)] * MAX_BATCH_KEYS))
     huge = frames.HEAD.pack(MAX_MESSAGE_BYTES)
     with (
         good_client(daemon) as client,
         session_at(daemon) as link,
-        lines(link, 100) as flood,
+        data_connections(link, 100) as flood,
         watching(daemon, 16 * MIB) as watch,
     ):
-        for line in flood[:50]:
-            pour(line, request[:-1], len(request) - 1)
-        for line in flood[50:]:
-            line.sendall(huge)
-            line.setblocking(False)
+        for connection in flood[:50]:
+            pour(connection, request[:-1], len(request) - 1)
+        for connection in flood[50:]:
+            connection.sendall(huge)
+            connection.setblocking(False)
         assert not client.exists([Key(bytes(32))])[0]
         watch.end()
     assert watch.most["data_request_bytes"] <= 16 * MIB
@@ -102,20 +105,20 @@ def test_large_requests_wait_in_the_kernel(daemon: PrivateDaemon) -> None:
 
 
 def test_bytes_that_nobody_asked_for_stay_in_the_kernel(daemon: PrivateDaemon) -> None:
-    """Behind a request that waits: the connection is not read."""
-    with good_client(daemon), session_at(daemon) as link, lines(link, 8) as flood:
+    """The daemon does not read a connection while its request waits."""
+    with good_client(daemon), session_at(daemon) as link, data_connections(link, 8) as flood:
         (token,) = reserved(link, 1)
         waiting = frame(lookup=pb.LookupRequest(keys=[token], wait_ms=60_000))
         with watching(daemon, 0) as watch, ThreadPoolExecutor(len(flood)) as threads:
-            for line in flood:
-                line.sendall(waiting)
-            sent = threads.map(lambda line: pour(line, LARGE, 64 * MIB), flood)
+            for connection in flood:
+                connection.sendall(waiting)
+            sent = threads.map(lambda each: pour(each, LARGE, 64 * MIB), flood)
             assert max(sent) < 64 * MIB
     watch.assert_within_and_back()
 
 
 def reserved(link: Link, count: int) -> list[bytes]:
-    """Keys that somebody is saving."""
+    """Keys with a reservation of this session."""
     keys = [os.urandom(32) for _ in range(count)]
     header = pb.SaveHeader(
         session=link.ref,
@@ -147,9 +150,12 @@ def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon, by_room: b
         )
         if by_room:
             fetch = pb.FetchRequest(session=link.ref, keys=[key] * 8, room_bytes=[len(LARGE)] * 8)
-        with lines(link, 20, receive_bytes=2**16) as flood, watching(daemon, 0) as watch:
-            for line in flood:
-                line.sendall(frame(fetch=fetch))
+        with (
+            data_connections(link, 20, receive_bytes=2**16) as flood,
+            watching(daemon, 0) as watch,
+        ):
+            for connection in flood:
+                connection.sendall(frame(fetch=fetch))
             with client.claim([key]) as hit:
                 assert hit.read(0) == LARGE
             with daemon.admin() as admin:
@@ -161,8 +167,8 @@ def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon, by_room: b
 
 def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
     with good_client(daemon), session_at(daemon) as link:
-        with lines(link, 12) as flood, watching(daemon, 0) as watch:
-            for line in flood:
+        with data_connections(link, 12) as flood, watching(daemon, 0) as watch:
+            for connection in flood:
                 header = pb.SaveHeader(
                     session=link.ref,
                     tier=pb.TIER_RAM,
@@ -170,9 +176,9 @@ def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
                     keys=[os.urandom(32)],
                     payload_bytes=[len(LARGE)],
                 )
-                line.sendall(frame(save=pb.RawSaveRequest(header=header)))
-            for line in flood[:2]:  # who has room
-                line.sendall(LARGE[: len(LARGE) // 2])
+                connection.sendall(frame(save=pb.RawSaveRequest(header=header)))
+            for connection in flood[:2]:  # both fit into the quota
+                connection.sendall(LARGE[: len(LARGE) // 2])
             with daemon.admin() as admin:
                 eventually(lambda: admin.stats().in_flight["save_stream_bytes"])
                 eventually(lambda: not admin.stats().in_flight["save_stream_bytes"])
@@ -181,7 +187,7 @@ def test_savers_that_send_half_are_cut_off(daemon: PrivateDaemon) -> None:
     watch.assert_within_and_back()
 
 
-def test_connections_of_nobody_shut_nobody_out(daemon: PrivateDaemon) -> None:
+def test_connections_without_a_session_shut_no_client_out(daemon: PrivateDaemon) -> None:
     with good_client(daemon) as client, session_at(daemon) as link, ExitStack() as stack:
         port = link.welcome.data_port
         for _ in range(300):

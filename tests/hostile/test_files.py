@@ -1,5 +1,5 @@
-"""Files that rot, are cut off or deleted under a daemon that serves: nobody is killed, nothing
-wrong is read, and the daemon starts again."""
+"""Files that are overwritten, truncated or deleted under a running daemon: no process dies, no
+wrong bytes are read, and the daemon starts again."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ def saved(client: Client, tier: Tier) -> list[Key]:
 
 
 def assert_right_or_missing(client: Client, keys: Iterable[Key]) -> int:
-    """How many came, claimed and looked at."""
-    came = 0
+    """Read each key, with and without a claim. Returns how many were restored."""
+    restored = 0
     for number, key in enumerate(keys):
         with client.longest_run([key], claim=bool(number % 2)) as hit:
             result, payloads = restore(hit)
             if result and hit:
                 assert payloads == [payload_of(key, PAYLOAD_BYTES)]
-                came += 1
-    return came
+                restored += 1
+    return restored
 
 
 def directory_of(daemon: PrivateDaemon, tier: Tier) -> Path:
     return daemon.shm_directory if tier is Tier.SHM else daemon.directory / "disk"
 
 
-def cut(path: Path, share: float) -> None:
+def truncate(path: Path, share: float) -> None:
     path.chmod(0o600)
     os.truncate(path, int(path.stat().st_size * share))
 
@@ -59,8 +59,8 @@ def overwrite(path: Path) -> None:
 
 
 HARM: dict[str, Callable[[Path], None]] = {
-    "emptied": lambda path: cut(path, 0.0),
-    "halved": lambda path: cut(path, 0.5),
+    "emptied": lambda path: truncate(path, 0.0),
+    "halved": lambda path: truncate(path, 0.5),
     "overwritten": overwrite,
     "deleted": lambda path: path.unlink(),
 }
@@ -69,8 +69,8 @@ HARM: dict[str, Callable[[Path], None]] = {
 @pytest.mark.parametrize("how", HARM)
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
 def test_harmed_files_kill_nobody_and_are_never_served(tier: Tier, how: str) -> None:
-    """All files of a tier, while it is used, but for the arena in /dev/shm: that one is mapped,
-    and only the daemon's own user could cut it off."""
+    """All files of a tier in use, except that the arena in /dev/shm is not truncated: it is mapped,
+    and only the daemon's own user could truncate it."""
     with private_daemon() as daemon, ExitStack() as open_:
         near = open_.enter_context(Client(daemon.address))
         far = open_.enter_context(Client(daemon.address, local=False))
@@ -83,12 +83,12 @@ def test_harmed_files_kill_nobody_and_are_never_served(tier: Tier, how: str) -> 
         for client in (near, far):
             assert_right_or_missing(client, kept[tier])
         with daemon.admin() as admin:
-            problems_of(admin)  # it goes through all of it, and answers
+            problems_of(admin)  # reads everything, and does not fail
             for other in set(Tier) - {tier}:
                 assert assert_right_or_missing(near, kept[other]) == len(kept[other])
                 assert saved(far, other)
             outcome = near.save(Key(b"n" * 32), b"new", tier=tier, reason=SaveReason.EVICT)
-            assert not outcome.ok or how != "deleted", "it would be gone with the next start"
+            assert not outcome.ok or how != "deleted", "the entry would be lost at the next start"
             assert admin.stats().pid == daemon.pid
         open_.close()
         daemon.kill()
@@ -102,7 +102,7 @@ def test_harmed_files_kill_nobody_and_are_never_served(tier: Tier, how: str) -> 
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
 def test_a_deleted_directory_takes_no_saves(tier: Tier) -> None:
-    """What is acknowledged there would be gone; what is open is read on."""
+    """An acknowledged save would be lost at the next start. Open files are still read."""
     with private_daemon() as daemon, Client(daemon.address) as client, daemon.admin() as admin:
         kept = saved(client, tier)
         directory = directory_of(daemon, tier)
@@ -116,12 +116,12 @@ def test_a_deleted_directory_takes_no_saves(tier: Tier) -> None:
         eventually(lambda: "was deleted" in admin.stats().health)
         assert assert_right_or_missing(client, kept) == len(kept)
         assert saved(client, Tier.RAM)
-        directory.mkdir(exist_ok=True)  # for the test's own end
+        directory.mkdir(exist_ok=True)  # for the cleanup of the test
 
 
-def test_who_keeps_and_locks_everything_holds_up_nobody() -> None:
-    """A session that never ends has every file that a client is given, locked as far as a reader
-    can lock it, while everything is replaced several times over, and the daemon starts anew."""
+def test_a_client_that_keeps_and_locks_every_file_holds_up_nobody() -> None:
+    """A session keeps every file that the daemon hands over, with the strongest lock that a reader
+    can take, while all entries are replaced several times and the daemon restarts."""
     with private_daemon("--disk.sync=false") as daemon, ExitStack() as open_:
         link = open_.enter_context(session_at(daemon))
         with local_connection(link) as connection:

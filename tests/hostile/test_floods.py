@@ -1,8 +1,8 @@
-"""Clients that ask for more than they take: the daemon's memory stays within its bounds.
+"""Clients that request more than they receive: the daemon's memory stays within its bounds.
 
-Each flood is one of a real daemon with small bounds. What is asserted is what the daemon counts
-itself, that its memory has grown by no more than the bound and what it needs anyway, and that
-afterwards it is what it was before, to a tenth. `python -m tests.bench.bench_floods` prints the
+Each test floods a real daemon with small bounds. It asserts the daemon's own counters, that the
+daemon's memory grows by no more than the bound and the slack that a busy daemon needs, and that it
+returns to within a tenth of what it was before. `python -m tests.bench.bench_floods` prints the
 figures.
 """
 
@@ -42,9 +42,9 @@ from tests.support.outside import DaemonProcess
 from tests.support.running import OpenSession, Outside, Refused, answer, item, key, part
 
 MIB: Final = 2**20
-#: What a daemon needs anyway while it is busy: gRPC's buffers, messages, what is free in its heap.
+#: Memory that any busy daemon needs: gRPC's buffers, messages, and free memory in its heap.
 SLACK_BYTES: Final = 32 * MIB
-#: What is free is given back after four looks.
+#: A daemon that gives free memory back sooner: after four checks.
 EAGER: Final = """
 import sys
 from prefixd.server import daemon
@@ -52,7 +52,7 @@ from prefixd.server.runtime import process_memory
 process_memory.LOOK_S = 0.02
 daemon.main(sys.argv[1:])
 """
-#: The same, with less patience with connections of no session.
+#: The same, which also closes connections without a session sooner.
 IMPATIENT: Final = f"""
 from prefixd.server.api import local_socket
 local_socket._PATIENCE_S = 2.0
@@ -67,8 +67,8 @@ def eager_daemon(
     disk: str = "8MiB",
     script: str = EAGER,
 ) -> Iterator[DaemonProcess]:
-    """A daemon that gives back what it does not need sooner than after a minute, and that has
-    made what it makes once."""
+    """A daemon that gives free memory back sooner than after a minute, and that has already made
+    everything that it makes once."""
     budgets = (f"--ram.budget={ram}", f"--shm.budget={shm}", f"--disk.budget={disk}")
     with temporary_directories() as (directory, shm_directory):
         fixed = (*SMALL_SLABS, *budgets, "--sessions.heartbeat=1m")
@@ -80,7 +80,7 @@ def eager_daemon(
 
 
 def warm_up(daemon: PrivateDaemon) -> None:
-    """Use everything once: threads, buffers and tables are made when they are needed first."""
+    """Use everything once: threads, buffers and tables are made when they are first needed."""
     with daemon.admin() as admin:
         tiers = [Tier(tier.tier) for tier in admin.stats().tiers]
     for local_path in (True, False):
@@ -95,7 +95,7 @@ def warm_up(daemon: PrivateDaemon) -> None:
 
 
 def memory_bytes(daemon: PrivateDaemon) -> int:
-    """What it takes beside its tiers: the heap, and files in memory (staging, the index)."""
+    """The daemon's memory beside its tiers: the heap, and files in memory (staging, the index)."""
     process = Path(f"/proc/{daemon.pid}")
     for line in (process / "status").read_text().splitlines():
         if line.startswith("RssAnon:"):
@@ -111,7 +111,7 @@ def memory_bytes(daemon: PrivateDaemon) -> int:
 
 
 def settled_bytes(daemon: PrivateDaemon) -> int:
-    """The same, once it has not fallen for as long as so many rpcs take."""
+    """`memory_bytes`, once it has not fallen for the time of 200 rpcs."""
     least_bytes, unchanged = memory_bytes(daemon), 0
     with daemon.admin() as admin:
         while unchanged < 200:
@@ -128,7 +128,7 @@ def in_flight(daemon: PrivateDaemon) -> dict[str, int]:
 
 
 class Watch:
-    """Looks at a daemon all the time, and remembers the most that it saw."""
+    """Samples a daemon's memory and counters all the time, and keeps the largest values."""
 
     def __init__(self, daemon: PrivateDaemon, bound_bytes: int) -> None:
         self._daemon = daemon
@@ -136,10 +136,10 @@ class Watch:
         self.before_bytes = self.most_bytes = self.after_bytes = settled_bytes(daemon)
         self._over = threading.Event()
         self.most: dict[str, int] = {}
-        self._thread = threading.Thread(target=self._look)
+        self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         with self._daemon.admin() as admin:
             while not self._over.wait(PAUSE_S):
                 for name, value in admin.stats().in_flight.items():
@@ -155,7 +155,7 @@ class Watch:
         return self.most_bytes - self.before_bytes
 
     def assert_within_and_back(self) -> None:
-        """The flood is over, and nobody holds anything any more."""
+        """Memory stayed within the bound, and returns to what it was once the flood is over."""
         assert self.grown_bytes <= self.bound_bytes + SLACK_BYTES
 
         def is_back() -> bool:
@@ -165,7 +165,7 @@ class Watch:
         eventually(is_back)
 
 
-#: Those of the tests that ran, for who wants figures.
+#: The watches of all tests that have run, for `bench_floods`.
 WATCHED: list[Watch] = []
 
 
@@ -203,7 +203,7 @@ def frame(**kind: Any) -> bytes:
 
 
 def pour(connection: socket.socket, data: bytes, bytes_at_most: int) -> int:
-    """Send the same again and again, as long as the daemon takes it within a moment."""
+    """Send the same bytes repeatedly, until the daemon stops reading them."""
     connection.settimeout(0.2)
     sent_bytes = 0
     while sent_bytes < bytes_at_most:
@@ -215,7 +215,7 @@ def pour(connection: socket.socket, data: bytes, bytes_at_most: int) -> int:
 
 
 def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
-    """Each connection's first request waits, and behind it come as many as go in."""
+    """Each connection's first request waits, and as many as possible are sent behind it."""
     with eager_daemon("--server.max_local=16MiB") as daemon, ExitStack() as open_:
         link = open_.enter_context(session_at(daemon))
         reserve = pb.ReserveRequest(
@@ -236,8 +236,8 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
                 for connection in connections:
                     connection.sendall(frame(attach=link.ref) + waiting)
                 sent = threads.map(lambda c: pour(c, ahead, 64 * MIB), connections)
-                assert max(sent) < 64 * MIB, "the daemon does not take it"
-        # One more chunk of a connection that had nothing to wait for when it was read.
+                assert max(sent) < 64 * MIB, "the daemon does not read it"
+        # A connection may hold one more chunk, read before its first request waited.
         assert 0 < watch.most["local_request_bytes"] <= bound_bytes
         open_.close()
         eventually(lambda: in_flight(daemon)["local_request_bytes"] == 0)
@@ -246,7 +246,8 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
 
 
 def test_a_large_request_waits_for_room_and_for_no_stranger() -> None:
-    """40 connections announce 16 MiB each and send all but the last byte."""
+    """40 connections announce 16 MiB each, and send all of it but the last byte. A connection
+    without a session is refused at once."""
     with (
         eager_daemon("--server.max_local=32MiB", "--server.stall_timeout=500ms") as daemon,
         ExitStack() as open_,
@@ -271,14 +272,14 @@ def test_a_large_request_waits_for_room_and_for_no_stranger() -> None:
         watch.assert_within_and_back()
 
 
-# ---- entries that are larger than what the daemon may take
+# ---- entries that are larger than the daemon's bounds
 
 
 LARGE_BYTES: Final = 96 * MIB
 
 
 def test_no_entry_is_held_in_memory_as_a_whole() -> None:
-    """Neither while it is saved to a disk, nor while it is read or verified."""
+    """While it is saved to a disk, while it is read, and while it is verified."""
     flags = ("--server.max_saves=32MiB", "--server.max_reads=16MiB", "--disk.max_in_flight=16MiB")
     with (
         eager_daemon(*flags, disk="144MiB") as daemon,
@@ -300,7 +301,7 @@ def test_no_entry_is_held_in_memory_as_a_whole() -> None:
 
 
 def test_token_ids_are_not_recovered_into_memory() -> None:
-    """What is stored beside a payload is read when it is asked for."""
+    """A recovery reads records only. Token ids are read on request."""
 
     def peak_bytes(daemon: PrivateDaemon) -> int:
         for line in Path(f"/proc/{daemon.pid}/status").read_text().splitlines():
@@ -335,9 +336,9 @@ def test_connections_are_counted_and_idle_ones_are_closed() -> None:
         link = open_.enter_context(session_at(daemon))
         connections = [open_.enter_context(local_connection(link)) for _ in range(100)]
         eventually(lambda: in_flight(daemon)["local_connection_refusals"] == 80)
-        told = connections[-1].recv(2**16)
-        assert b"limit_reached" in told
-        # Those of no session are closed by themselves, and then there is room again.
+        refusal = connections[-1].recv(2**16)
+        assert b"limit_reached" in refusal
+        # The daemon closes connections without a session, which makes room again.
         eventually(lambda: in_flight(daemon)["local_connections"] == 0)
         with local_connection(link) as served:
             served.sendall(frame(lookup=pb.LookupRequest(keys=[key(1)])))
@@ -377,8 +378,8 @@ def test_staging_memory_of_all_sessions_is_bounded() -> None:
 
 
 async def unread(session: OpenSession, claim: int) -> str:
-    """Read nothing of what a Read sends: how it ends."""
-    # A channel of its own: what one does not take must not hold up the others.
+    """Start a Read whose responses are not read. Returns how it ends."""
+    # Its own channel: data that one client leaves unread would hold up others on a shared one.
     options = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(session.daemon.address, options=options) as channel:
         read: Any = channel.unary_stream(
@@ -392,7 +393,7 @@ async def unread(session: OpenSession, claim: int) -> str:
 
 
 async def _ended(call: Any) -> str:
-    """Wait for its end without reading it, but for a first message."""
+    """Read one message, wait for the end of the call, and return its details."""
     try:
         await call.read()
         done = asyncio.Event()
@@ -400,7 +401,7 @@ async def _ended(call: Any) -> str:
         with suppress(TimeoutError):
             async with asyncio.timeout(3):
                 await done.wait()
-        # Now what was sent until then is read, and behind it why it ended.
+        # What was sent before the end comes first, then the status.
         while await call.read() is not grpc.aio.EOF:
             pass
     except grpc.aio.AioRpcError as problem:
@@ -410,7 +411,7 @@ async def _ended(call: Any) -> str:
 
 @in_loop
 async def test_reads_that_are_not_taken_are_bounded_and_cut_off() -> None:
-    """100 streams of 64 MiB each, of which nothing is read."""
+    """100 streams of 64 MiB each, whose clients do not read."""
     flags = ("--server.max_reads=16MiB", "--server.stall_timeout=300ms")
     with eager_daemon(*flags, ram="16MiB") as daemon:
         client = Outside(daemon.address, admin_address(daemon.address))
@@ -434,7 +435,7 @@ async def test_reads_that_are_not_taken_are_bounded_and_cut_off() -> None:
 
 @in_loop
 async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
-    """40 streams, each of which sends most of a payload and then nothing, without a deadline."""
+    """40 streams without a deadline. Each sends half of a payload, and then nothing."""
     flags = ("--server.max_saves=64MiB", "--server.stall_timeout=500ms")
     with eager_daemon(*flags, ram="64MiB") as daemon:
         client = Outside(daemon.address, admin_address(daemon.address))
@@ -457,7 +458,7 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
         with watching(daemon, 64 * MIB) as watch:
             endings = await asyncio.gather(*(hang(number) for number in range(40)))
             assert await other.save({key(100): data}) == [pb.SAVE_STATUS_SAVED]
-        over.set()  # the generators end, before Python finds them pending
+        over.set()  # ends the generators, which asyncio would report as pending
         assert watch.most["save_stream_bytes"] <= 64 * MIB
         assert any("sent nothing" in ending for ending in endings)
         assert "saved" not in endings
@@ -470,7 +471,7 @@ async def test_saves_that_never_end_are_bounded_and_cut_off() -> None:
 
 @in_loop
 async def test_calls_beyond_the_bound_are_refused_and_leave_nothing() -> None:
-    """200 look-ups that wait for a save, of which a few may."""
+    """200 lookups that wait for a save, of which the daemon admits 12."""
     flags = ("--server.max_rpcs=12", "--sessions.max_sessions=8", "--watch.max_watchers=0")
     with eager_daemon(*flags) as daemon:
         client = Outside(daemon.address, admin_address(daemon.address))
@@ -489,10 +490,10 @@ async def test_calls_beyond_the_bound_are_refused_and_leave_nothing() -> None:
         for one in waiting:
             one.cancel()
         endings = await asyncio.gather(*waiting, return_exceptions=True)
-        told = [one for one in endings if not isinstance(one, asyncio.CancelledError)]
-        assert all("RESOURCE_EXHAUSTED" in str(one) for one in told)
+        refusals = [one for one in endings if not isinstance(one, asyncio.CancelledError)]
+        assert all("RESOURCE_EXHAUSTED" in str(one) for one in refusals)
         await client.close()
-        # The session ended with its connection, and others have room again.
+        # The flood's session ended with its connection, which makes room again.
         again = Outside(daemon.address, admin_address(daemon.address))
         while True:
             with suppress(Refused, grpc.aio.AioRpcError):

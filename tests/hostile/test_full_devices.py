@@ -1,5 +1,5 @@
-"""Devices that are smaller than their tier, full from the start or full later: the daemon serves
-what there is, says so once, and nothing that was acknowledged is lost."""
+"""Devices that are smaller than their tier, full at the start or full later: the daemon uses the
+room that there is, warns once, and loses nothing that it acknowledged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.outside import DaemonProcess
 
 MIB = 2**20
 PAYLOAD_BYTES = 600_000
-#: What its device has no room for is asked for again at once.
+#: A daemon that soon tries again to allocate the room that its device did not have.
 AGAIN = """
 from prefixd.server.runtime import resizing
 resizing.SECURE_AGAIN_S = 0.1
@@ -54,10 +54,10 @@ def names(first: int, count: int) -> list[str]:
 
 
 def saved(client: Client, tier: Tier, first: int, count: int) -> list[str]:
-    """One by one, so that what goes is what was saved first."""
+    """Save entries one by one, so that the oldest are evicted first."""
     for item in items_of(names(first, count), PAYLOAD_BYTES):
-        # Retried: a tmpfs takes back what a file had for an allocation that fails, and the process
-        # with the records of a disk tier may end for it.
+        # Retried: when an allocation fails, a tmpfs also frees pages that the file had before, and
+        # the process with the records of a disk tier may die of that.
         eventually(
             lambda item=item: (
                 client.save(  # type: ignore[misc]
@@ -69,15 +69,15 @@ def saved(client: Client, tier: Tier, first: int, count: int) -> list[str]:
 
 
 def found(daemon: DaemonProcess, count: int) -> set[str]:
-    """Every one that is there is right."""
-    there = set()
+    """The names of the entries that are found. Each of them has the right bytes."""
+    present = set()
     with Client(daemon.address) as client:
         for name in names(0, count):
             with client.claim([key_of(name)]) as hit:
                 if hit:
                     assert hit.read(0) == payload_of(key_of(name), PAYLOAD_BYTES)
-                    there.add(name)
-    return there
+                    present.add(name)
+    return present
 
 
 def warnings(daemon: DaemonProcess) -> list[str]:
@@ -101,7 +101,7 @@ def test_a_device_that_is_too_small_is_served_by_eviction(tier: Tier) -> None:
             assert admin.stats().health == "serving"
         daemon.kill()
         daemon.start()
-        assert found(daemon, 50) == kept, "what was evicted does not come back"
+        assert found(daemon, 50) == kept, "evicted entries do not come back"
         with daemon.admin() as admin, Client(daemon.address) as client:
             admin.evict(2**40, [tier])
             assert tier_of(admin, tier).published_bytes == 0
@@ -110,29 +110,29 @@ def test_a_device_that_is_too_small_is_served_by_eviction(tier: Tier) -> None:
         daemon.stop()
         daemon.start()
         assert found(daemon, 53) == {*names(50, 3)}
-        said = warnings(daemon)
-        # One alarm a start, not one a save.
-        assert len([line for line in said if "arena_smaller" in line]) == 3
-        assert len([line for line in said if "configuration" not in line]) <= 6, said
+        logged = warnings(daemon)
+        # One warning at each start, not one for each save.
+        assert len([line for line in logged if "arena_smaller" in line]) == 3
+        assert len([line for line in logged if "configuration" not in line]) <= 6, logged
 
 
 @TIERS
 def test_a_device_that_is_full_at_the_start_is_used_when_there_is_room(tier: Tier) -> None:
-    """Whatever the first start left behind, a later one opens."""
+    """A start that failed leaves nothing behind that stops the next one."""
     with on_small_device(tier) as (daemon, device):
-        room = device.fill()
+        filler = device.fill()
         with pytest.raises(PrefixdError, match=str(Path(tier.label))):
             daemon.start()
-        room.unlink()
+        filler.unlink()
         device.fill(6 * MIB).chmod(0o600)
         daemon.start()
         with daemon.admin() as admin, Client(daemon.address) as client:
             assert 0 < eventually(lambda: tier_of(admin, tier).limit_bytes) < 6 * MIB
             saved(client, tier, 0, 5)
-            room.unlink()
+            filler.unlink()
             eventually(lambda: tier_of(admin, tier).limit_bytes > 8 * MIB)
             saved(client, tier, 5, 10)
-            # From here on others have the rest.
+            # Foreign files take the rest of the device.
             device.fill()
             saved(client, tier, 15, 40)
             assert problems_of(admin) == []

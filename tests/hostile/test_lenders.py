@@ -1,5 +1,5 @@
-"""Clients that lend memory which never comes: the daemon's threads that read it are theirs to lose,
-and nobody else's."""
+"""Clients that lend memory which cannot be read: the daemon's threads for lent memory wait for it,
+but no other client does."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.outside import daemon_process
 from tests.support.warm import WARM
 
 PAYLOAD_BYTES = 300_000
-#: A stop is forced after a second, not after ten.
+#: A daemon whose stop is forced after one second, not after ten.
 IN_A_HURRY = """
 import sys
 from prefixd.server import daemon, process
@@ -31,9 +31,9 @@ daemon.main(sys.argv[1:])
 
 
 @contextmanager
-def lender(daemon: PrivateDaemon, lines: int) -> Iterator[None]:
-    """A process of `stuck_lender`, until it is killed."""
-    command = [*WARM, "-m", "tests.support.stuck_lender", daemon.address, str(lines)]
+def lender(daemon: PrivateDaemon, connections: int) -> Iterator[None]:
+    """A process of `stuck_lender`, killed at the end of the context."""
+    command = [*WARM, "-m", "tests.support.stuck_lender", daemon.address, str(connections)]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -41,7 +41,7 @@ def lender(daemon: PrivateDaemon, lines: int) -> Iterator[None]:
             assert process.stdout is not None
             if process.stdout.readline() != "lent\n":
                 if process.wait() == stuck_lender.SKIPPED:
-                    pytest.skip("no userfaultfd for this user here")
+                    pytest.skip("this user may not use userfaultfd")
                 pytest.fail(f"the lender ended with {process.returncode}")
             yield
         finally:
@@ -59,13 +59,13 @@ def test_lenders_of_memory_that_never_comes_harm_nobody(monkeypatch: pytest.Monk
         with Client(daemon.address) as client:
             for taken in range(2, THREADS + 1, 2):
                 lenders.enter_context(lender(daemon, 3))
-                eventually(lambda wanted=taken: threads_taken(daemon) == wanted)  # type: ignore[misc]
+                eventually(lambda expected=taken: threads_taken(daemon) == expected)  # type: ignore[misc]
                 items = [SaveItem(Key(os.urandom(32)), bytes(PAYLOAD_BYTES), 1) for _ in range(2)]
                 outcomes = client.save_many(items, tier=Tier.RAM)
                 assert [outcome.status for outcome in outcomes] == [SaveStatus.SAVED] * 2
             with client.claim([item.key for item in items]) as hit:
                 assert hit.read(0) == hit.read(1) == bytes(PAYLOAD_BYTES)
-        lenders.close()  # they are killed, and what they kept is free
+        lenders.close()  # kills them, which frees their threads
         eventually(lambda: not threads_taken(daemon))
         with daemon.admin() as admin:
             assert problems_of(admin) == []

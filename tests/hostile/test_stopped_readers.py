@@ -1,5 +1,5 @@
-"""Readers that are stopped at the worst moment, and files that rot under them: right bytes or a
-miss, and a release that is true only of a view whose bytes are still the entry's."""
+"""Readers that are stopped at the worst moments, and bits that flip under them: a restore brings
+the right bytes or is a miss, and a release succeeds only if a view still has its entry's bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.warm import WARM
 PAYLOAD_BYTES = 300_000
 BUDGET_BYTES = 2 * 2**20
 BUDGETS = dict.fromkeys(("ram", "shm", "disk"), "2MiB")
-#: A session is lost after two of them.
+#: A session is lost after two heartbeats.
 HEARTBEAT = "--sessions.heartbeat=300ms"
 
 
@@ -38,15 +38,15 @@ class Worker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def tell(self, line: str) -> None:
+    def command(self, line: str) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{line}\n")
         self._process.stdin.flush()
 
-    def said(self) -> dict[str, Any]:
+    def report(self) -> dict[str, Any]:
         assert self._process.stdout is not None
-        said: dict[str, Any] = json.loads(self._process.stdout.readline())
-        return said
+        report: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return report
 
     def wait_until_stopped(self) -> None:
         _, status = os.waitpid(self._process.pid, os.WUNTRACED)
@@ -69,18 +69,18 @@ def worker(daemon: PrivateDaemon, verify: str) -> Iterator[Worker]:
 
 
 def saved(client: Client, names: list[str], tier: Tier) -> None:
-    """Whatever becomes of the session meanwhile: heartbeats are close here."""
+    """Save the entries. Retries, because with such short heartbeats the session may be lost."""
 
-    def all_there() -> bool:
+    def all_saved() -> bool:
         items = items_of(names, PAYLOAD_BYTES)
         outcomes = client.save_many(items, tier=tier, reason=SaveReason.EVICT, deadline_ms=60_000)
         return all(outcome.ok for outcome in outcomes)
 
-    eventually(all_there)
+    eventually(all_saved)
 
 
 def reuse_the_room(client: Client, admin: AdminConnection, tier: Tier) -> None:
-    """After the stopped client's session was lost, other entries lie everywhere."""
+    """Once the stopped client's session is lost, fill the tier with other entries."""
     eventually(lambda: admin.stats().claims == 0)
     admin.evict(BUDGET_BYTES, [tier])
     saved(client, [f"other {number}" for number in range(5)], tier)
@@ -102,23 +102,23 @@ def daemon_and_two_entries(
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.SHM])
 @pytest.mark.parametrize("how", ["stopped", "in C code"])
 def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> None:
-    """A worker that loads a model or captures a graph in C code, or is stopped, loses its session;
-    by then its view holds another entry's bytes. And one that was not stopped for so long is
-    told that its view is good."""
+    """A worker that is stopped, or that loads a model or captures a graph in C code, loses its
+    session, and its view may then show another entry's bytes. After a short stop, the view is still
+    good, and its release succeeds."""
     with daemon_and_two_entries(tier) as (daemon, client, admin), worker(daemon, "never") as one:
         for reused in (True, False, True)[: times(2, 3)]:
-            one.tell(f"view {'stopped' if how == 'stopped' else 'C'}")
+            one.command(f"view {'stopped' if how == 'stopped' else 'C'}")
             if how == "stopped":
                 one.wait_until_stopped()
             else:
-                assert one.said() == {"waiting": True}
+                assert one.report() == {"waiting": True}
             if reused:
                 reuse_the_room(client, admin, tier)
             if how == "stopped":
                 one.go_on()
             else:
-                one.tell("")
-            assert one.said() == {"held": not reused, "right": not reused}
+                one.command("")
+            assert one.report() == {"held": not reused, "right": not reused}
             if reused:
                 admin.evict(BUDGET_BYTES, [tier])
                 saved(client, [*NAMES], tier)
@@ -128,23 +128,23 @@ def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> Non
 @pytest.mark.parametrize("tier", Tier)
 @pytest.mark.parametrize("verify", ["always", "never"])
 def test_a_restore_over_a_stop_brings_the_right_bytes_or_a_miss(tier: Tier, verify: str) -> None:
-    """At every moment of it, with a claim and without: of each moment a worker, all stopped at
-    once."""
+    """At every moment of a restore, with and without a claim. There is one worker for each moment,
+    and all are stopped at the same time."""
     with daemon_and_two_entries(tier) as (daemon, client, admin), ExitStack() as open_:
         workers = [open_.enter_context(worker(daemon, verify)) for _ in MOMENTS]
         for kind in ("claimed", "looked"):
             for number, one in enumerate(workers):
-                one.tell(f"{kind} {number}")
+                one.command(f"{kind} {number}")
             for one in workers:
                 one.wait_until_stopped()
             reuse_the_room(client, admin, tier)
             for moment, one in zip(MOMENTS, workers, strict=True):
                 one.go_on()
-                said = one.said()
+                report = one.report()
                 whole = moment == MOMENTS[-1]
-                assert said["restored"] == [whole, whole], (moment, kind)
-                assert not whole or said["right"] == [True, True], (moment, kind)
-                assert said["held"] == (kind == "looked"), "a hit without a claim has none to lose"
+                assert report["restored"] == [whole, whole], (moment, kind)
+                assert not whole or report["right"] == [True, True], (moment, kind)
+                assert report["held"] == (kind == "looked"), "only a claim can be lost"
             admin.evict(BUDGET_BYTES, [tier])
             saved(client, [*NAMES], tier)
 
@@ -154,7 +154,7 @@ FLIPS = 500
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
 def test_flipped_bits_in_a_live_arena_are_never_served(tier: Tier) -> None:
-    """With the client as it is by default: claimed, looked at, in place and over gRPC."""
+    """With a client's default settings, with and without a claim, in place and over gRPC."""
     random_ = random.Random(int(tier))
     with private_daemon() as daemon, Client(daemon.address) as client, daemon.admin() as admin:
         keys = [
@@ -179,15 +179,15 @@ def test_flipped_bits_in_a_live_arena_are_never_served(tier: Tier) -> None:
                 hit = reader.longest_run([key], claim=number % 4 < 2)
                 result, payloads = restore(hit)
                 if not hit:
-                    misses += 1  # the scrubber was there before
+                    misses += 1  # the scrubber has already dropped it
                 elif result:
                     assert payloads == [payload_of(key, 120_000)]
                 else:
                     assert result.miss in {MissReason.CORRUPT, MissReason.UNREADABLE}
                     misses += 1
                 hit.release()
-        assert misses > len(keys) // 2, "most entries were hit"
+        assert misses > len(keys) // 2, "the flipped bits are in most entries"
         assert daemon.pid
-        # What was reported is dropped, and the rest serves on.
+        # Reported entries are dropped, and the daemon still serves the rest.
         eventually(lambda: sum(client.exists(keys)) <= len(keys) - misses)
         assert admin.health().value == "serving"
