@@ -1,8 +1,8 @@
-"""Clients that name a session which is not theirs: whatever they ask, they get nothing.
+"""Clients that name another client's session: they get nothing, whatever they request.
 
-What is tried comes from the contract itself: every rpc whose request leads to a SessionRef, and
-every such kind of request on the local socket. One that is added there is tried as well, or this
-test fails because it does not know how to ask it.
+The requests come from the contract itself: every rpc, and every kind of request on the local socket
+and the data socket, that contains a SessionRef. A new one is tried as well, or these tests fail
+because they have no example of it.
 """
 
 from __future__ import annotations
@@ -38,31 +38,31 @@ MINE, RESERVED = key(1), key(2)
 CACHE = pb.DESCRIPTOR.services_by_name["Cache"]
 
 
-def leads_to_a_session(message: Descriptor) -> bool:
+def contains_a_session(message: Descriptor) -> bool:
     return message.name == "SessionRef" or any(
-        leads_to_a_session(field.message_type)
+        contains_a_session(field.message_type)
         for field in message.fields
         if field.message_type is not None
     )
 
 
-RPCS = [method.name for method in CACHE.methods if leads_to_a_session(method.input_type)]
+RPCS = [method.name for method in CACHE.methods if contains_a_session(method.input_type)]
 KINDS = [
     field.name
     for field in pb.LocalRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
-    if leads_to_a_session(field.message_type)
+    if contains_a_session(field.message_type)
 ]
 
 
 DATA_KINDS = [
     field.name
     for field in pb.DataRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
-    if leads_to_a_session(field.message_type)
+    if contains_a_session(field.message_type)
 ]
 
 
 class Victim:
-    """A session that holds something of every kind, and what a thief would ask for it."""
+    """A session with a claim, a reservation and staging memory, and a thief's requests for them."""
 
     def __init__(self, daemon: Running, session: OpenSession) -> None:
         self.daemon = daemon
@@ -77,7 +77,7 @@ class Victim:
         self.daemon.front.stagings.open(self.session.number)
 
     def requests(self, ref: pb.SessionRef) -> dict[str, Any]:
-        """For each rpc and each kind of the local socket, what could do harm."""
+        """A harmful request for each rpc, and for each kind on the local and the data socket."""
         header = pb.SaveHeader(
             session=ref,
             tier=pb.TIER_RAM,
@@ -126,7 +126,7 @@ class Victim:
 
 
 def forgeries(session: OpenSession, other: OpenSession) -> Iterator[tuple[str, pb.SessionRef]]:
-    """References to `session` of those who know everything about it but its secret."""
+    """References to `session` from clients that know everything about it except its secret."""
     right = session.ref
 
     def like(**fields: Any) -> pb.SessionRef:
@@ -142,11 +142,11 @@ def forgeries(session: OpenSession, other: OpenSession) -> Iterator[tuple[str, p
     yield "a part of the secret", like(secret=right.secret[:-1])
     yield "more than the secret", like(secret=right.secret + b"\0")
     yield "one bit flipped", like(secret=bytes([right.secret[0] ^ 1]) + right.secret[1:])
-    yield "a session that never was", like(session_id=10**6)
+    yield "a session that never existed", like(session_id=10**6)
 
 
-def test_what_is_tried_is_what_the_contract_has() -> None:
-    assert {*RPCS, *KINDS, *DATA_KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is looked at
+def test_every_request_of_the_contract_is_tried() -> None:
+    assert {*RPCS, *KINDS, *DATA_KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is used
     assert len(RPCS) >= 8
     assert len(KINDS) >= 8
     assert len(DATA_KINDS) >= 8
@@ -165,13 +165,13 @@ async def test_no_rpc_acts_for_a_session_without_its_secret(tmp_path: Path, name
         session, other = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
-        said = set()
-        for what, ref in forgeries(session, other):
+        messages = set()
+        for forgery, ref in forgeries(session, other):
             with pytest.raises(Refused) as refused:
                 await over_grpc(daemon, name, victim.requests(ref)[name])
-            assert refused.value.name == "unknown_session", what
-            said.add(refused.value.sentence.replace(str(ref.session_id), "N"))
-        assert len(said) == 1, "numbers can't be probed"
+            assert refused.value.name == "unknown_session", forgery
+            messages.add(refused.value.sentence.replace(str(ref.session_id), "N"))
+        assert len(messages) == 1, "a difference would show which session ids exist"
         await victim.assert_unharmed()
         await over_grpc(daemon, name, victim.requests(session.ref)[name])
 
@@ -183,7 +183,7 @@ async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
         session, other = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
-        for what, ref in forgeries(session, other):
+        for forgery, ref in forgeries(session, other):
             thief = await daemon.connect_locally()
             await thief.send(**{kind: victim.requests(ref)[kind]})
             if kind in ("give_back", "attach"):
@@ -191,7 +191,7 @@ async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
             else:
                 with pytest.raises(Refused) as refused:
                     await thief.response()
-                assert refused.value.name == "unknown_session", what
+                assert refused.value.name == "unknown_session", forgery
             thief.close()
         assert not daemon.local_server.attached
         await victim.assert_unharmed()
@@ -200,12 +200,12 @@ async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", DATA_KINDS)
 @in_loop
 async def test_nor_does_the_data_socket(tmp_path: Path, kind: str) -> None:
-    """On a connection of the thief's own session, and with the right secret on it neither."""
+    """On a connection of the thief's own session, not even with the victim's secret."""
     async with running(tmp_path) as daemon:
         session, other = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
-        for what, ref in (*forgeries(session, other), ("the right secret", session.ref)):
+        for forgery, ref in (*forgeries(session, other), ("the right secret", session.ref)):
             own = None if kind == "attach" else other
             if kind == "attach" and ref is session.ref:
                 continue
@@ -216,12 +216,12 @@ async def test_nor_does_the_data_socket(tmp_path: Path, kind: str) -> None:
                     continue
                 with pytest.raises(Refused) as refused:
                     await thief.response()
-                assert refused.value.name == "unknown_session", what
+                assert refused.value.name == "unknown_session", forgery
         await daemon.until(lambda: not daemon.front.data.attached)
         await victim.assert_unharmed()
 
 
-#: Another process, which has stolen everything: asks each of these, says how each was answered.
+#: Another process, which has stolen the secret: sends each request, and prints each response.
 THIEF = """
 import socket, sys
 from prefixd.proto import frames, prefixd_pb2 as pb
@@ -244,7 +244,7 @@ for request in map(bytes.fromhex, stolen):
 async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_socket(
     tmp_path: Path,
 ) -> None:
-    """A forked child, or a thief: the session is its first process's."""
+    """A forked child, or a thief. A session belongs to the process that first used it."""
     async with running(tmp_path) as daemon:
         session = await daemon.open("victim")
         victim = Victim(daemon, session)
@@ -258,34 +258,34 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
             *(each.hex() for each in stolen),
             stdout=asyncio.subprocess.PIPE,
         )
-        said, _ = await thief.communicate()
-        for kind, line in zip(KINDS, said.decode().splitlines(), strict=True):
+        output, _ = await thief.communicate()
+        for kind, line in zip(KINDS, output.decode().splitlines(), strict=True):
             unanswered = kind in ("give_back", "attach")
             expected = "lookup - 0" if unanswered else "failure unknown_session 0"
             assert (kind, line) == (kind, expected)
         await victim.assert_unharmed()
 
 
-# ---- what rides the stream
+# ---- the session stream, claim ids and tokens
 
 
 @in_loop
-async def test_a_stream_says_things_of_its_own_session_only(tmp_path: Path) -> None:
-    """Heartbeats and releases on it name no session: there is nothing to forge."""
-    spoken = pb.SessionRequest.DESCRIPTOR
-    assert not leads_to_a_session(spoken)
+async def test_a_stream_acts_for_its_own_session_only(tmp_path: Path) -> None:
+    """Its messages name no session, so there is nothing to forge."""
+    messages = pb.SessionRequest.DESCRIPTOR
+    assert not contains_a_session(messages)
     async with running(tmp_path) as daemon:
         session, thief = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
-        await thief.say(give_back=pb.GiveBack(claim_ids=[victim.claim]))
+        await thief.send(give_back=pb.GiveBack(claim_ids=[victim.claim]))
         await thief.beat()
         await victim.assert_unharmed()
 
 
 @in_loop
-async def test_what_another_session_holds_is_not_given_to_a_proved_one(tmp_path: Path) -> None:
-    """Claim ids and tokens are numbers, too: they count for their own session only."""
+async def test_a_session_can_not_use_another_sessions_claims_and_tokens(tmp_path: Path) -> None:
+    """Claim ids and tokens are plain numbers, but are valid in their own session only."""
     async with running(tmp_path) as daemon:
         session, thief = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
@@ -302,7 +302,7 @@ async def test_what_another_session_holds_is_not_given_to_a_proved_one(tmp_path:
 
 
 def test_a_secret_is_in_no_log_and_no_list() -> None:
-    """Operators see sessions by number and owner."""
+    """Operators see the number and the owner of a session, but not its secret."""
     for message in pb.DESCRIPTOR.message_types_by_name.values():
         secrets = [field.name for field in message.fields if "secret" in field.name]
         assert not secrets or message.name in ("SessionRef", "Welcome")

@@ -25,11 +25,11 @@ from tests.support.running import OpenSession, Outside, Refused, answer, item, k
 from tests.support.tenants import (
     COMMON,
     DATA,
-    EVERYBODY,
+    IDENTITIES,
     OWN,
     ROOM,
+    Identity,
     Tenant,
-    Who,
     flags_of,
     shared,
     stored,
@@ -74,16 +74,21 @@ async def test_a_flood_leaves_another_its_share(
                 assert await flood.save({key(start + number): DATA[name]}) == [SAVED]
                 assert sorted(there - set(daemon.tables.entries)) == sorted(foretold)
                 assert not any(Namespace("a").has(of) for of in foretold)
-        assert await clients[Who(Role.READ, "a")].presence(*mine) == [pb.PRESENCE_PRESENT] * SHARE
+        assert (
+            await clients[Identity(Role.READ, "a")].presence(*mine) == [pb.PRESENCE_PRESENT] * SHARE
+        )
         stats = await daemon.admin.Stats(pb.StatsRequest())
         taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
         assert taken == {"a": SHARE, "b": OTHER_SHARE + 5, "": 5}, "the rest is divided evenly"
         # A tenant that comes late still gets its share.
         await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
-        assert await clients[Who(Role.READ, "a")].presence(mine[0]) == [pb.PRESENCE_ABSENT]
+        assert await clients[Identity(Role.READ, "a")].presence(mine[0]) == [pb.PRESENCE_ABSENT]
         await filled(b, 100, 3000, "b")
         again = await filled(a, SHARE, 100, "a")
-        assert await clients[Who(Role.READ, "a")].presence(*again) == [pb.PRESENCE_PRESENT] * SHARE
+        assert (
+            await clients[Identity(Role.READ, "a")].presence(*again)
+            == [pb.PRESENCE_PRESENT] * SHARE
+        )
         await daemon.assert_sound()
 
 
@@ -113,7 +118,7 @@ async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
         await daemon.assert_sound()
 
 
-async def assert_there_is_room_for_its_share(clients: dict[Who, Tenant]) -> None:
+async def assert_there_is_room_for_its_share(clients: dict[Identity, Tenant]) -> None:
     a = await writer(clients, "a")
     assert len(await filled(a, SHARE, 600, "a")) == SHARE
 
@@ -158,11 +163,11 @@ async def test_what_a_session_says_is_of_its_namespace(
         before = theirs.hits, theirs.last_used_ns
         # By its own key, by the key that another tenant uses, and by the daemon's internal key.
         for of in (COMMON, OWN["a"], stored("a", COMMON), stored("a", OWN["a"])):
-            await b.say(touch=pb.Touch(keys=[of]))
-            await b.say(suspect=pb.Suspect(keys=[of]))
+            await b.send(touch=pb.Touch(keys=[of]))
+            await b.send(suspect=pb.Suspect(keys=[of]))
             miss = pb.AbsentMiss(keys=[of])
             usage = pb.Usage(lookups=1, misses={"absent": 1}, absent=[miss])
-            await b.say(heartbeat=pb.Heartbeat(sequence=9, usage=usage))
+            await b.send(heartbeat=pb.Heartbeat(sequence=9, usage=usage))
         await b.beat(10)
         assert (theirs.hits, theirs.last_used_ns) == before
         assert entries[stored("b", COMMON)].hits == 1
@@ -185,14 +190,14 @@ async def test_labels_are_of_the_namespace(
         return str(daemon.tables.sessions[first.welcome.session_id].label)
 
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
-        tenant = clients[Who(Role.READ, "a")]
+        tenant = clients[Identity(Role.READ, "a")]
         assert await label(tenant, "") == "a"
         assert await label(tenant, "a") == "a"
         assert await label(tenant, "a/llama") == "a/llama"
         for foreign in ("b", "b/llama", "ab", "default"):
             with pytest.raises(Refused, match=r"not_permitted.*namespace"):
                 await label(tenant, foreign)
-        for outside in (daemon, clients[Who(Role.WRITE, "")]):
+        for outside in (daemon, clients[Identity(Role.WRITE, "")]):
             assert await label(outside, "llama") == "llama"
             for foreign in ("a", "b/llama"):
                 with pytest.raises(Refused, match=r"not_permitted.*namespace"):
@@ -214,7 +219,7 @@ async def test_whoever_is_of_none_can_not_name_what_is_of_one(
         a = await writer(clients, "a")
         await a.save({COMMON: DATA["a"]})
         theirs = stored("a", COMMON)
-        nobody = clients[Who(Role.WRITE, "")]
+        nobody = clients[Identity(Role.WRITE, "")]
         session = await nobody.open()
         for attempt in (
             lambda: session.claim([theirs]),
@@ -225,7 +230,11 @@ async def test_whoever_is_of_none_can_not_name_what_is_of_one(
             with pytest.raises(Refused, match=r"not_permitted.*namespace 'a'"):
                 await attempt()
         # Nodes and operators handle the entries of all namespaces, and this host is trusted.
-        for client in (clients[Who(Role.WRITE, "*")], clients[Who(Role.ADMIN, "")], daemon):
+        for client in (
+            clients[Identity(Role.WRITE, "*")],
+            clients[Identity(Role.ADMIN, "")],
+            daemon,
+        ):
             assert await client.presence(theirs) == [pb.PRESENCE_PRESENT]
             assert await (await client.open()).restore(theirs) == DATA["a"]
 
@@ -238,8 +247,8 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
         daemon,
         clients,
     ):
-        for who in EVERYBODY:
-            session = await clients[who].open()
+        for identity in IDENTITIES:
+            session = await clients[identity].open()
             assert session.welcome.local_socket == ""
             # A client that knows the socket's path anyway, and may open it.
             membership = daemon.front.sessions._open[session.number]
@@ -248,7 +257,7 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
                 handed = {each.name for each in package.response.descriptors}
             finally:
                 package.close()
-            if who.of:
+            if identity.of:
                 assert handed == {frames.STAGING}
                 assert "of all namespaces" in package.response.refused[frames.INDEX]
             else:
@@ -266,7 +275,7 @@ async def test_after_a_restart_they_are_whose_they_were(
             assert await session.save({COMMON: DATA[name]}, Tier.SHM) == [SAVED]
     async with shared(tmp_path, authority, flags, *over, tiers=[Tier.SHM]) as (daemon, clients):
         for name in ("a", "b"):
-            session = await clients[Who(Role.READ, name)].open()
+            session = await clients[Identity(Role.READ, name)].open()
             assert await session.restore(COMMON) == DATA[name]
         assert await daemon.presence(COMMON) == [pb.PRESENCE_ABSENT]
         stats = await daemon.admin.Stats(pb.StatsRequest())
@@ -275,7 +284,7 @@ async def test_after_a_restart_they_are_whose_they_were(
         nobody = await daemon.open()
         for number in range(100):
             await nobody.save({key(100 + number): DATA[""]}, Tier.SHM)
-        assert await clients[Who(Role.READ, "a")].presence(COMMON) == [pb.PRESENCE_PRESENT]
+        assert await clients[Identity(Role.READ, "a")].presence(COMMON) == [pb.PRESENCE_PRESENT]
         cleared = await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
         assert (cleared.entries, cleared.unknown_entries) == (1, 0)
         await daemon.assert_sound()
@@ -288,15 +297,19 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
     """At the reload that reads its file again; other sessions continue."""
     flags = flags_of(tmp_path, authority)
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
-        gone, moved, kept = Who(Role.WRITE, "a"), Who(Role.READ, "a"), Who(Role.WRITE, "b")
-        sessions = {who: await clients[who].open() for who in (gone, moved, kept)}
-        lines = [who.line for who in EVERYBODY if who not in (gone, moved)]
+        gone, moved, kept = (
+            Identity(Role.WRITE, "a"),
+            Identity(Role.READ, "a"),
+            Identity(Role.WRITE, "b"),
+        )
+        sessions = {identity: await clients[identity].open() for identity in (gone, moved, kept)}
+        lines = [identity.line for identity in IDENTITIES if identity not in (gone, moved)]
         (tmp_path / "tokens").write_text("\n".join([*lines, f"{moved.line[:-1]}b"]))
         assert daemon.front.tokens is not None
         daemon.front.use_tokens(daemon.front.tokens.read())
-        for who in (gone, moved):
+        for identity in (gone, moved):
             with pytest.raises(Refused, match=r"not_permitted.*not known any more"):
-                await sessions[who].event()
+                await sessions[identity].event()
         await sessions[kept].beat()
         with pytest.raises(Refused, match="not_authenticated"):
             await clients[gone].presence(COMMON)
@@ -318,22 +331,22 @@ async def test_on_the_data_socket_the_token_is_of_the_sessions_namespace(
         tls = certificates.material.context
         port = daemon.front.data.start(HOST, 0, tls, tokens_of(config))
         saver = await writer(clients, "a")
-        reader = await clients[Who(Role.READ, "a")].open()
+        reader = await clients[Identity(Role.READ, "a")].open()
         assert saver.welcome.data_port == port
         await saver.save({COMMON: DATA["a"]})
         look = pb.LookupRequest(keys=[COMMON])
         new = [item(key(77), DATA["a"])]
-        for who in EVERYBODY:
+        for identity in IDENTITIES:
             for session in (reader, saver):
-                async with secured_connection(port, context, session, who.token) as line:
-                    if who.name != "a":
+                async with secured_connection(port, context, session, identity.token) as line:
+                    if identity.name != "a":
                         with pytest.raises(Refused, match=r"not_permitted.*the namespace 'a'"):
                             await line.ask(lookup=look)
                         continue
                     found = (await line.ask(lookup=look)).lookup.results
                     assert [each.presence for each in found] == [pb.PRESENCE_PRESENT]
                     ask = line.ask(reserve=pb.ReserveRequest(header=session.header(new)))
-                    if who.role is Role.WRITE and session is saver:
+                    if identity.role is Role.WRITE and session is saver:
                         assert (await ask).reserve.results
                     else:
                         with pytest.raises(Refused, match=r"not_permitted.*the role read"):

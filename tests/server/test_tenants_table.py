@@ -29,14 +29,14 @@ from tests.support.running import (
 from tests.support.tenants import (
     COMMON,
     DATA,
-    EVERYBODY,
+    IDENTITIES,
     MARKS,
     MISSING,
     NAMESPACES,
     OWN,
     ROOM,
+    Identity,
     Tenant,
-    Who,
     stored,
     tenants,
 )
@@ -56,28 +56,28 @@ def needed() -> dict[str, Role]:
 class World:
     """The daemon, a session of each kind, and what each one may do."""
 
-    def __init__(self, daemon: Running, clients: dict[Who, Tenant]) -> None:
+    def __init__(self, daemon: Running, clients: dict[Identity, Tenant]) -> None:
         self.daemon = daemon
         self.clients = clients
-        self.sessions: dict[Who, OpenSession] = {}
-        self.claims: dict[Who, int] = {}
-        self.locals: dict[Who, LocalConnection] = {}
-        self.datas: dict[Who, DataConnection] = {}
+        self.sessions: dict[Identity, OpenSession] = {}
+        self.claims: dict[Identity, int] = {}
+        self.locals: dict[Identity, LocalConnection] = {}
+        self.datas: dict[Identity, DataConnection] = {}
         self.needed = needed()
         self.fresh = 100
 
     async def open(self, stack: AsyncExitStack) -> None:
         for name in NAMESPACES:
-            writer = await self.clients[Who(Role.WRITE, name)].open()
+            writer = await self.clients[Identity(Role.WRITE, name)].open()
             saved = await writer.save({COMMON: DATA[name], OWN[name]: DATA[name]})
             assert saved == [pb.SAVE_STATUS_SAVED] * 2
-        for who in EVERYBODY:
-            session = self.sessions[who] = await self.clients[who].open()
-            self.claims[who] = (await session.claim([COMMON])).claim_id
-            self.locals[who] = await self.daemon.connect_locally()
-            await self.locals[who].send(attach=session.ref)
+        for identity in IDENTITIES:
+            session = self.sessions[identity] = await self.clients[identity].open()
+            self.claims[identity] = (await session.claim([COMMON])).claim_id
+            self.locals[identity] = await self.daemon.connect_locally()
+            await self.locals[identity].send(attach=session.ref)
             data = data_connection(self.daemon, session)
-            self.datas[who] = await stack.enter_async_context(data)
+            self.datas[identity] = await stack.enter_async_context(data)
 
     def entries(self, but: str = "-") -> set[tuple[str, bytes, int]]:
         """The entries of all other namespaces: (namespace, key, generation)."""
@@ -85,23 +85,23 @@ class World:
         there = self.daemon.tables.entries.values()
         return {(of(e.key), e.key, e.generation) for e in there if of(e.key) != but}
 
-    def request(self, call: str, who: Who) -> Any:
-        """A request in the session of `who` that also names entries of others."""
-        ref, claim = self.sessions[who].ref, self.claims[who]
+    def request(self, call: str, identity: Identity) -> Any:
+        """A request in the session of `identity` that also names entries of others."""
+        ref, claim = self.sessions[identity].ref, self.claims[identity]
         self.fresh += 1
-        new, data = key(self.fresh), DATA[who.of]
+        new, data = key(self.fresh), DATA[identity.of]
         header = pb.SaveHeader(
             session=ref,
             tier=pb.TIER_RAM,
             reason=pb.SAVE_REASON_COLD,
             **columns([item(new, data)]),
-            touched=[] if who.of == "" else [*OWN.values()],
+            touched=[] if identity.of == "" else [*OWN.values()],
             ancestors=[COMMON],
         )
         everything = [COMMON, *OWN.values()]
-        others = [of for name, of in OWN.items() if name != who.of]
+        others = [of for name, of in OWN.items() if name != identity.of]
         ranges = [pb.ReadRange(index=0)]
-        entry = self.daemon.tables.entries[stored(who.of, COMMON)]
+        entry = self.daemon.tables.entries[stored(identity.of, COMMON)]
         return {
             "Lookup": lambda: pb.LookupRequest(keys=everything),
             "Claim": lambda: pb.ClaimRequest(session=ref, keys=everything, mode=pb.CLAIM_MODE_ANY),
@@ -125,7 +125,7 @@ class World:
             ),
         }[call]()
 
-    async def by_grpc(self, caller: Who, call: str, session: Who) -> Any:
+    async def by_grpc(self, caller: Identity, call: str, session: Identity) -> Any:
         client = self.clients[caller]
         if call not in CACHE:
             return await answer(getattr(client.admin, call)(ADMIN[call]()))
@@ -134,11 +134,11 @@ class World:
         streamed = call in ("Save", "Write")
         return await answer(method(stream([request]) if streamed else request))
 
-    async def by_local_socket(self, call: str, session: Who) -> Any:
+    async def by_local_socket(self, call: str, session: Identity) -> Any:
         kind = LOCAL[call]
         return await self.locals[session].ask(**{kind: self.request(call, session)})
 
-    async def by_data_socket(self, call: str, session: Who) -> Any:
+    async def by_data_socket(self, call: str, session: Identity) -> Any:
         connection = self.datas[session]
         response = await connection.ask(**{DATA_CALLS[call]: self.request(call, session)})
         if call not in ("Read", "Fetch", "FetchFound"):
@@ -151,7 +151,7 @@ class World:
         return payload
 
     async def tried(
-        self, transport: str, caller: Who, call: str, session: Who
+        self, transport: str, caller: Identity, call: str, session: Identity
     ) -> tuple[Any, Refused | None]:
         """The response, or the error."""
         try:
@@ -163,7 +163,7 @@ class World:
         except Refused as refused:
             return None, refused
 
-    def expected(self, transport: str, caller: Who, call: str, session: Who) -> str:
+    def expected(self, transport: str, caller: Identity, call: str, session: Identity) -> str:
         """The error that it ends with, or empty."""
         needed = self.needed[ROLE_OF.get(call, call)]
         if transport == "grpc":
@@ -220,7 +220,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
         seen: dict[tuple[str, str], int] = {}
         for _ in range(CASES):
             transport = chance.choice(["grpc", "grpc", "local", "data"])
-            caller, session = chance.choice(EVERYBODY), chance.choice(EVERYBODY)
+            caller, session = chance.choice(IDENTITIES), chance.choice(IDENTITIES)
             calls = {"grpc": [*CACHE, *ADMIN], "local": [*LOCAL], "data": [*DATA_CALLS]}
             call = chance.choice(calls[transport])
             if transport != "grpc" or chance.random() < 0.5:
@@ -234,7 +234,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
             seen[transport, expected] = seen.get((transport, expected), 0) + 1
             if refused is not None:
                 assert world.entries() == before
-                assert all(who.token not in str(refused) for who in EVERYBODY)
+                assert all(identity.token not in str(refused) for identity in IDENTITIES)
                 continue
             if call in ADMIN:
                 continue
@@ -249,17 +249,17 @@ async def test_a_thousand_combinations_are_as_the_table_says(
         await daemon.assert_sound()
 
 
-def assert_its_own(world: World, call: str, who: Who, got: Any) -> None:
+def assert_its_own(world: World, call: str, identity: Identity, got: Any) -> None:
     """Every entry that is reported as present belongs to this namespace, by its generation."""
     entries = world.daemon.tables.entries
     if call in ("Read", "Fetch", "FetchFound"):
         payload = got if isinstance(got, bytes) else b"".join(p.data for m in got for p in m.parts)
-        assert payload == DATA[who.of]
+        assert payload == DATA[identity.of]
     if call not in ("Lookup", "Claim"):
         return
     results = (got if hasattr(got, "results") else getattr(got, call.lower())).results
     found = [result.entry.generation for result in results]
     named = [COMMON, *OWN.values()]
-    mine = [entries.get(stored(who.of, of)) for of in named]
+    mine = [entries.get(stored(identity.of, of)) for of in named]
     assert found == [entry.generation if entry is not None else 0 for entry in mine]
     assert sum(map(bool, found)) == 2

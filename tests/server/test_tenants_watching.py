@@ -17,7 +17,7 @@ from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
 from tests.support.running import Refused, Running, answer, key, payload
-from tests.support.tenants import EVERYBODY, WATCHERS, Who, flags_of, shared, writer
+from tests.support.tenants import IDENTITIES, WATCHERS, Identity, flags_of, shared, writer
 from tests.support.watchers import Watcher
 
 #: Entries of 4 KiB: each namespace evicts its own, and those without a namespace.
@@ -43,7 +43,9 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
         for saver in savers.values():
             await saver.save({key(number): payload(1, 4096) for number in range(5)})
         names = ("a", "b")
-        watchers = {n: Watcher(clients[Who(Role.WATCH, n)], keys=ResidentKeys(n)) for n in names}
+        watchers = {
+            n: Watcher(clients[Identity(Role.WATCH, n)], keys=ResidentKeys(n)) for n in names
+        }
         for watcher in watchers.values():
             await watcher.read_until_synced()
         for step in range(300):
@@ -81,15 +83,15 @@ async def test_who_watches_for_a_namespace_may_nothing_else(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (_, clients):
-        for who in WATCHERS:
+        for identity in WATCHERS:
             with pytest.raises(Refused, match=r"not_permitted.*role watch"):
-                await clients[who].presence(key(1))
+                await clients[identity].presence(key(1))
             with pytest.raises(Refused, match=r"not_permitted.*role watch"):
-                await answer(clients[who].admin.Stats(pb.StatsRequest()))
-        for who in EVERYBODY:
-            if who.role is not Role.ADMIN:
+                await answer(clients[identity].admin.Stats(pb.StatsRequest()))
+        for identity in IDENTITIES:
+            if identity.role is not Role.ADMIN:
                 with pytest.raises(Refused, match=r"not_permitted.*this takes watch"):
-                    await Watcher(clients[who]).read()
+                    await Watcher(clients[identity]).read()
 
 
 @in_loop
@@ -98,19 +100,19 @@ async def test_a_namespace_leaves_others_a_place(
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         assert daemon.config.max_watchers == MOST
-        greedy = [Watcher(clients[Who(Role.WATCH, "a")]) for _ in range(MOST // 4)]
+        greedy = [Watcher(clients[Identity(Role.WATCH, "a")]) for _ in range(MOST // 4)]
         for watcher in greedy:
             await watcher.read_until_synced()
         with pytest.raises(Refused, match=r"limit_reached.*4 watchers of the namespace 'a'"):
-            await Watcher(clients[Who(Role.WATCH, "a")]).read()
-        other = Watcher(clients[Who(Role.WATCH, "b")])
+            await Watcher(clients[Identity(Role.WATCH, "a")]).read()
+        other = Watcher(clients[Identity(Role.WATCH, "b")])
         everything = Watcher(daemon)
         await other.read_until_synced()
         await everything.read_until_synced()
         assert daemon.front.watching.refusals == 1
         greedy[0].call.cancel()
         await daemon.until(lambda: daemon.front.watching.log.watchers == MOST // 4 + 1)
-        await Watcher(clients[Who(Role.WATCH, "a")]).read_until_synced()
+        await Watcher(clients[Identity(Role.WATCH, "a")]).read_until_synced()
 
 
 @in_loop
@@ -122,7 +124,7 @@ async def test_a_token_that_is_taken_out_ends_its_watchers(
         gone, kept = Watcher(clients[WATCHERS[0]]), Watcher(clients[WATCHERS[1]])
         for watcher in (gone, kept):
             await watcher.read_until_synced()
-        lines = [who.line for who in (*EVERYBODY, *WATCHERS) if who != WATCHERS[0]]
+        lines = [identity.line for identity in (*IDENTITIES, *WATCHERS) if identity != WATCHERS[0]]
         (tmp_path / "tokens").write_text("\n".join(lines))
         assert daemon.front.tokens is not None
         daemon.front.use_tokens(daemon.front.tokens.read())

@@ -124,11 +124,11 @@ def _delete(keys: list[bytes]) -> Attempt:
     )
 
 
-def _say(**kind: Any) -> Attempt:
+def _send(**kind: Any) -> Attempt:
     """Send a message on the session stream, which ends with the error."""
 
     async def attempt(_: Running, session: OpenSession) -> None:
-        await session.say(**kind)
+        await session.send(**kind)
         while True:
             await session.event()
 
@@ -167,10 +167,10 @@ def _batches() -> Iterator[Mistake]:
             (empty, "invalid_batch", []),
             (over, "invalid_batch", TOO_MANY),
         ):
-            attempt = _say(**{kind: message(keys=keys)})
+            attempt = _send(**{kind: message(keys=keys)})
             yield Mistake(f"{description} in a {kind}", "Session", error, attempt)
     for description, claims in ((empty, range(0)), (over, range(4097))):
-        attempt = _say(give_back=pb.GiveBack(claim_ids=claims))
+        attempt = _send(give_back=pb.GiveBack(claim_ids=claims))
         yield Mistake(f"{description} in a give_back", "Session", "invalid_batch", attempt)
 
 
@@ -325,10 +325,12 @@ def _sessions() -> Iterator[Mistake]:
     for field in ("client_name", "host"):
         long = pb.SessionRequest(hello=pb.Hello(**{field: "x" * 121}))
         yield Mistake(f"a {field} of 121 letters", "Session", "invalid_size", _open_with(long))
-    yield Mistake("a second Hello", "Session", "malformed_message", _say(hello=pb.Hello()))
-    yield Mistake("an empty message", "Session", "malformed_message", _say())
+    yield Mistake("a second Hello", "Session", "malformed_message", _send(hello=pb.Hello()))
+    yield Mistake("an empty message", "Session", "malformed_message", _send())
     lie = pb.Heartbeat(usage=pb.Usage(lookups=2, hits=1))
-    yield Mistake("usage that does not add up", "Session", "malformed_message", _say(heartbeat=lie))
+    yield Mistake(
+        "usage that does not add up", "Session", "malformed_message", _send(heartbeat=lie)
+    )
     label = pb.SessionRequest(hello=pb.Hello(label="no label"))
     yield Mistake("a label with a blank", "Session", "invalid_size", _open_with(label))
 

@@ -175,7 +175,7 @@ class OpenSession:
             secret=welcome.session_secret,
         )
 
-    async def say(self, **kind: Any) -> None:
+    async def send(self, **kind: Any) -> None:
         await self.call.write(pb.SessionRequest(**kind))
 
     async def event(self) -> pb.SessionEvent:
@@ -186,7 +186,7 @@ class OpenSession:
 
     async def beat(self, sequence: int = 1) -> None:
         """Send a heartbeat, and wait for its ack: the daemon has handled all earlier messages."""
-        await self.say(heartbeat=pb.Heartbeat(sequence=sequence))
+        await self.send(heartbeat=pb.Heartbeat(sequence=sequence))
         while (event := await self.event()).heartbeat_ack.sequence != sequence:
             self.daemon.other_events.append(event)
 

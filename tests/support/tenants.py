@@ -30,7 +30,7 @@ MARKS = {name: f"<of {name or 'nobody'}>".encode() for name in NAMESPACES}
 DATA = {name: mark.ljust(4096, b".") for name, mark in MARKS.items()}
 
 
-class Who(NamedTuple):
+class Identity(NamedTuple):
     """The role and the namespace of a token."""
 
     role: Role
@@ -55,17 +55,18 @@ class Who(NamedTuple):
         return "every" if self.name == "*" or self.role is Role.ADMIN else self.name or "none"
 
 
-EVERYBODY = [Who(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
-EVERYBODY += [Who(Role.ADMIN, ""), Who(Role.WRITE, "*")]
-#: Tokens that open no session.
-WATCHERS = [Who(Role.WATCH, name) for name in NAMESPACES]
+#: The tokens that may open a session.
+IDENTITIES = [Identity(role, name) for role in (Role.READ, Role.WRITE) for name in NAMESPACES]
+IDENTITIES += [Identity(Role.ADMIN, ""), Identity(Role.WRITE, "*")]
+#: The tokens that may only watch, and open no session.
+WATCHERS = [Identity(Role.WATCH, name) for name in NAMESPACES]
 
 
 def flags_of(directory: Path, authority: Authority) -> list[str]:
     """The flags of a daemon with TLS that knows all tokens."""
     certificate, private = authority.sign("daemon")
     tokens = directory / "tokens"
-    tokens.write_text("".join(f"{who.line}\n" for who in (*EVERYBODY, *WATCHERS)))
+    tokens.write_text("".join(f"{identity.line}\n" for identity in (*IDENTITIES, *WATCHERS)))
     tokens.chmod(0o600)
     return [
         "--server.tcp=127.0.0.1:0",
@@ -78,8 +79,8 @@ def flags_of(directory: Path, authority: Authority) -> list[str]:
 class Tenant(Outside):
     """A client with a token, over TCP."""
 
-    def __init__(self, who: Who, channel: grpc.aio.Channel) -> None:
-        self.who = who
+    def __init__(self, identity: Identity, channel: grpc.aio.Channel) -> None:
+        self.identity = identity
         self.address, self.other_events = "", []
         self.channel = self.admin_channel = channel
         self.cache: Any = rpc.CacheStub(channel)
@@ -89,7 +90,7 @@ class Tenant(Outside):
 @asynccontextmanager
 async def tenants(
     daemon: Running, authority: Authority, flags: list[str]
-) -> AsyncIterator[dict[Who, Tenant]]:
+) -> AsyncIterator[dict[Identity, Tenant]]:
     """A client for each token, over TLS."""
     config = load_config(flags, {})
     server = daemon.front.remote(tokens_of(config))
@@ -101,13 +102,13 @@ async def tenants(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(server.stop, grace=0)
         found = {}
-        for who in (*EVERYBODY, *WATCHERS):
+        for identity in (*IDENTITIES, *WATCHERS):
             credentials = grpc.composite_channel_credentials(
-                root, grpc.access_token_call_credentials(who.token)
+                root, grpc.access_token_call_credentials(identity.token)
             )
             channel = grpc.aio.secure_channel(f"127.0.0.1:{port}", credentials)
             stack.push_async_callback(channel.close)
-            found[who] = Tenant(who, channel)
+            found[identity] = Tenant(identity, channel)
         yield found
 
 
@@ -118,7 +119,7 @@ async def shared(
     flags: list[str],
     *more: str,
     tiers: Sequence[Tier] = (Tier.RAM,),
-) -> AsyncIterator[tuple[Running, dict[Who, Tenant]]]:
+) -> AsyncIterator[tuple[Running, dict[Identity, Tenant]]]:
     """A daemon of several tenants, and a client for each token. `more`: flags beside those of
     `flags_of`."""
     async with (
@@ -128,9 +129,9 @@ async def shared(
         yield daemon, clients
 
 
-async def writer(clients: dict[Who, Tenant], name: str) -> OpenSession:
+async def writer(clients: dict[Identity, Tenant], name: str) -> OpenSession:
     """A session that saves in this namespace."""
-    return await clients[Who(Role.WRITE, name)].open()
+    return await clients[Identity(Role.WRITE, name)].open()
 
 
 def stored(name: str, of: Key) -> Key:

@@ -184,7 +184,7 @@ async def test_sessions_say_what_they_did_each_for_itself(tmp_path: Path) -> Non
         told = pb.Usage(lookups=3, hits=1, misses={"absent": 2}, tiers=[tier])
         told.restore_times[:] = [1] * 18
         for sequence in (1, 2):
-            await session.say(heartbeat=pb.Heartbeat(sequence=sequence, usage=told))
+            await session.send(heartbeat=pb.Heartbeat(sequence=sequence, usage=told))
         await session.beat(3)
 
         async def listed() -> dict[str, pb.SessionDetail]:

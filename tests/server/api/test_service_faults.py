@@ -296,7 +296,7 @@ async def test_what_a_store_cannot_read_stays_and_makes_its_tier_unhealthy(
         assert await daemon.presence(key(1)) == [PRESENT]
         assert daemon.tables.tier_counters[tier].corrupt == 0
         assert await session.read(claim) == [DATA]
-        await session.say(suspect=pb.Suspect(keys=[key(1)]))
+        await session.send(suspect=pb.Suspect(keys=[key(1)]))
         await session.beat()
         await daemon.until(lambda: not daemon.core.unhealthy())
         await daemon.assert_sound()
@@ -355,7 +355,7 @@ class Worker:
         await answer(self._session.daemon.admin.Evict(request))
 
     async def suspect(self) -> None:
-        await self._session.say(suspect=pb.Suspect(keys=map(key, self._some())))
+        await self._session.send(suspect=pb.Suspect(keys=map(key, self._some())))
 
     @staticmethod
     def data(number: int) -> bytes:
@@ -402,7 +402,7 @@ async def test_whatever_fails_every_answer_is_true_and_nothing_stays(
         # A failed read is shown until a read of the same tier succeeds that began after it ended.
         verifications = daemon.core.verifications
         await daemon.until(lambda: not verifications.pending)
-        await session.say(suspect=pb.Suspect(keys=[key(100 + n) for n in range(len(Tier))]))
+        await session.send(suspect=pb.Suspect(keys=[key(100 + n) for n in range(len(Tier))]))
         await session.beat()
         await daemon.until(lambda: not (verifications.pending or daemon.core.unhealthy()))
         await assert_same(daemon)
@@ -438,7 +438,7 @@ async def test_a_client_that_reads_none_of_its_events_loses_its_session_and_nobo
         for number in range(8):
             daemon.core._listeners[mute.number].told(TellClaimLost(mute.number, number, why))
             await lively.beat()
-        await mute.say(heartbeat=pb.Heartbeat(sequence=1))
+        await mute.send(heartbeat=pb.Heartbeat(sequence=1))
         await daemon.until(lambda: mute.number not in daemon.tables.sessions)
         assert set(daemon.tables.sessions) == {lively.number}
         assert daemon.tables.entries[key(1)].pins == 1

@@ -166,7 +166,7 @@ async def test_a_client_that_never_reads_its_heartbeats_loses_its_session(
             listener.told(loop.TellClaimLost(session.number, claim, "x" * 200_000))
             await daemon.presence(key(1))
         assert listener._events.full()
-        await session.say(heartbeat=pb.Heartbeat(sequence=1))
+        await session.send(heartbeat=pb.Heartbeat(sequence=1))
         await daemon.until(lambda: not core._listeners)
         assert not daemon.tables.sessions
         with pytest.raises(Refused, match="limit_reached"):
@@ -232,7 +232,7 @@ async def test_touches_are_accesses_and_come_in_order(tmp_path: Path) -> None:
         session = await daemon.open()
         for number in range(3):
             await session.save({key(number): DATA})
-        await session.say(touch=pb.Touch(keys=[key(1), key(77), key(0)]))
+        await session.send(touch=pb.Touch(keys=[key(1), key(77), key(0)]))
         await session.beat()
         ledger = daemon.tables.ledgers[Tier.RAM]
         assert list(ledger.victims()) == [key(2), key(1), key(0)]
@@ -247,7 +247,7 @@ async def test_claims_given_back_on_the_stream_are_released(tmp_path: Path) -> N
         session = await daemon.open()
         await session.save({key(1): DATA})
         claim = (await session.claim([key(1)])).claim_id
-        await session.say(give_back=pb.GiveBack(claim_ids=[claim, 99]))
+        await session.send(give_back=pb.GiveBack(claim_ids=[claim, 99]))
         await session.beat()
         assert not daemon.tables.claims
         assert not daemon.core._replies, "nobody waits for an answer"
@@ -268,14 +268,14 @@ async def test_a_suspect_is_read_again_before_it_is_dropped(tmp_path: Path, tier
         await session.save({key(1): DATA, key(2): DATA}, tier)
         claim = (await session.claim([key(2)])).claim_id
         # The entry is good: only the reader's memory was bad.
-        await session.say(suspect=pb.Suspect(keys=[key(1), key(1), key(1), key(77)]))
+        await session.send(suspect=pb.Suspect(keys=[key(1), key(1), key(1), key(77)]))
         await session.beat()
         await daemon.until(lambda: not daemon.core.verifications.pending)
         assert await daemon.presence(key(1)) == [pb.PRESENCE_PRESENT]
         assert daemon.tables.counters.suspects == 1
         # Now the bytes of the entry are bad.
         stores[0].arm(Fault.FLIPPED_READ)
-        await session.say(suspect=pb.Suspect(keys=[key(2)]))
+        await session.send(suspect=pb.Suspect(keys=[key(2)]))
         await session.beat()
         await daemon.until(lambda: key(2) not in daemon.tables.entries)
         assert await session.release(claim) == [pb.RELEASE_STATUS_LOST]

@@ -146,7 +146,7 @@ async def test_every_session_hears_it_with_its_heartbeat(tmp_path: Path) -> None
         told = []
         for sequence, memory.used in enumerate((0.5, 0.95, 0.5), start=1):
             await pressure.look()
-            await session.say(heartbeat={"sequence": sequence})
+            await session.send(heartbeat={"sequence": sequence})
             told.append((await session.event()).heartbeat_ack.under_pressure)
         assert told == [False, True, False]
 

@@ -102,7 +102,7 @@ async def test_a_flood_of_suspects_is_verified_one_by_one_and_delays_no_save(
         keys = [key(number) for number in range(20)]
         await session.save(dict.fromkeys(keys, DATA))
         for _ in range(50):
-            await session.say(suspect=pb.Suspect(keys=keys))
+            await session.send(suspect=pb.Suspect(keys=keys))
         await session.beat()
         assert verifications.pending == 20
         # It needs a worker thread, and gets one.
@@ -124,7 +124,7 @@ async def test_suspicions_beyond_a_bound_are_dropped_and_counted(
         session, verifications = await daemon.open(), daemon.core.verifications
         keys = [key(number) for number in range(10)]
         await session.save(dict.fromkeys(keys, DATA))
-        await session.say(suspect=pb.Suspect(keys=keys))
+        await session.send(suspect=pb.Suspect(keys=keys))
         await session.beat()
         assert (verifications.pending, verifications.dropped) == (4, 6)
         held.may_go_on.set()
@@ -142,7 +142,7 @@ async def test_an_entry_that_cannot_be_read_now_stays_and_is_reported(
         await session.save({key(1): DATA}, tier)
         assert isinstance(store, FaultyStore)
         store.arm(Fault.READ_ERROR)
-        await session.say(suspect=pb.Suspect(keys=[key(1)]))
+        await session.send(suspect=pb.Suspect(keys=[key(1)]))
         await session.beat()
         await daemon.until(lambda: not daemon.core.verifications.pending)
         assert store.happened == [Fault.READ_ERROR]
@@ -188,7 +188,7 @@ async def test_a_stop_waits_for_the_entry_that_is_being_read_and_no_longer(tmp_p
         session = await daemon.open()
         keys = [key(number) for number in range(10)]
         await session.save(dict.fromkeys(keys, DATA))
-        await session.say(suspect=pb.Suspect(keys=keys))
+        await session.send(suspect=pb.Suspect(keys=keys))
         await session.beat()
         closing = asyncio.ensure_future(daemon.core.close())
         await session.beat(2)
