@@ -90,7 +90,7 @@ def test_the_options_on_an_engines_page_exist(engine: str) -> None:
         assert f'"{given["class_name"]}"' in Path(module.__file__ or "").read_text()
 
 
-def test_everything_public_is_there() -> None:
+def test_every_public_name_exists() -> None:
     names: dict[str, object] = {}
     exec("from prefixd.client import *", names)
     assert set(prefixd.client.__all__) <= names.keys()
@@ -101,7 +101,7 @@ NAMED = re.compile(r"`((?:[a-z_]+/)*test_[a-z_]+\.py)(?:::([A-Za-z_]+))?`")
 
 
 @pytest.mark.parametrize("page", ["RELIABILITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
-def test_every_test_that_a_page_names_is_there(page: str) -> None:
+def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = NAMED.findall((ROOT / page).read_text())
     missing = []
     for file, name in named:

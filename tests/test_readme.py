@@ -93,7 +93,7 @@ def test_the_example_computes_blocks_that_could_not_be_restored(
     assert worker.prefilled_tokens == [len(TOKENS)]
 
 
-def test_there_is_a_client_to_begin_with() -> None:
+def test_the_example_makes_a_client() -> None:
     assert Client.__name__ in example()
 
 

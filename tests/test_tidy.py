@@ -159,7 +159,7 @@ def none(problems: Iterator[str]) -> None:
 # ---- structure
 
 
-def test_the_rules_below_look_at_something() -> None:
+def test_the_rules_below_find_files() -> None:
     assert len(modules()) > 40
     assert len(files_of_tests()) > 20
     assert all(list(ROOT.glob(pattern)) for pattern in PURE)
@@ -344,7 +344,7 @@ def project_files() -> tuple[Path, ...]:
     return tuple(path for path in paths if path.is_file() and not path.is_symlink())
 
 
-def test_the_project_speaks_of_no_machine_but_the_readers() -> None:
+def test_no_file_names_paths_of_a_particular_machine() -> None:
     """Paths of one particular computer are useless on any other."""
     foreign = re.compile(rb"/(?:work|root)/|/home/\w")
 

@@ -194,7 +194,7 @@ def test_failure_and_damage_are_never_the_same() -> None:
     assert not issubclass(Damaged, OSError | ValueError)
 
 
-def test_other_bytes_than_were_saved_are_damage(store: Harness) -> None:
+def test_bytes_that_differ_from_the_saved_ones_are_damage(store: Harness) -> None:
     saved = store.save(key(1), noise(5 * SLAB))
     store.store.verify(saved.entry, saved.crc)
     with pytest.raises(Damaged, match="was saved"):

@@ -132,7 +132,7 @@ def reserved(link: Link, count: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("by_room", [False, True])
-def test_readers_that_take_nothing_are_cut_off(daemon: PrivateDaemon, by_room: bool) -> None:
+def test_readers_that_read_nothing_are_cut_off(daemon: PrivateDaemon, by_room: bool) -> None:
     key = Key(os.urandom(32))
     with good_client(daemon) as client, session_at(daemon) as link:
         assert client.save(key, LARGE, tier=Tier.DISK, reason=SaveReason.EVICT).status in (

@@ -245,7 +245,7 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
         watch.assert_within_and_back()
 
 
-def test_a_large_request_waits_for_room_and_for_no_stranger() -> None:
+def test_large_requests_wait_for_memory_and_strangers_are_refused() -> None:
     """40 connections announce 16 MiB each, and send all of it but the last byte. A connection
     without a session is refused at once."""
     with (
@@ -410,7 +410,7 @@ async def _ended(call: Any) -> str:
 
 
 @in_loop
-async def test_reads_that_are_not_taken_are_bounded_and_cut_off() -> None:
+async def test_unread_responses_are_bounded_and_cut_off() -> None:
     """100 streams of 64 MiB each, whose clients do not read."""
     flags = ("--server.max_reads=16MiB", "--server.stall_timeout=300ms")
     with eager_daemon(*flags, ram="16MiB") as daemon:

@@ -178,7 +178,9 @@ async def test_no_rpc_acts_for_a_session_without_its_secret(tmp_path: Path, name
 
 @pytest.mark.parametrize("kind", KINDS)
 @in_loop
-async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
+async def test_the_local_socket_acts_for_no_session_without_its_secret(
+    tmp_path: Path, kind: str
+) -> None:
     async with running(tmp_path) as daemon:
         session, other = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
@@ -199,7 +201,9 @@ async def test_nor_does_the_local_socket(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", DATA_KINDS)
 @in_loop
-async def test_nor_does_the_data_socket(tmp_path: Path, kind: str) -> None:
+async def test_the_data_socket_acts_for_no_session_without_its_secret(
+    tmp_path: Path, kind: str
+) -> None:
     """On a connection of the thief's own session, not even with the victim's secret."""
     async with running(tmp_path) as daemon:
         session, other = await daemon.open("victim"), await daemon.open("thief")

@@ -33,7 +33,7 @@ def find_chromium() -> str | None:
 
 
 class Browser:
-    """One tab."""
+    """A browser with one tab."""
 
     def __init__(self, reading: int, writing: int) -> None:
         self._reading, self._writing = reading, writing

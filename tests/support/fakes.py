@@ -95,7 +95,8 @@ class FakeDaemon:
             return
         for gate in self._gates.values():
             gate.set()
-        # Without `changed`, which `_ended` needs: gRPC calls that with a lock of its own held.
+        # Not while holding `changed`: gRPC holds a lock of its own when it calls `_ended`, which
+        # waits for `changed`.
         stopped = server.stop(None)
         with self.changed:
             for events in self.sessions.values():

@@ -93,7 +93,7 @@ def read(reader: IndexReader, rounds: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run the command of the module docstring."""
     if sys.argv[1] == "read":
         reader = IndexReader.attach(int(sys.argv[2]))
         print("attached", flush=True)

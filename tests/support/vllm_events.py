@@ -42,7 +42,7 @@ class AllBlocksCleared(KVCacheEvent):
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):  # type: ignore[misc, name-defined]
-    """A message."""
+    """One message with events."""
 
     ts: float
     events: list[BlockStored | BlockRemoved | AllBlocksCleared]
