@@ -81,8 +81,8 @@ def test_the_options_on_an_engines_page_exist(engine: str) -> None:
     options = given = json.loads(found)
     for step in place:
         options = options[step]
-    theirs = {"type", "backend_name", "module_path", "class_name", "interface_v1"}
-    client, tier = attach(engine, {k: v for k, v in options.items() if k not in theirs}, [])
+    engine_options = {"type", "backend_name", "module_path", "class_name", "interface_v1"}
+    client, tier = attach(engine, {k: v for k, v in options.items() if k not in engine_options}, [])
     client.close()
     assert tier is Tier.SHM
     if "module_path" in given:

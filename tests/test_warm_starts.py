@@ -127,8 +127,8 @@ inner = "import os, sys; print(os.getppid(), {IS_WARM})"
 print(subprocess.run([{sys.executable!r}, "-X", "warm", "-c", inner], capture_output=True).stdout)
 """
     with subprocess.Popen([*WARM, "-c", program], stdout=subprocess.PIPE, text=True) as process:
-        said, _ = process.communicate()
-    assert said == f"b'{process.pid} True\\n'\n"
+        output, _ = process.communicate()
+    assert output == f"b'{process.pid} True\\n'\n"
 
 
 def test_a_module_runs_with_its_name() -> None:

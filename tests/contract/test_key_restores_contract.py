@@ -32,7 +32,7 @@ from tests.contract.test_transport_contract import (
 )
 from tests.support.daemon import eventually, tcp_daemon
 
-way, flags, daemon = contract.way, contract.flags, contract.daemon
+transport, flags, daemon = contract.transport, contract.flags, contract.daemon
 make, client, tier = contract.make, contract.client, contract.tier
 
 KEY = Key(bytes(32))
@@ -128,7 +128,7 @@ def test_a_mistake_raises(
         use(client)
 
 
-def test_over_the_data_socket_it_is_one_round_trip(way: str, client: Client) -> None:
+def test_over_the_data_socket_it_is_one_round_trip(transport: str, client: Client) -> None:
     keys, payloads = save_some(client)
     before: Any = client.counters["rpcs"]
     buffers = [bytearray(size) for size in SIZES]
@@ -137,9 +137,9 @@ def test_over_the_data_socket_it_is_one_round_trip(way: str, client: Client) -> 
     assert client.restore_keys(fresh_keys(1), [bytearray(1)]).run == 0
     after: Any = client.counters["rpcs"]
     calls = {name: after[name] - before[name] for name in after if after[name] != before[name]}
-    if way in ("data", "tls"):
+    if transport in ("data", "tls"):
         assert calls == {"Fetch": 2}
-    elif way == "grpc":
+    elif transport == "grpc":
         assert calls == {"Claim": 2, "Read": 1, "Release": 1}
     else:
         assert calls == {}

@@ -51,15 +51,15 @@ EVICT = SaveReason.EVICT
 
 
 @pytest.fixture(scope="module", params=["local", "lending", "grpc", "data", "tls"])
-def way(request: pytest.FixtureRequest) -> str:
+def transport(request: pytest.FixtureRequest) -> str:
     """The transport that is being tested."""
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
-def flags(way: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
+def flags(transport: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, ...]]:
     """The flags of the transport's daemons."""
-    if way != "tls":
+    if transport != "tls":
         yield ()
         return
     authority = Authority(tmp_path_factory.mktemp("tls") / "ours")
@@ -76,15 +76,15 @@ def daemon(flags: tuple[str, ...]) -> Iterator[PrivateDaemon]:
 
 
 @pytest.fixture
-def make(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
+def make(transport: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
     """Makes clients over the transport."""
     made: list[Client] = []
-    if way == "lending":  # for payloads of every size
+    if transport == "lending":  # for payloads of every size
         monkeypatch.setattr(staging, "LEND_BYTES", 1)
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
-        address = tcp_address(daemon) if way in ("data", "tls") else daemon.address
-        client = Client(address, local=way in ("local", "lending"), policy=POLICY, **options)
+        address = tcp_address(daemon) if transport in ("data", "tls") else daemon.address
+        client = Client(address, local=transport in ("local", "lending"), policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         with daemon.admin() as admin:

@@ -95,13 +95,13 @@ def test_a_daemon_that_is_killed_and_replaced_in_the_middle_of_a_restore(
                 keys = save(client, NAMES[:2], PAYLOAD_BYTES, tier)
                 hit = client.longest_run(keys, claim=claimed)
 
-                def happen() -> None:
+                def replace_daemon() -> None:
                     daemon.kill()
                     daemon.start()
                     fill(daemon, tier)
 
                 with pytest.MonkeyPatch.context() as patch:
-                    disrupt(patch, "in the middle of a copy", happen)
+                    disrupt(patch, "in the middle of a copy", replace_daemon)
                     result, payloads = restore(hit)
                 if tier is Tier.RAM:
                     assert result

@@ -12,7 +12,7 @@ from tests.support.vllm_events import Indexer
 
 msgspec = pytest.importorskip("msgspec")
 pytest.importorskip("zmq")
-theirs = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
+kv_events = pytest.importorskip("vllm.distributed.kv_events", reason="vLLM is not installed")
 # The engine's own warnings are not errors here.
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -40,16 +40,16 @@ def ids(number: int) -> bytes:
 
 def test_vllms_own_decoder_reads_them() -> None:
     payload = encode(events(), 2, 1.5)
-    batch = msgspec.msgpack.decode(payload, type=theirs.KVEventBatch)
+    batch = msgspec.msgpack.decode(payload, type=kv_events.KVEventBatch)
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 2)
     cleared, stored, removed = batch.events
-    assert isinstance(cleared, theirs.AllBlocksCleared)
-    assert isinstance(stored, theirs.BlockStored)
-    assert isinstance(removed, theirs.BlockRemoved)
+    assert isinstance(cleared, kv_events.AllBlocksCleared)
+    assert isinstance(stored, kv_events.BlockStored)
+    assert isinstance(removed, kv_events.BlockRemoved)
     assert stored.block_hashes == [1, 2, 3]
     assert (stored.parent_block_hash, stored.block_size) == (None, 2)
     assert stored.token_ids == [1, 1, 2, 2, 3, 3]
-    assert (stored.medium, removed.medium) == (theirs.MEDIUM_CPU, theirs.MEDIUM_CPU)
+    assert (stored.medium, removed.medium) == (kv_events.MEDIUM_CPU, kv_events.MEDIUM_CPU)
     assert removed.block_hashes == [3]
     # vLLM encodes them to what was sent, without a field more or less.
     again = msgspec.msgpack.encode(batch)
@@ -60,4 +60,4 @@ def test_vllms_own_decoder_reads_them() -> None:
 
 
 def test_the_end_of_a_replay_is_that_of_vllm() -> None:
-    assert theirs.ZmqEventPublisher.END_SEQ == _END
+    assert kv_events.ZmqEventPublisher.END_SEQ == _END

@@ -72,22 +72,22 @@ def test_harmed_files_kill_nobody_and_are_never_served(tier: Tier, how: str) -> 
     """All files of a tier in use, except that the arena in /dev/shm is not truncated: it is mapped,
     and only the daemon's own user could truncate it."""
     with private_daemon() as daemon, ExitStack() as open_:
-        near = open_.enter_context(Client(daemon.address))
-        far = open_.enter_context(Client(daemon.address, local=False))
-        kept = {other: saved(near, other) for other in Tier}
+        local = open_.enter_context(Client(daemon.address))
+        remote = open_.enter_context(Client(daemon.address, local=False))
+        kept = {other: saved(local, other) for other in Tier}
         for path in directory_of(daemon, tier).iterdir():
             if path.is_file() and path.suffix != ".lock":
                 if tier is Tier.SHM and path.name == ARENA_FILE and how in ("emptied", "halved"):
                     continue
                 HARM[how](path)
-        for client in (near, far):
+        for client in (local, remote):
             assert_right_or_missing(client, kept[tier])
         with daemon.admin() as admin:
             problems_of(admin)  # reads everything, and does not fail
             for other in set(Tier) - {tier}:
-                assert assert_right_or_missing(near, kept[other]) == len(kept[other])
-                assert saved(far, other)
-            outcome = near.save(Key(b"n" * 32), b"new", tier=tier, reason=SaveReason.EVICT)
+                assert assert_right_or_missing(local, kept[other]) == len(kept[other])
+                assert saved(remote, other)
+            outcome = local.save(Key(b"n" * 32), b"new", tier=tier, reason=SaveReason.EVICT)
             assert not outcome.ok or how != "deleted", "the entry would be lost at the next start"
             assert admin.stats().pid == daemon.pid
         open_.close()

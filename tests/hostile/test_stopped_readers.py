@@ -173,9 +173,9 @@ def test_flipped_bits_in_a_live_arena_are_never_served(tier: Tier) -> None:
                 arena.seek(place)
                 arena.write(bytes([byte ^ 1 << random_.randrange(8)]))
         misses = 0
-        with Client(daemon.address, local=False) as far:
+        with Client(daemon.address, local=False) as remote:
             for number, key in enumerate(keys):
-                reader = (client, far)[number % 2]
+                reader = (client, remote)[number % 2]
                 hit = reader.longest_run([key], claim=number % 4 < 2)
                 result, payloads = restore(hit)
                 if not hit:

@@ -57,15 +57,15 @@ def generate_load(daemon: PrivateDaemon, was_seen: Callable[[str], bool]) -> Non
         assert LiveReplay(requests, options).run().mismatches == 0
     key = Key(b"wanted by two".ljust(32))
     with Client(daemon.address) as one, Client(daemon.address, local=False) as other:
-        (mine,) = one.reserve([ReserveItem(key, 5, 1)], tier=Tier.RAM)
-        assert mine.granted
+        (reservation,) = one.reserve([ReserveItem(key, 5, 1)], tier=Tier.RAM)
+        assert reservation.granted
         assert not other.probe([key], wait_ms=50)[0].present
         waiting = {"wait_ms": limits.MAX_WAIT_MS}
         waits = threading.Thread(target=other.probe, args=([key],), kwargs=waiting)
         waits.start()
         for name in ("prefixd_waiters", "prefixd_open_reservations", "prefixd_tier_reserved_bytes"):
             eventually(lambda name=name: was_seen(name))  # type: ignore[misc]
-        assert mine.write(b"bytes").ok
+        assert reservation.write(b"bytes").ok
         waits.join()
         assert other.save(key, b"bytes", tier=Tier.RAM).ok  # already present
         with other.claim([key]) as hit:

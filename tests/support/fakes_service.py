@@ -254,9 +254,11 @@ class FakeService(rpc.CacheServicer):
         def answer() -> pb.CancelResponse:
             d._enter("Cancel", request.session)
             with d.changed:
-                gone = [d.reservations.pop(token, None) is not None for token in request.tokens]
+                cancelled = [
+                    d.reservations.pop(token, None) is not None for token in request.tokens
+                ]
                 d.changed.notify_all()
-                return pb.CancelResponse(cancelled=gone)
+                return pb.CancelResponse(cancelled=cancelled)
 
         return _answer(context, answer)
 

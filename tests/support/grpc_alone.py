@@ -69,7 +69,7 @@ async def refused_while_sending(calls: int = CALLS) -> Counter[str]:
 async def cut_off_at_the_first_response(*, begun: bool) -> str:
     """How a stream ends whose first response was cut off. `begun`: the server sent its initial
     metadata before that response."""
-    gone = asyncio.Event()
+    cut = asyncio.Event()
 
     async def cut_off(_request: bytes, context: Any) -> None:
         if begun:
@@ -77,12 +77,12 @@ async def cut_off_at_the_first_response(*, begun: bool) -> str:
         writing = asyncio.ensure_future(context.write(bytes(MIB)))
         await asyncio.wait([writing], timeout=0.1)
         writing.cancel()
-        gone.set()
+        cut.set()
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "took nothing")
 
     async with served(CutOff=grpc.unary_stream_rpc_method_handler(cut_off)) as channel:
         call = channel.unary_stream("/Shown/CutOff")(b"")
-        await gone.wait()
+        await cut.wait()
         try:
             async with asyncio.timeout(HEARD_WITHIN_S):
                 while await call.read() is not grpc.aio.EOF:

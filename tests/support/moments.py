@@ -29,24 +29,24 @@ def disrupt(patch: pytest.MonkeyPatch, moment: str, do: Callable[[], object]) ->
     """Call `do()` once, at this moment of the process's next restore in place."""
     left = [do]
 
-    def happen() -> None:
+    def interfere() -> None:
         if left:
             left.pop()()
 
     match moment:
         case "before the first look":
-            _before(patch, (LocalNode,), "copy", 1, happen)
+            _before(patch, (LocalNode,), "copy", 1, interfere)
         case "before the first byte":
-            _before(patch, (MappedArena, FileArena), "read_into", 1, happen)
+            _before(patch, (MappedArena, FileArena), "read_into", 1, interfere)
         case "in the middle of a copy":
-            _in_halves(patch, MappedArena, happen)
-            _in_halves(patch, FileArena, happen)
+            _in_halves(patch, MappedArena, interfere)
+            _in_halves(patch, FileArena, interfere)
         case "between two copies":
-            _before(patch, (MappedArena, FileArena), "read_into", 2, happen)
+            _before(patch, (MappedArena, FileArena), "read_into", 2, interfere)
         case "before the second look":
-            _before(patch, (LocalNode,), "_validated", 1, happen)
+            _before(patch, (LocalNode,), "_validated", 1, interfere)
         case "after the second look":
-            _before(patch, (Reader,), "_account", 1, happen)
+            _before(patch, (Reader,), "_account", 1, interfere)
         case _:
             raise ValueError(moment)
 
@@ -56,14 +56,14 @@ def _before(
     owners: tuple[type, ...],
     name: str,
     number: int,
-    happen: Callable[[], None],
+    interfere: Callable[[], None],
 ) -> None:
-    """Call `happen()` right before call `number` of the method, counted over all owners."""
+    """Call `interfere()` right before call `number` of the method, counted over all owners."""
     calls = itertools.count(1)
 
     def patched(real: Callable[..., object], *args: Any, **kwargs: Any) -> object:
         if next(calls) == number:
-            happen()
+            interfere()
         return real(*args, **kwargs)
 
     for owner in owners:
@@ -72,8 +72,8 @@ def _before(
         patch.setattr(owner, name, method)
 
 
-def _in_halves(patch: pytest.MonkeyPatch, arena: type, happen: Callable[[], None]) -> None:
-    """Split every copy in two halves, with `happen()` between them."""
+def _in_halves(patch: pytest.MonkeyPatch, arena: type, interfere: Callable[[], None]) -> None:
+    """Split every copy in two halves, with `interfere()` between them."""
     real = arena.read_into  # type: ignore[attr-defined]  # of both arenas
 
     def read_into(
@@ -81,7 +81,7 @@ def _in_halves(patch: pytest.MonkeyPatch, arena: type, happen: Callable[[], None
     ) -> int | None:
         half = len(target) // 2
         real(this, location, target[:half], check=False)
-        happen()
+        interfere()
         rest = arenas._parts(location, half, len(target) - half)
         real(this, tuple(itertools.chain(*rest)), target[half:], check=False)
         return crc32c(target) if check else None

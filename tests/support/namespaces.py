@@ -96,23 +96,23 @@ class Network:
         unlimited, and a link without delay has no rate."""
         self._hosts += 1
         made = Host(self, self._hosts)
-        port, far = made._port, f"f{self._hosts}"
+        port, host_end = made._port, f"f{self._hosts}"
         self._space(made._space)
         if not delay_ms:
             self._pair(port, made)
         else:
             # Two links lead from the host to the switch, with the relay between them.
-            self._pair(far, made)
+            self._pair(host_end, made)
             self._on_switch("link", "add", port, "type", "veth", "peer", "name", f"r{self._hosts}")
             self._on_switch("link", "set", f"r{self._hosts}", "up")
             self._on_switch("link", "set", port, "master", "br0", "up")
             _run(*made.prefix, sys.executable, str(_RELAY), "plain", "eth0")
             _run(*self.prefix, sys.executable, str(_RELAY), "plain", port)
-            for end in (far, f"r{self._hosts}"):
+            for end in (host_end, f"r{self._hosts}"):
                 if rate_mbit:
                     shape = ("rate", f"{rate_mbit:g}mbit", "burst", "32kbit", "latency", "400ms")
                     _run("tc", "-n", self.switch, "qdisc", "add", "dev", end, "root", "tbf", *shape)
-            self._relay(far, f"r{self._hosts}", delay_ms)
+            self._relay(host_end, f"r{self._hosts}", delay_ms)
         if not delay_ms:
             self._on_switch("link", "set", port, "master", "br0", "up")
         _run("ip", "-n", made._space, "addr", "add", f"{made.address}/24", "dev", "eth0")
