@@ -30,8 +30,8 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, in the one loop: cancels tasks and timers that `main` leaves, and waits for
-    threads of `asyncio.to_thread`. Fails if the loop had to report an exception."""
+    """Like `asyncio.run`, in the one loop: ends tasks, timers and `asyncio.to_thread` threads that
+    `main` leaves. Fails if the loop had to report an exception."""
     loop = shared_loop()
     unhandled: list[dict[str, Any]] = []
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
