@@ -74,7 +74,7 @@ def test_what_was_read_back_is_said_in_a_sentence() -> None:
         pb.ScrubStats(entries=3, payload_bytes=2**20, passes=2, progress_permille=250)
     )
     text = drawn(stats_view(told, "unix:/x"), 120)
-    assert "disk: 1MiB read back in the background, 2 times through, 25% of this time" in text
+    assert "disk: scrubber read 1MiB, 2 passes complete, current pass at 25%" in text
 
 
 def test_without_look_ups_there_is_no_ratio() -> None:
