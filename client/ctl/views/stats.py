@@ -173,8 +173,8 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
         if t.recovered_entries or t.dropped_at_start:
             notes.append(
                 Text(
-                    f"{label}: {t.recovered_entries:,} entries ({size(t.recovered_bytes)}) came "
-                    f"back at the start, {t.dropped_at_start:,} were dropped"
+                    f"{label}: recovered {t.recovered_entries:,} entries "
+                    f"({size(t.recovered_bytes)}) at the start, dropped {t.dropped_at_start:,}"
                 )
             )
         if t.corrupt:

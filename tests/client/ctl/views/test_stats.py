@@ -46,7 +46,7 @@ def test_the_statistics_say_what_there_is() -> None:
     compiled = stats()
     compiled.compiled = True
     assert "1.2.3, compiled  serving" in drawn(stats_view(compiled, "unix:/x"), 120)
-    assert "shm: 5 entries (0B) came back at the start, 2 were dropped" in text
+    assert "shm: recovered 5 entries (0B) at the start, dropped 2" in text
     assert "shm: 1 entries were damaged and dropped" in text
     lines = [line.split() for line in text.splitlines()]
     assert text.splitlines()[1] == "hit ratio  82.0 % of 5,000 tokens, 50.0 % of 20 look-ups"
