@@ -1,16 +1,18 @@
-"""The shared store beside redis-py's own pipelines, on a real Redis or a Cluster of masters.
+"""Compares the shared store with pipelines of redis-py, on a real Redis or a Redis Cluster.
 
     python tests/bench/bench_shared.py --masters 3
 
-Needs redis-server. redis-py copies what it sends where hiredis is installed, and takes less time
-for what it receives; `hiredis` says if it is. Prints one JSON object per line: GB/s and ratios of
-48 payloads put and got, by turns, medians; and what finding 48 costs, in us. With several masters
-also how many of 48 are got when one master is dead, and the longest call when one is stopped.
+Needs redis-server. With hiredis installed, redis-py copies what it sends and receives faster;
+`hiredis` says whether it is installed. Prints one JSON object per line, with medians: GB/s and
+ratios of putting and getting 48 payloads in turns, and the time of finding 48, in us. With several
+masters, also how many of 48 are got while one master is dead, and the longest call while one is
+stopped.
 
     python tests/bench/bench_shared.py --hedge
 
-What asking the same master twice is worth: one payload at a time while two others load it, as it is
-and with a second request, on another connection, for those that take longer than 19 of 20 do.
+The benefit of requesting from the same master twice: reads one payload at a time under load from
+two other clients, without and with a second request on another connection, which is sent after the
+95th percentile.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.redis_servers import RedisServer, redis_servers
 
-#: What a call may take while a node hangs.
+#: The longest that a call may take while a node hangs.
 DEADLINE_S = 0.5
 
 
@@ -59,7 +61,7 @@ def medians_s(work: dict[str, Callable[[], object]], turns: int) -> dict[str, fl
 
 
 class Peer:
-    """redis-py, as one would use it: all in one pipeline."""
+    """redis-py as usually used: all commands in one pipeline."""
 
     def __init__(self, servers: list[RedisServer], names: list[bytes], data: list[bytes]) -> None:
         cluster = len(servers) > 1
@@ -134,7 +136,7 @@ def main() -> None:
     keys = [Key(sha256(number.to_bytes(8, "big")).digest()) for number in range(options.blocks)]
     with TemporaryDirectory(dir="/tmp") as directory:
         settings = ("--maxmemory", "4gb", "--maxmemory-policy", "volatile-ttl")
-        # An engine each: what one frees would not fit the other's values.
+        # Separate engines: memory that one frees would not fit the values of the other.
         with (
             redis_servers(Path(directory) / "ours", options.masters, *settings) as servers,
             redis_servers(Path(directory) / "peer", options.masters, *settings) as of_peer,
@@ -168,7 +170,7 @@ def compare(ours: Ours, peer: Peer, options: argparse.Namespace) -> None:
 
 
 def hedge(ours: Ours, turns: int) -> None:
-    """By turns: as it is, and asked again after the p95 of what was taken so far."""
+    """In turns: without and with a second request after the 95th percentile so far."""
     over = threading.Event()
     rooms = [memoryview(bytearray(len(want.room))) for want in ours.wanted]
 
@@ -178,7 +180,7 @@ def hedge(ours: Ours, turns: int) -> None:
             ours.store.get(many[of::2], deadline_in(60))
 
     def get(number: int) -> Outcome:
-        # Its own room for each: both may be under way at the same time.
+        # Each request has its own buffer, because both may be in flight at once.
         entry = ours.wanted[number % len(ours.wanted)].entry
         wanted = Wanted(entry, memoryview(bytearray(entry.payload_bytes)))
         return ours.store.get([wanted], deadline_in(60))[0]

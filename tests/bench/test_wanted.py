@@ -1,4 +1,4 @@
-"""What is wanted, from rows that are made up."""
+"""The goals of benchmarks, applied to invented rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_small_blocks_have_goals_of_their_own() -> None:
     ("value", "at_least", "good"),
     [(2.0, True, True), (1.9, True, False), (2.0, False, True), (2.1, False, False)],
 )
-def test_a_limit_belongs_to_what_is_good(value: float, at_least: bool, good: bool) -> None:
+def test_reaching_the_limit_is_good(value: float, at_least: bool, good: bool) -> None:
     assert Wanted("x", value, 2.0, at_least).good is good
 
 
@@ -94,4 +94,4 @@ def test_the_tables_of_two_files(
         in large
     )
     assert small.startswith("what is wanted, blocks of 64KiB")
-    assert "mooncake" not in small, "the peers say of no size that it is theirs"
+    assert "mooncake" not in small, "rows of peers without a size were used for another size"

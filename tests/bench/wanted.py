@@ -1,4 +1,4 @@
-"""What prefixd is held to: ratios within the rows of one run, and where each has to be.
+"""The performance goals of prefixd: ratios within the rows of one run, and their limits.
 
 prefixctl bench --json rows.jsonl --compare peers.jsonl
 python -m tests.bench.wanted rows.jsonl peers.jsonl    # tables for BENCHMARKS.md
@@ -22,23 +22,23 @@ from prefixd.proto.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Of batches of one size of blocks: what of the best peer's speed, of memcpy's (a restore from
-    disk) and of a save to ram (one to disk)."""
+    """Goals for one block size, as ratios of speeds: `restore` and `save` to the best peer,
+    `disk_restore` to memcpy, `disk_save` to a save to ram."""
 
     restore: float
     save: float
     disk_restore: float
     disk_save: float
-    #: 0: twenty times the speed of memcpy
+    #: the most microseconds of a view; 0: at least twenty times the speed of memcpy
     view_us: float = 0
 
 
-#: The data socket, of gRPC's speed, and of Mooncake's over TCP.
+#: The speed of the data socket relative to gRPC, and (DATA_PEER) to Mooncake over TCP.
 DATA_RESTORE, DATA_SAVE, DATA_EXISTS, DATA_PEER = 2.0, 1.7, 2.0, 1.5
-#: The same of a single block.
+#: The same for a restore of a single block.
 DATA_ONE_RESTORE: Final = 2.5
 
-#: From here on what is done for each block does not count beside its bytes.
+#: From this block size on, the cost per block is negligible beside the cost per byte.
 LARGE_BYTES: Final = 2 * 2**20
 LARGE: Final = Goals(restore=1.5, save=2.5, disk_restore=0.6, disk_save=0.25)
 SMALL: Final = Goals(restore=2, save=1.8, disk_restore=0.5, disk_save=0.35, view_us=250)
@@ -51,12 +51,12 @@ ARENAS: Final = ("prefixd-ram", "prefixd-shm")
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """One ratio, and where it has to be."""
+    """One measured value and its limit."""
 
     what: str
     value: float
     limit: float
-    #: The value is to be at least the limit; False: at most.
+    #: Whether the limit is a minimum or (False) a maximum.
     at_least: bool = True
     unit: str = "x"
 
@@ -66,7 +66,7 @@ class Wanted:
 
 
 def wanted(rows: Rows, peers: Rows, block_bytes: int) -> list[Wanted]:
-    """What prefixd is held to, at the largest batch; what was not measured is left out."""
+    """All goals that the rows measure, at the largest batch."""
     found: list[Wanted] = []
     if rows.batches:
         goals = LARGE if block_bytes >= LARGE_BYTES else SMALL
