@@ -55,7 +55,7 @@ class Side:
         self.client = client
         self.keys: list[Key] = []
         self.hit: Hit | None = None
-        self.wanted: Sequence[Key] = ()
+        self.batch: Sequence[Key] = ()
         self.random = random.Random(1)
 
     def fill(self, entries: int) -> None:
@@ -70,11 +70,11 @@ class Side:
         outcomes = self.client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
         assert all(one.status is SaveStatus.SAVED for one in outcomes), outcomes[0]
 
-    def save_wanted(self) -> None:
-        self.save(self.wanted)
+    def save_batch(self) -> None:
+        self.save(self.batch)
 
     def claim(self) -> None:
-        self.hit = self.client.claim(self.wanted)
+        self.hit = self.client.claim(self.batch)
         assert len(self.hit) == BATCH_KEYS
 
     def release(self) -> None:
@@ -87,18 +87,18 @@ class Side:
     def together(self) -> None:
         self.release()
         start = self.random.randrange(len(self.keys) // BATCH_KEYS) * BATCH_KEYS
-        self.wanted = self.keys[start : start + BATCH_KEYS]
+        self.batch = self.keys[start : start + BATCH_KEYS]
 
     def scattered(self) -> None:
         self.release()
-        self.wanted = self.random.sample(self.keys, BATCH_KEYS)
+        self.batch = self.random.sample(self.keys, BATCH_KEYS)
 
     def claimed(self) -> None:
         self.together()
         self.claim()
 
     def new(self) -> None:
-        self.wanted = new_keys(BATCH_KEYS)
+        self.batch = new_keys(BATCH_KEYS)
 
     def new_and_room(self) -> None:
         self.new()
@@ -157,8 +157,8 @@ def measure(sides: Sequence[Side], repeats: int) -> dict[str, list[float]]:
     times("claim", Side.together, Side.claim)
     times("claim scattered", Side.scattered, Side.claim)
     times("release", Side.claimed, Side.release)
-    times("save", Side.new_and_room, Side.save_wanted)
-    times("save evicting", Side.new, Side.save_wanted)
+    times("save", Side.new_and_room, Side.save_batch)
+    times("save evicting", Side.new, Side.save_batch)
     return found
 
 

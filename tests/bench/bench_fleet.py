@@ -151,9 +151,9 @@ class Trouble:
                         self._at(at, fault, lambda a=host, b=far: a.cut_from(b))
                         self._at(at + CUT_FOR, "mend", lambda a=host, b=far: a.mend_to(b))
 
-    def _at(self, request: int, what: str, do: Callable[[], None]) -> None:
+    def _at(self, request: int, name: str, do: Callable[[], None]) -> None:
         def did() -> None:
-            self.done[what] += 1
+            self.done[name] += 1
             do()
 
         self._due.setdefault(request, []).append(did)

@@ -102,20 +102,22 @@ class Ours:
             Offer(entry, [memoryview(each)], until_ms)
             for entry, each in zip(self.entries, data, strict=True)
         ]
-        rooms = [memoryview(bytearray(len(each))) for each in data]
-        self.wanted = [Wanted(entry, room) for entry, room in zip(self.entries, rooms, strict=True)]
+        buffers = [memoryview(bytearray(len(each))) for each in data]
+        self.reads = [
+            Wanted(entry, buffer) for entry, buffer in zip(self.entries, buffers, strict=True)
+        ]
 
     def put(self) -> None:
         assert set(self.store.put(self.offers, deadline_in(60))) == {Outcome.DONE}
 
     def get(self) -> None:
-        assert set(self.store.get(self.wanted, deadline_in(60))) == {Outcome.DONE}
+        assert set(self.store.get(self.reads, deadline_in(60))) == {Outcome.DONE}
 
     def find(self) -> None:
         assert None not in self.store.find(self.keys, deadline_in(60))
 
     def got(self, within_s: float = DEADLINE_S) -> int:
-        return self.store.get(self.wanted, deadline_in(within_s)).count(Outcome.DONE)
+        return self.store.get(self.reads, deadline_in(within_s)).count(Outcome.DONE)
 
 
 def deadline_in(seconds: float) -> float:
@@ -156,36 +158,36 @@ def main() -> None:
 
 def compare(ours: Ours, peer: Peer, options: argparse.Namespace) -> None:
     total_gb = options.blocks * options.block_bytes / 1e9
-    for what in ("put", "get", "find"):
-        work = {"ours": getattr(ours, what), "redis_py": getattr(peer, what)}
+    for op in ("put", "get", "find"):
+        work = {"ours": getattr(ours, op), "redis_py": getattr(peer, op)}
         seconds = medians_s(work, options.turns)
         shown = {"ratio": round(seconds["redis_py"] / seconds["ours"], 2)}
         for name, median_s in seconds.items():
-            if what == "find":
+            if op == "find":
                 shown[f"{name}_us"] = round(1e6 * median_s)
             else:
                 shown[f"{name}_gb_per_s"] = round(total_gb / median_s, 3)
-        case = {"case": what, "masters": options.masters, "hiredis": HIREDIS_AVAILABLE}
+        case = {"case": op, "masters": options.masters, "hiredis": HIREDIS_AVAILABLE}
         print(json.dumps(case | shown), flush=True)
 
 
 def hedge(ours: Ours, turns: int) -> None:
     """In turns: without and with a second request after the 95th percentile so far."""
     over = threading.Event()
-    rooms = [memoryview(bytearray(len(want.room))) for want in ours.wanted]
+    buffers = [memoryview(bytearray(len(read.room))) for read in ours.reads]
 
-    def load(of: int) -> None:
-        many = [Wanted(want.entry, room) for want, room in zip(ours.wanted, rooms, strict=True)]
+    def load(part: int) -> None:
+        own = [Wanted(read.entry, buffer) for read, buffer in zip(ours.reads, buffers, strict=True)]
         while not over.is_set():
-            ours.store.get(many[of::2], deadline_in(60))
+            ours.store.get(own[part::2], deadline_in(60))
 
     def get(number: int) -> Outcome:
         # Each request has its own buffer, because both may be in flight at once.
-        entry = ours.wanted[number % len(ours.wanted)].entry
-        wanted = Wanted(entry, memoryview(bytearray(entry.payload_bytes)))
-        return ours.store.get([wanted], deadline_in(60))[0]
+        entry = ours.reads[number % len(ours.reads)].entry
+        read = Wanted(entry, memoryview(bytearray(entry.payload_bytes)))
+        return ours.store.get([read], deadline_in(60))[0]
 
-    loading = [threading.Thread(target=load, args=(of,)) for of in range(2)]
+    loading = [threading.Thread(target=load, args=(part,)) for part in range(2)]
     for thread in loading:
         thread.start()
     taken_s: dict[str, list[float]] = {"once": [], "hedged": []}
@@ -199,13 +201,13 @@ def hedge(ours: Ours, turns: int) -> None:
                 continue
             after_s = statistics.quantiles(taken_s["once"][-200:], n=20)[-1]
             began_s = perf_counter()
-            asked = [pool.submit(get, number)]
-            if not futures.wait(asked, after_s).done:
+            pending = [pool.submit(get, number)]
+            if not futures.wait(pending, after_s).done:
                 hedges += 1
-                asked.append(pool.submit(get, number))
-            futures.wait(asked, return_when=futures.FIRST_COMPLETED)
+                pending.append(pool.submit(get, number))
+            futures.wait(pending, return_when=futures.FIRST_COMPLETED)
             taken_s["hedged"].append(perf_counter() - began_s)
-            futures.wait(asked)
+            futures.wait(pending)
     over.set()
     for thread in loading:
         thread.join()

@@ -144,11 +144,11 @@ class Inside:
         return self.core.clock.now_ns()
 
     async def open(self, name: str) -> int:
-        asked = SessionOpened(self.core.next_request(), name, self.now_ns())
-        return (await self.core.ask(asked, Opened)).session
+        request = SessionOpened(self.core.next_request(), name, self.now_ns())
+        return (await self.core.ask(request, Opened)).session
 
     async def reserve(self, session: int, keys: list[Key]) -> list[WriteOrder]:
-        asked = ReserveAsked(
+        request = ReserveAsked(
             request=self.core.next_request(),
             session=session,
             tier=Tier.RAM,
@@ -160,7 +160,7 @@ class Inside:
             wait_until_ns=0,
             now_ns=self.now_ns(),
         )
-        answer = await self.core.ask(asked, ReserveAnswer)
+        answer = await self.core.ask(request, ReserveAnswer)
         return [one for one in answer.results if isinstance(one, WriteOrder)]
 
     async def save(self, session: int, keys: list[Key]) -> None:
@@ -172,7 +172,7 @@ class Inside:
         self.core.post(WriteSealed(tokens, crcs, crcs, self.now_ns()))
 
     async def claim(self, session: int, keys: list[Key], mode: ClaimMode = ClaimMode.ANY) -> int:
-        asked = ClaimAsked(
+        request = ClaimAsked(
             request=self.core.next_request(),
             session=session,
             keys=tuple(keys),
@@ -181,11 +181,11 @@ class Inside:
             wait_until_ns=0,
             now_ns=self.now_ns(),
         )
-        return (await self.core.ask(asked, ClaimAnswer)).claim
+        return (await self.core.ask(request, ClaimAnswer)).claim
 
     async def release(self, session: int, claim: int) -> None:
-        asked = ReleaseAsked(self.core.next_request(), session, (claim,), self.now_ns())
-        await self.core.ask(asked, ReleaseAnswer)
+        request = ReleaseAsked(self.core.next_request(), session, (claim,), self.now_ns())
+        await self.core.ask(request, ReleaseAnswer)
 
     async def fill(self, entries: int) -> None:
         self.session = await self.open("other")
@@ -257,13 +257,13 @@ class Inside:
             keys = new_keys(blocks)
             orders = await self.reserve(self.session, keys)
             until_ns = self.now_ns() + 60 * SECOND_NS
-            asked = [
+            requests = [
                 LookupAsked(core.next_request(), tuple(keys), True, until_ns, self.now_ns())
                 for _ in range(waiters)
             ]
             waits = []
-            for one in asked:
-                waits.append(asyncio.ensure_future(core.ask(one, LookupAnswer)))
+            for request in requests:
+                waits.append(asyncio.ensure_future(core.ask(request, LookupAnswer)))
                 await asyncio.sleep(0)
             for order in orders:
                 self.seal((order.token,))

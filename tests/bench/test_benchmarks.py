@@ -43,7 +43,7 @@ ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_it_runs(name: str) -> None:
+def test_each_benchmark_runs(name: str) -> None:
     done = subprocess.run(
         [*WARM, "-c", RUN, str(BENCHMARKS / name), *SMALL[name].split()],
         stdout=subprocess.PIPE,
@@ -56,7 +56,7 @@ def test_it_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in SMALL])
-def test_it_says_what_it_takes(
+def test_each_long_benchmark_describes_its_options(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """For benchmarks that take long: all their imports exist. Runs in this process."""

@@ -108,21 +108,21 @@ def test_damaged_requests_are_requests_or_malformed(draw: st.DataObject, sent: A
 @given(st.data(), st.sampled_from((pb.SaveRequest, pb.LocalRequest, pb.SessionRequest)))
 def test_all_parsed_objects_are_counted_before_parsing(draw: st.DataObject, kind: Any) -> None:
     whole = draw.draw(messages(kind.DESCRIPTOR, 2)).SerializeToString()
-    assert made_of(parse(kind, whole)) <= fields_of(kind, whole)
+    assert objects_in(parse(kind, whole)) <= fields_of(kind, whole)
     raw = draw.draw(damaged(whole))
     with contextlib.suppress(MalformedMessage):
-        made = made_of(parse(kind, raw))
+        made = objects_in(parse(kind, raw))
         with contextlib.suppress(DecodeError):  # long messages are refused
             assert made <= fields_of(kind, raw)
 
 
-def made_of(message: Any) -> int:
+def objects_in(message: Any) -> int:
     """The number of objects that a message consists of, without columns."""
     made = 0
     for field, value in message.ListFields():
         if field.message_type is not None:
             inner = [value] if isinstance(value, Message) else list(value)
-            made += len(inner) + sum(map(made_of, inner))
+            made += len(inner) + sum(map(objects_in, inner))
         elif isinstance(value, str | bytes):
             made += 1
         elif field.cpp_type == field.CPPTYPE_STRING:
@@ -182,7 +182,7 @@ def test_a_damaged_record_is_refused(draw: st.DataObject, entry: EntryRecord) ->
     st.data(),
     entries(),
 )
-def test_a_table_with_anything_in_it_is_recovered(
+def test_a_table_with_random_rows_is_recovered(
     noise: list[tuple[int, bytes]], draw: st.DataObject, entry: EntryRecord
 ) -> None:
     rows = dict(encode_rows(entry, SLAB))
@@ -197,7 +197,7 @@ def test_a_table_with_anything_in_it_is_recovered(
 
 @FUZZ
 @given(st.data())
-def test_a_cell_or_a_usage_row_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+def test_a_damaged_cell_or_usage_row_is_intact_or_refused(draw: st.DataObject) -> None:
     row = encode_rows(ENTRY, SLAB)[0][1]
     cell = lmdb_wire.encode_cell(9, 2, row)
     assert lmdb_wire.whole_cell(draw.draw(damaged(cell))) in (cell, None)
@@ -207,7 +207,7 @@ def test_a_cell_or_a_usage_row_is_what_it_was_or_nothing(draw: st.DataObject) ->
 
 @FUZZ
 @given(st.data())
-def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) -> None:
+def test_a_damaged_arena_header_is_intact_or_refused(draw: st.DataObject) -> None:
     header = arena_header.encode_arena_header(bytes(range(16)), SLAB)
     raw = draw.draw(damaged(header))
     with contextlib.suppress(RecordError):
@@ -219,7 +219,7 @@ def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) 
 
 @FUZZ
 @given(st.data(), entries())
-def test_a_row_of_the_index_is_a_row_or_an_error(draw: st.DataObject, entry: EntryRecord) -> None:
+def test_a_damaged_index_row_is_decoded_or_refused(draw: st.DataObject, entry: EntryRecord) -> None:
     """The checksum of a row is checked where rows are found (proto/test_index.py)."""
     row = index.pack_row(entry, entry.location)
     with contextlib.suppress(RecordError):
@@ -244,7 +244,7 @@ def test_rows_that_are_unpacked_together_are_all_good_or_none(
 
 @FUZZ
 @given(st.data())
-def test_the_header_of_a_shared_value_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+def test_a_damaged_shared_header_is_intact_or_refused(draw: st.DataObject) -> None:
     entry = SharedEntry(KEY, 4096, 16, 4, 77)
     raw = draw.draw(damaged(encode_header(entry)))
     assert len(encode_header(entry)) == HEADER_BYTES

@@ -34,7 +34,7 @@ def test_wrong_bytes_are_noticed() -> None:
     assert not Report(history).good
 
 
-def test_what_was_acknowledged_and_is_gone_is_lost() -> None:
+def test_missing_acknowledged_entries_are_lost() -> None:
     history = History()
     history.add({"op": "save", "tier": int(Tier.DISK), "saved": [1, 2], "begun_s": 1.0})
     assert history.lost(Tier.DISK, [1, 2, 9]) == set()
@@ -46,7 +46,7 @@ def test_what_was_acknowledged_and_is_gone_is_lost() -> None:
     ("begun_s", "dropped_s", "explained"),
     [(1.0, (2.0,), True), (3.0, (2.0,), False), (3.0, (2.0, 4.0), True), (1.0, (), False)],
 )
-def test_damage_explains_what_was_acknowledged_to_a_call_that_began_before(
+def test_damage_explains_losses_of_calls_that_began_before_it(
     begun_s: float, dropped_s: tuple[float, ...], explained: bool, tmp_path: Path
 ) -> None:
     damage = Damage(_log(tmp_path, key(Tier.DISK, 79).hex(), dropped_s))

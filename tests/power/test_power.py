@@ -40,7 +40,7 @@ def test_a_loss_anywhere_costs_nothing_that_was_acknowledged(recorded: Recorded)
     assert counts["changes that a loss could undo"] > counts["losses"]
 
 
-def test_a_daemon_starts_on_what_is_left(recorded: Recorded) -> None:
+def test_a_daemon_starts_after_a_loss(recorded: Recorded) -> None:
     losses = Losses(recorded, random.Random(2))
     losses.by_daemon(3, again_each=2)
     assert losses.report.problems == []
@@ -69,7 +69,7 @@ def test_the_recording_covers_reused_extents_and_renamed_files(recorded: Recorde
     assert len(set(extents)) < len(extents)
 
 
-def test_what_was_not_recorded_is_noticed(recorded: Recorded, tmp_path: Path) -> None:
+def test_unrecorded_writes_are_noticed(recorded: Recorded, tmp_path: Path) -> None:
     device = Device()
     for event in recorded.events:
         device.add(event)
@@ -118,7 +118,7 @@ class Calls:
                 yield files["file"]
 
 
-def test_what_was_synced_is_there_and_the_rest_may_be_torn() -> None:
+def test_synced_bytes_survive_and_others_may_be_torn() -> None:
     calls = Calls()
     calls.both(Kind.WRITE, data=b"a" * 2 * PAGE)
     assert set(calls.left()) == {b""}
@@ -212,7 +212,7 @@ def test_a_history_tells_lost_from_evicted_and_old_from_new() -> None:
     assert history.problems({Key(bytes(32)): b""}, 0)
 
 
-def test_there_is_a_choice_of_every_kind() -> None:
+def test_every_choice_leaves_different_files() -> None:
     calls = Calls()
     for letter in b"abcdefgh":
         calls.both(Kind.WRITE, data=bytes([letter]) * PAGE, offset=(letter - 97) * PAGE)

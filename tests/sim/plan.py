@@ -1,5 +1,5 @@
 """The plan that a seed stands for: the steps of each client and of the nemesis. Any step can be
-left out, which is how a failing plan is drawn smaller."""
+left out, which is how a failing plan is made smaller."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from tests.sim.run import Outcome, run
 
 #: The most seeds that finding a bug may take.
 MOST_SEEDS = 1000
-#: A seed that found each bug, first_failure first. Any edit of the code may change which seeds do.
+#: A seed that found each bug, tried first. Any edit of the code may change which seeds do.
 FOUND_BY = {
     "budget arithmetic": 14,
     "publish before verify": 14,

@@ -41,11 +41,11 @@ def test_small_changes_are_no_growth() -> None:
         (Sample(50 * 2**20, 40, 20, 12 * 2**20), "file_bytes"),
     ],
 )
-def test_what_grows_is_named(last: Sample, name: str) -> None:
+def test_growing_resources_are_named(last: Sample, name: str) -> None:
     (sentence,) = growth(tenths(last))
     assert name in sentence
 
 
-def test_what_gets_slower_is_named() -> None:
+def test_slower_operations_are_named() -> None:
     (sentence,) = growth(tenths(took_s=0.003))
     assert "save" in sentence
