@@ -150,7 +150,7 @@ class World:
         assert await connection.part() is None
         return payload
 
-    async def tried(
+    async def attempt(
         self, transport: str, caller: Who, call: str, session: Who
     ) -> tuple[Any, Refused | None]:
         """The response, or the error."""
@@ -229,7 +229,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
             expected = world.expected(transport, caller, call, session)
             before, others = world.entries(), world.entries(but=acting.of)
             where = transport, caller, call, session
-            got, refused = await world.tried(transport, caller, call, acting)
+            got, refused = await world.attempt(transport, caller, call, acting)
             assert (refused.name if refused else "") == expected, (where, refused)
             seen[transport, expected] = seen.get((transport, expected), 0) + 1
             if refused is not None:
