@@ -1,4 +1,4 @@
-# Every target works as the first command in a fresh clone: it makes .venv and installs what it needs.
+# Every target works as the first command in a fresh clone: it creates .venv and installs its dependencies.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: dev demo test quick pictures sim power mutants fuzz soak s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
-# Runtime only: what a user has after `pip install 'prefixd[server]'`.
+# Only the runtime dependencies, as after `pip install 'prefixd[server]'`.
 $(VENV)/.runtime: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -18,51 +18,51 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.runtime
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
 	@touch $@
 
-dev: $(VENV)/.dev ## everything a developer needs, in .venv
+dev: $(VENV)/.dev ## install everything that a developer needs into .venv
 
-demo: $(VENV)/.runtime ## a private daemon, three tiers, real bytes, verified
+demo: $(VENV)/.runtime ## run a private daemon with three tiers on real bytes, and verify them
 	$(BIN)/prefixctl demo
 
-# Where bytecode may not be kept, every process of the tests compiles all modules again: minutes.
+# Allows bytecode: without it, every test process compiles all modules again, which takes minutes.
 test quick: export PYTHONDONTWRITEBYTECODE :=
 
-# Thousands of tests share the machine with daemons that they kill and stop. Up to three that fail
-# there are run again, alone: the first run has printed what they said beside the others.
-test: $(VENV)/.dev ## the whole test suite
+# Thousands of tests share the machine with daemons that they kill and stop. If up to three tests fail,
+# they run again alone. The first run has already printed the failures that occurred beside other tests.
+test: $(VENV)/.dev ## run the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal --maxfail 4 || \
 	{ test $$? = 1 && echo "again, alone: what failed" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
 
-quick: $(VENV)/.dev ## the tests that are not marked slow
+quick: $(VENV)/.dev ## run the tests that are not marked slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"
 
-pictures: $(VENV)/.dev ## docs/top.svg and, with Chromium, docs/page*.png, of a daemon under load
+pictures: $(VENV)/.dev ## make docs/top.svg and, with Chromium, docs/page*.png, from a daemon under load
 	$(BIN)/python -m tests.support.pictures docs
 
 SEED ?= 0
 RUNS ?= 1000
 STEPS ?= 30
-sim: $(VENV)/.dev ## simulated daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
+sim: $(VENV)/.dev ## simulate daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
 
 LOSSES ?= 200
-power: $(VENV)/.dev ## power losses of a recorded daemon, and a start on each; takes a C compiler
+power: $(VENV)/.dev ## simulate power losses of a recorded daemon, and start a daemon on each; needs a C compiler
 	$(BIN)/python -m tests.power --losses $(LOSSES)
 
-s3: $(VENV)/.dev ## the contract of shared stores on a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
+s3: $(VENV)/.dev ## test the contract of shared stores against a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
 	$(BIN)/python -m tests.contract.against_s3
 
 MUTANTS ?= 200
-mutants: $(VENV)/.dev ## random mistakes of one line, and which tests notice them; takes an hour or more
+mutants: $(VENV)/.dev ## make random one-line mistakes, and report which tests notice them; takes an hour or more
 	$(BIN)/python -m tests.mutants --mutants $(MUTANTS)
 
 MINUTES ?= 30
-fuzz: $(VENV)/.dev ## anything that may come from outside, for MINUTES
+fuzz: $(VENV)/.dev ## fuzz every input that comes from outside, for MINUTES
 	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
-soak: $(VENV)/.dev ## clients on one daemon for MINUTES, and what of it grew
+soak: $(VENV)/.dev ## run clients on one daemon for MINUTES, and report what grew
 	$(BIN)/python -m tests.soak --minutes $(MINUTES)
 
-# The engines themselves, on models that the tests make. A C++ compiler builds llama.cpp.
+# Runs the engines themselves, on models that the tests create. llama.cpp needs a C++ compiler.
 ENGINES := $(VENV)-engines
 $(ENGINES)/.done: pyproject.toml
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
@@ -71,10 +71,10 @@ $(ENGINES)/.done: pyproject.toml
 		'transformers==5.23.*' 'llama-cpp-python[server]==0.3.36' httpx gguf hypothesis pytest pytest-timeout -e '.[server]'
 	@touch $@
 
-engines: $(ENGINES)/.done ## llama-cpp-python and transformers themselves, on CPU
+engines: $(ENGINES)/.done ## test with llama-cpp-python and transformers themselves, on CPU
 	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines/test_llama_cpp.py tests/engines/test_transformers.py
 
-# Those that need a GPU to run, but not to have their caches tested: an environment each, without their CUDA parts.
+# These engines need a GPU to run, but not to test their caches. Each has an environment of its own, without CUDA parts.
 LMCACHE := lmcache==0.5.6
 SGLANG := sglang==0.5.23
 VLLM := vllm==0.33.0
@@ -85,8 +85,8 @@ $(ENGINES)-%/.done: tests/engines/requirements-%.txt pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$($(shell echo $* | tr a-z A-Z))'
 	@touch $@
 
-engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: their own code on CPU, and the figures beside what it brings along
-	@$(<D)/bin/python -W ignore -c 'import $*' # else its tests are skipped
+engines-%: $(ENGINES)-%/.done ## engines-lmcache, -sglang, -vllm: test with their own code on CPU, and compare with the caches that they bring along
+	@$(<D)/bin/python -W ignore -c 'import $*' # without it, the tests would be skipped
 	$(<D)/bin/python -m pytest -q --timeout 600 tests/engines/test_$**.py
 	$(<D)/bin/python -m tests.bench.bench_engines $*
 
@@ -95,10 +95,10 @@ $(VENV)/.docs: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
 	@touch $@
 
-docs: $(VENV)/.docs ## the pages and the reference in build/docs; a link that leads nowhere fails
+docs: $(VENV)/.docs ## build the pages and the reference in build/docs; a link without a target fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-check: $(VENV)/.dev ## lint, types, generated code up to date
+check: $(VENV)/.dev ## lint, check types, and check that generated code is up to date
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -108,7 +108,7 @@ format: $(VENV)/.dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-proto: $(VENV)/.dev ## write proto/*_pb2* from proto/prefixd.proto
+proto: $(VENV)/.dev ## generate proto/*_pb2* from proto/prefixd.proto
 	$(BIN)/python proto/generate.py
 
 clean:

@@ -70,8 +70,8 @@ class Crash:
             if t.recovered_entries
         ]
         return (
-            f"kill -9 {self.pid}: the next daemon served {self.away_s:.1f} s later, with "
-            f"{' and '.join(back) or 'nothing'} of before"
+            f"kill -9 {self.pid}: the next daemon served {self.away_s:.1f} s later and recovered "
+            f"{' and '.join(back) or 'nothing'}"
         )
 
 
@@ -246,7 +246,7 @@ def _ending(result: DemoResult) -> RenderableType:
     look_up = totals.latencies["claim"]
     lines.append(
         Text.assemble(
-            "worth it: ",
+            "gain: ",
             (f"{totals.hit_tokens:,} tokens not prefilled", "bold"),
             f" of {totals.prompt_tokens:,}, {size(totals.verified_bytes)} restored at ",
             (f"{size(result.restored_bytes_per_s)}/s", "bold"),

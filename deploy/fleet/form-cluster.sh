@@ -1,11 +1,12 @@
 #!/bin/sh
-# Makes one Cluster of Valkey or Redis nodes, each the master of its share of the slots:
+# Forms one Cluster of Valkey or Redis nodes. Each node becomes the master of its share of the slots:
 #
 #     form-cluster.sh HOST:PORT...
 #
-# What is done already is left as it is, so it may run again: once after every start, or every
-# EVERY seconds, which also finds nodes again whose addresses changed. CLI is the client to use,
-# REDISCLI_AUTH the password. Exit status 1: within WITHIN seconds there was no such Cluster.
+# Running it again is safe, because it leaves finished steps as they are. Run it once after every
+# start, or let it repeat every EVERY seconds; it then also finds nodes whose addresses changed. CLI
+# names the client program, REDISCLI_AUTH the password. If the Cluster does not form within WITHIN
+# seconds, the exit status is 1.
 set -eu
 
 cli=${CLI:-valkey-cli}
@@ -18,7 +19,7 @@ ask() { # HOST:PORT COMMAND...
     timeout 2 "$cli" -h "${at%:*}" -p "${at##*:}" "$@" 2>/dev/null || true
 }
 
-address_of() { # HOST:PORT; a Cluster meets addresses, not names
+address_of() { # HOST:PORT; `cluster meet` takes an address, not a name
     getent ahosts "${1%:*}" | awk '{ print $1; exit }'
 }
 
@@ -28,7 +29,7 @@ form() {
         first=$((number * 16384 / $#))
         number=$((number + 1))
         last=$((number * 16384 / $# - 1))
-        # Both are refused where they are done, and then nothing changes.
+        # A node refuses each of these two commands if it is done already, and nothing changes.
         ask "$node" cluster addslotsrange "$first" "$last" >/dev/null
         ask "$node" cluster set-config-epoch "$number" >/dev/null
         ask "$1" cluster meet "$(address_of "$node")" "${node##*:}" >/dev/null

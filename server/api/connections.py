@@ -55,7 +55,7 @@ class Connections(Generic[C]):
         self.connections: Final[set[C]] = set()
         #: The connections of each session.
         self.attached: Final[dict[int, set[C]]] = {}
-        #: Memory for requests above MAX_SMALL_REQUEST_BYTES: none is received before it has some.
+        #: Memory for large requests (`proto.frames`): none is received before it has some.
         self.large: Final = Quota(
             "requests", self.config.max_local_bytes, self.config.stall_timeout_s
         )

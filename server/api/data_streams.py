@@ -279,7 +279,7 @@ class DataFrames:
         return int(_HEAD.unpack_from(self._buffer, self._start)[0])
 
     async def small(self, size_bytes: int) -> pb.DataRequest:
-        """The next request, of MAX_SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
+        """The next request, of DATA_SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
         OSError, LimitReached, MalformedMessage."""
         await self._whole(_HEAD.size + size_bytes)
         request = self.next_now()

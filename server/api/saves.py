@@ -371,6 +371,8 @@ class Saves:
             if not coming.done():
                 coming.cancel()
                 await asyncio.wait((coming,))
+            if not coming.cancelled():
+                coming.exception()  # a client that left meanwhile: asyncio would log it
 
     def _silent(self) -> LimitReached:
         return LimitReached(f"the client sent nothing for {self._stall_s:g} s")

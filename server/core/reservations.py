@@ -242,11 +242,9 @@ def make_room(
         return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
     if not begun:
         ledger.prepare(coming)
-    fits = admission is _FITS
-    while not fits:
-        if not job.evictions:
-            job.coming = coming
-            return None
+    if admission is _FITS:
+        return None
+    while job.evictions:
         job.evictions -= 1
         try:
             victim = ledger.next_victim(coming)
@@ -257,7 +255,9 @@ def make_room(
             assert stored_bytes > ledger.scattered_bytes, "the ledger promised room"
             return _refusal(transition, tier, Admission.NO_ROOM)
         transition.evict(victim, EvictionCause.SAVE, session.session, coming)
-        fits = ledger.fits(stored_bytes, placed=coming.place != ())
+        if ledger.fits(stored_bytes, placed=coming.place != ()):
+            return None
+    job.coming = coming
     return None
 
 

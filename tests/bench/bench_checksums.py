@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""CRC32C by one library and by another, alone, after a copy, and in pieces of a large copy.
+"""Compares CRC32C libraries: alone, after a copy, and in pieces of a large copy.
 
     python tests/bench/bench_checksums.py     # fastcrc; crc32c and awscrt where installed
 
-By turns, on one thread; one JSON object per line, medians. `us` is of one payload, `after_copy_us`
-what it takes more than the copy that went before, whose bytes are in the cache. `pieces` says how
-fast a payload of 5 MiB is copied and checked piece by piece, where memcpy of it at once is 1.
+The libraries take turns on one thread. Prints one JSON object per line, with medians. `us` is the
+time for one payload. `after_copy_us` is the additional time right after a copy, which leaves the
+bytes in the cache. `pieces` is the speed of copying and checking a payload of 5 MiB piece by piece,
+where one memcpy of it is 1.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SIZES: Final = (64, 4 * KIB, 64 * KIB, 192 * KIB, 2**20, LARGE_BYTES)
 PIECES: Final = (256 * KIB, 512 * KIB, 2**20, LARGE_BYTES)
 OTHERS: Final = (("crc32c", "crc32c"), ("awscrt", "awscrt.checksums"))
 
-#: Payloads of a size.
+#: The most payloads of each size.
 MOST: Final = 1_000
 
 Checksum = Callable[[memoryview], int]
@@ -45,7 +46,7 @@ def libraries() -> dict[str, Checksum]:
 
 
 def by_turns(actions: dict[str, Callable[[], object]], turns: int) -> dict[str, float]:
-    """Seconds, the median of each."""
+    """The median seconds of each action."""
     taken_s: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(turns):
         for name, action in actions.items():
@@ -78,7 +79,7 @@ def copied(
 def in_pieces(
     piece_bytes: int | None, rooms: list[memoryview], payloads: list[memoryview]
 ) -> Callable[[], None]:
-    """None: a copy alone, at once."""
+    """Copy and check payloads in pieces. None: copy each at once, without a check."""
 
     def act() -> None:
         for room, payload in zip(rooms, payloads, strict=True):
@@ -97,8 +98,8 @@ def in_pieces(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--mib", type=int, default=10, help="payloads of each size, together")
-    parser.add_argument("--large", type=int, default=48, help="payloads of 5 MiB in pieces")
+    parser.add_argument("--mib", type=int, default=10, help="total MiB of payloads of each size")
+    parser.add_argument("--large", type=int, default=48, help="number of payloads of 5 MiB")
     parser.add_argument("--turns", type=int, default=11)
     args = parser.parse_args()
     known = libraries()

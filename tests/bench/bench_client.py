@@ -1,15 +1,15 @@
-"""What a client pays while its daemon is stopped or gone, and for its first save.
+"""Measures searches while the daemon is stopped or gone, and the first save of a client.
 
     python tests/bench/bench_client.py                # 20 s, 2 GiB of memory
 
 One JSON object per line.
 
-- `search`: `longest_prefix` of 30,000 tokens that nobody saved, beside the hashing of its keys, by
-  turns: with the daemon serving, stopped (SIGSTOP) and ended (SIGKILL). `first_ms` is the first
-  search after that, which may wait for its deadline; the others are what counts. In place
-  (`local`) and over gRPC (`grpc`).
-- `first save`: the first `save_many` of a client, in GB/s, beside the median of its later ones, of
-  16 MiB in blocks of 1 MiB, over many clients: at once, and half a second after it connected.
+- `search`: `longest_prefix` of 30,000 tokens that were never saved, in turns with hashing its keys.
+  The daemon serves, is stopped (SIGSTOP) or was killed (SIGKILL). `first_ms` is the first search
+  after that, which may wait for its deadline; only the later ones count. In place (`local`) and
+  over gRPC (`grpc`).
+- `first save`: the first `save_many` of a client, in GB/s, and the median of its later ones. Each
+  saves 16 MiB in blocks of 1 MiB, with many clients: at once, or half a second after connecting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 TOKENS: Final = 30_000
 BLOCK_BYTES: Final = 2**20
 _DEADLINE_MS: Final = 50
-#: What a client that loads a model first leaves the memory that it saves through.
+#: A client that first loads a model gives its staging memory this time to be prepared.
 _PREPARING_S: Final = 0.5
 
 
@@ -85,7 +85,7 @@ def search(how: str, state: str, rounds: int) -> None:
         for _ in range(rounds):
             hashings.append(seconds_of(hash_all))
             walks.append(seconds_of(walk))
-    hashing_us, walk_us = (1e6 * statistics.median(some) for some in (hashings, walks))
+    hashing_us, walk_us = (1e6 * statistics.median(times) for times in (hashings, walks))
     show(
         what="search",
         how=how,
@@ -99,7 +99,7 @@ def search(how: str, state: str, rounds: int) -> None:
 
 
 def saves(clients: int, blocks: int) -> None:
-    """By turns: a client that saves at once, and one that waits first."""
+    """A client that saves at once takes turns with one that waits first."""
     later = 4
     budget_bytes = (blocks + 1) * BLOCK_BYTES
     flags = (f"--ram.budget={budget_bytes}", "--shm.budget=0", "--disk.budget=0")

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""What the calls that connectors live on cost, beside what they are made of.
+"""Measures the calls that connectors depend on, beside their elementary parts.
 
     python -m tests.bench.bench_connectors
 
-One JSON object per line, medians by turns; only ratios inside one run mean something. `look`:
-looks at single keys and at a chain of 256, beside a loop over a dict, in microseconds of the
-thread's own CPU time. `save` and `restore`: a page of 4 MiB in one buffer and in 64.
+Prints one JSON object per line, with medians. The cases take turns, and only ratios within one run
+count. `look`: look-ups of single keys and of a chain of 256, beside a loop over a dict, in
+microseconds of the thread's CPU time. `save` and `restore`: a page of 4 MiB in one buffer and in
+64.
 """
 
 from __future__ import annotations
@@ -49,18 +50,18 @@ def looks(client: Client, rounds: int) -> None:
     keys = [os.urandom(32) for _ in range(KEYS)]
     client.save_many([SaveItem(key, b"state") for key in keys], tier=Tier.RAM)
     client.exists(keys)
-    there, one, absent = dict.fromkeys(keys, True), keys[7], os.urandom(32)
+    present, one, absent = dict.fromkeys(keys, True), keys[7], os.urandom(32)
 
     def loop() -> int:
         run = 0
         for key in keys:
-            if key not in there:
+            if key not in present:
                 break
             run += 1
         return run
 
     single: Cases = {
-        "dict": lambda: one in there,
+        "dict": lambda: one in present,
         "exists_one": lambda: client.exists_one(one),
         "exists_one, absent": lambda: client.exists_one(absent),
         "exists of one": lambda: client.exists([one]),
@@ -73,14 +74,14 @@ def looks(client: Client, rounds: int) -> None:
     by_turns("look", chain, time.thread_time, rounds, LOOKS // KEYS)
 
 
-def every_other(room: memoryview) -> list[memoryview]:
-    """Pieces of a page with room between them."""
+def every_other(memory: memoryview) -> list[memoryview]:
+    """Pieces of a page with gaps between them."""
     size = PAGE_BYTES // PIECES
-    return [room[2 * n * size : (2 * n + 1) * size] for n in range(PIECES)]
+    return [memory[2 * n * size : (2 * n + 1) * size] for n in range(PIECES)]
 
 
 def pieces(client: Client, rounds: int) -> None:
-    """Aligned to pages, as engines have their memory; a bytearray begins 16 bytes behind."""
+    """Buffers are page-aligned, as in engines. A bytearray is 16 bytes off such an alignment."""
     whole = memoryview(mmap.mmap(-1, PAGE_BYTES))
     whole[:] = os.urandom(PAGE_BYTES)
     apart = every_other(memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)))

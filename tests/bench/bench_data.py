@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What the data socket costs (loopback TCP) beside gRPC (the Unix socket), by turns: time, and
-CPU-seconds of client and daemon together, which are steadier.
+"""Compares the data socket (loopback TCP) with gRPC (the Unix socket): time, and CPU-seconds of
+client and daemon together, which vary less.
 
     python tests/bench/bench_data.py [REPEATS] [--batches 1,48] [--tls] [--redis]
 
-One JSON object per line; only ratios inside one run mean something. `cpu_s_per_gb` is a mean.
-`beside` is a look-up of one key while another client restores all the time. `--tls`: with a second
-daemon, which has TLS (`data-tls`, `grpc-tls`, both over TCP). `--redis`: with a redis-server on
-loopback TCP, asked by a bare loop over a blocking socket (`redis-raw`, two replies under way, no
-checksums) and by redis-py (`redis-py`, one pipeline). What lasts less than 10 ms also has its
-quartiles.
+The cases take turns. Prints one JSON object per line; only ratios within one run count.
+`cpu_s_per_gb` is a mean. `beside` is a look-up of one key while another client restores
+continuously. `--tls` adds a second daemon with TLS (`data-tls` and `grpc-tls`, both over TCP).
+`--redis` adds a redis-server on loopback TCP, with two clients: a bare loop over a blocking socket
+(`redis-raw`, two replies in flight, no checksums) and redis-py (`redis-py`, one pipeline). Times
+below 10 ms are printed with their quartiles.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.support.redis_servers import RedisServer, redis_servers
 BLOCKS, BLOCK_BYTES = 48, 5 * 2**20
 SMALL_CALLS = 100
 BESIDE_S = 1.0
-#: Another client, in a process of its own: small calls for so many seconds, their median and p99.
+#: Another client, in a process of its own: small calls for a time, and their median and p99.
 OTHER = """
 import sys, time
 from prefixd.client.bench.run import OverData
@@ -71,12 +71,12 @@ COMPARED = {
     "data-tls": ["data", "grpc-tls", "grpc"],
     "grpc-tls": ["grpc"],
 }
-#: Replies that a bare loop waits for at a time: with more of them Redis is slower.
+#: Replies in flight in the bare loop. Redis is slower with more.
 WINDOW = 2
 
 
 class Moves(Protocol):
-    """What is measured of each."""
+    """The operations that are measured."""
 
     def renew(self) -> None: ...
 
@@ -90,8 +90,7 @@ class Moves(Protocol):
 
 
 class RawRedis:
-    """Redis by the least that a client can do: commands from where the bytes lie, replies into
-    where they belong."""
+    """A minimal Redis client: sends payloads from where they lie, and receives replies in place."""
 
     def __init__(self, server: RedisServer, buffers: Buffers, blocks: int) -> None:
         self._socket = socket.create_connection((server.address, server.port))
@@ -102,7 +101,7 @@ class RawRedis:
         self._ahead = bytearray()
 
     def renew(self) -> None:
-        if self._keys:  # Redis has room for what is saved once
+        if self._keys:  # Redis has memory for one set of payloads
             self._command(b"DEL", *self._keys)
             self._line()
         self._keys = [bytes(key) for key in new_keys(self._blocks)]
@@ -154,16 +153,16 @@ class RawRedis:
 
     def _line(self) -> bytes:
         while (end := self._ahead.find(b"\r\n")) < 0:
-            came = self._socket.recv(4096)
-            assert came, "redis-server hung up"
-            self._ahead += came
+            received = self._socket.recv(4096)
+            assert received, "redis-server hung up"
+            self._ahead += received
         line = bytes(self._ahead[:end])
         del self._ahead[: end + 2]
         return line
 
 
 class RedisPy:
-    """Redis as it is used from Python."""
+    """Redis with redis-py, its usual Python client."""
 
     def __init__(self, server: RedisServer, buffers: Buffers, blocks: int) -> None:
         import redis
@@ -200,10 +199,10 @@ class RedisPy:
 
 
 class Taken:
-    """Seconds, and CPU-seconds of both processes, by what was done."""
+    """Seconds, and CPU-seconds of client and daemon, of each operation."""
 
     def __init__(self, daemon_pids: dict[str, int]) -> None:
-        """By who is measured."""
+        """`daemon_pids`: the daemon's pid of each subject."""
         self._stats = {who: Path(f"/proc/{pid}/stat") for who, pid in daemon_pids.items()}
         self._seconds: dict[tuple[str, str, int], list[float]] = {}
         self._cpu: dict[tuple[str, str, int], list[float]] = {}
@@ -222,7 +221,7 @@ class Taken:
         self._seconds.setdefault((who, op, blocks), []).append(taken_s)
         self._cpu.setdefault((who, op, blocks), []).append((self._cpu_s(who) - cpu_s) / times)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self._seconds.clear()
         self._cpu.clear()
 
@@ -266,7 +265,7 @@ def subjects(
 
 
 def beside(address: str, moving: Callable[[], object]) -> dict[str, float]:
-    """How long the small calls of another client take while this one moves payloads."""
+    """Time small calls of another client while this one moves payloads."""
     other = subprocess.Popen(
         [sys.executable, "-c", OTHER, address, str(BESIDE_S)], stdout=subprocess.PIPE, text=True
     )
@@ -325,7 +324,7 @@ def main() -> None:
         taken = Taken(pids)
         for turn in range(repeats + 1):
             if turn == 1:
-                taken.forget()  # the first is a warm-up
+                taken.reset()  # the first is a warm-up
             taken.add("memcpy", "restore", sizes[-1], memcpy_case(buffers, sizes[-1]).action, 1)
             for (who, blocks), batch in batches.items():
                 times = 1 if blocks > 1 else 10

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""The connectors beside what their engines bring along, on /dev/shm, by turns in one run.
+"""Compares the connectors with the engines' own stores on /dev/shm, in turns.
 
     python -m tests.bench.bench_engines lmcache|sglang|vllm [--turns 5]
 
-To be run in an engine's environment, which `make engines-lmcache` (`-sglang`, `-vllm`) makes. One
-row an operation, in a table: the median of all turns in ms, and how many times as fast as the
-engine's own it is. Only the ratios mean something.
+Runs in an engine's environment, which `make engines-lmcache` (`-sglang`, `-vllm`) builds. Prints a
+table with one row per operation: the median of all turns in ms, and the speed relative to the
+engine's own store. Only the ratios count.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, Final, TypeAlias
 from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 
-#: One turn: the milliseconds that each operation took.
+#: Runs one turn. Returns the milliseconds of each operation.
 Turn: TypeAlias = Callable[[], dict[str, float]]
 GIB: Final = "1GiB"
 MIB: Final = 2**20
-#: Of one turn, beside a warm-up.
+#: Rounds of one turn, after a warm-up.
 ROUNDS: Final = 5
 
 
 @contextmanager
 def daemon_of(gib: str = GIB) -> Iterator[PrivateDaemon]:
-    """A fresh one, with tiers of this size, which has all of its memory: what one takes at its
-    start is not part of a save."""
+    """A new daemon with tiers of this size. All its memory is secured before it is used, so that
+    securing is not part of a save."""
     flags = [f"--{tier}.budget={gib}" for tier in ("ram", "shm", "disk")]
     with (
         temporary_directories("bench") as (directory, shm_directory),
@@ -65,7 +65,7 @@ def lmcache() -> tuple[str, dict[str, Turn]]:
 
 
 def sglang() -> tuple[str, dict[str, Turn]]:
-    """Pages of 3 MiB, 32 of them, through its own controller."""
+    """32 pages of 3 MiB, through SGLang's own controller."""
     import torch
 
     from tests.engines import sglang_hicache as hicache
@@ -121,7 +121,7 @@ def sglang() -> tuple[str, dict[str, Turn]]:
 
 def vllm() -> tuple[str, dict[str, Turn]]:
     """Jobs of 32 chunks of 2 MiB. The file tier has 16 threads and its C extension. It answers a
-    lookup in a later step, so that its figure is that of asking again and again."""
+    look-up in a later step, so its figure is the time of repeated look-ups until the answer."""
     import numpy as np
 
     from tests.engines import vllm_tiering as tiering
@@ -183,7 +183,7 @@ def main() -> None:
         for operation in turns[0]:
             own = [turn[operation] for turn in taken[base]]
             these = [turn[operation] for turn in turns]
-            # Of neighbours in time: a machine drifts.
+            # Ratios of adjacent turns, because the speed of a machine drifts.
             ratio = statistics.median(b / a for a, b in zip(these, own, strict=True))
             median = statistics.median(these)
             print(f"| {name} | {operation} | {median:.2f} | {ratio:.2f} |")

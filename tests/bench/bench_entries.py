@@ -1,19 +1,19 @@
-"""What the number of entries costs, end to end: a client here, daemons in processes of their own.
+"""Measures the cost of many entries end to end: a client here, daemons in their own processes.
 
     python tests/bench/bench_entries.py     # 10,000 against 1,000,000 entries: minutes, 6 GiB
 
-Two daemons with nothing but a RAM tier are filled through the client; then they take turns, so
-that both are measured under the same conditions. A batch is 48 keys:
+Two daemons with only a RAM tier are filled through the client. Then they take turns, so that both
+are measured under the same conditions. A batch is 48 keys:
 
-- `claim`: of keys that were saved together, as the blocks of a prompt are; from the call to its
-  answer. `claim scattered`: of keys that were not, the worst case. `release`: and a question
-  after it, for a release is not answered.
-- `save`: of new keys into free room. `save evicting`: each of them evicts one.
+- `claim`: keys that were saved together, like the blocks of a prompt, from the call to its result.
+  `claim scattered`: keys that were not saved together, the worst case. `release`: a release and a
+  request after it, because a release has no response.
+- `save`: new keys into free memory. `save evicting`: each key evicts one entry.
 
-An entry's memory is what the second daemon grew by on its way from the first number of entries to
-the last, for each of them. `heap` is `RssAnon` of /proc/<pid>/status: the tables, and whatever
-else the process allocates. `index` is its memory file, of which every process maps the same
-pages. What else is in `RssShmem` is the arena.
+The memory of an entry is the growth of the second daemon between the two numbers of entries,
+divided by their difference. `heap` is `RssAnon` of /proc/<pid>/status: the tables and all other
+allocations of the process. `index` is its memory file, whose pages all processes share. The rest of
+`RssShmem` is the arena.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 BATCH_KEYS: Final = 48
 SLAB_BYTES: Final = 4096
 TOKENS: Final = 512
-#: Saved at once while filling. More would be faster, and would leave free pages in the index: it
-#: keeps what one transaction changed until the next but one.
+#: Keys in one save while filling. More would be faster, but would leave free pages in the index,
+#: which keeps the pages changed by a transaction until the next but one.
 FILL_KEYS: Final = 512
 
 
 class Side:
-    """One daemon, and the client that fills it and measures."""
+    """One daemon, and the client that fills it and measures it."""
 
     def __init__(self, daemon: PrivateDaemon, admin: AdminConnection, client: Client) -> None:
         self.daemon = daemon
@@ -55,11 +55,11 @@ class Side:
         self.client = client
         self.keys: list[Key] = []
         self.hit: Hit | None = None
-        self.wanted: Sequence[Key] = ()
+        self.batch: Sequence[Key] = ()
         self.random = random.Random(1)
 
     def fill(self, entries: int) -> None:
-        """Save up to so many entries."""
+        """Save entries until there are this many."""
         while len(self.keys) < entries:
             keys = new_keys(min(FILL_KEYS, entries - len(self.keys)))
             self.save(keys)
@@ -70,15 +70,15 @@ class Side:
         outcomes = self.client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
         assert all(one.status is SaveStatus.SAVED for one in outcomes), outcomes[0]
 
-    def save_wanted(self) -> None:
-        self.save(self.wanted)
+    def save_batch(self) -> None:
+        self.save(self.batch)
 
     def claim(self) -> None:
-        self.hit = self.client.claim(self.wanted)
+        self.hit = self.client.claim(self.batch)
         assert len(self.hit) == BATCH_KEYS
 
     def release(self) -> None:
-        """Returns when the daemon has done it."""
+        """Release a claim and wait until the daemon has processed it."""
         if self.hit is not None:
             assert self.hit.release()
             self.client.probe(new_keys(1), wait_ms=1)
@@ -87,18 +87,18 @@ class Side:
     def together(self) -> None:
         self.release()
         start = self.random.randrange(len(self.keys) // BATCH_KEYS) * BATCH_KEYS
-        self.wanted = self.keys[start : start + BATCH_KEYS]
+        self.batch = self.keys[start : start + BATCH_KEYS]
 
     def scattered(self) -> None:
         self.release()
-        self.wanted = self.random.sample(self.keys, BATCH_KEYS)
+        self.batch = self.random.sample(self.keys, BATCH_KEYS)
 
     def claimed(self) -> None:
         self.together()
         self.claim()
 
     def new(self) -> None:
-        self.wanted = new_keys(BATCH_KEYS)
+        self.batch = new_keys(BATCH_KEYS)
 
     def new_and_room(self) -> None:
         self.new()
@@ -109,7 +109,7 @@ class Side:
         return int(status.partition("RssAnon:")[2].split()[0]) * 1024
 
     def index_bytes(self) -> int:
-        """Of its sealed memory file, which only the daemon's descriptors lead to."""
+        """The size of the sealed memory file, found through the daemon's descriptors."""
         opened = Path(f"/proc/{self.daemon.pid}/fd").iterdir()
         return (
             next(fd for fd in opened if "prefixd-index" in str(fd.readlink())).stat().st_blocks
@@ -124,7 +124,7 @@ def new_keys(count: int) -> list[Key]:
 
 @contextmanager
 def side_of(entries: int) -> Iterator[Side]:
-    """A daemon with room for so many entries and one batch."""
+    """A daemon with memory for this many entries and one batch."""
     flags = (
         f"--ram.budget={(entries + BATCH_KEYS) * SLAB_BYTES}",
         f"--ram.slab={SLAB_BYTES}",
@@ -142,7 +142,7 @@ def side_of(entries: int) -> Iterator[Side]:
 
 
 def measure(sides: Sequence[Side], repeats: int) -> dict[str, list[float]]:
-    """For each operation its microseconds on each side."""
+    """The microseconds of each operation on each side."""
 
     def times(op: str, before: Callable[[Side], None], action: Callable[[Side], None]) -> None:
         cases = [
@@ -157,8 +157,8 @@ def measure(sides: Sequence[Side], repeats: int) -> dict[str, list[float]]:
     times("claim", Side.together, Side.claim)
     times("claim scattered", Side.scattered, Side.claim)
     times("release", Side.claimed, Side.release)
-    times("save", Side.new_and_room, Side.save_wanted)
-    times("save evicting", Side.new, Side.save_wanted)
+    times("save", Side.new_and_room, Side.save_batch)
+    times("save evicting", Side.new, Side.save_batch)
     return found
 
 
@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--few", type=int, default=10_000)
     parser.add_argument("--many", type=int, default=1_000_000)
     parser.add_argument("--repeats", type=int, default=200)
-    parser.add_argument("--json", action="store_true", help="one object instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of a table"
+    )
     options = parser.parse_args()
     with side_of(options.few) as few, side_of(options.many) as many:
         few.fill(options.few)

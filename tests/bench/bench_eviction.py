@@ -1,17 +1,17 @@
-"""What an engine that is full still has of a trace: entries that expire leaf first under
-`volatile-ttl`, beside `allkeys-lru`.
+"""Compares eviction policies of a full shared engine on a trace: `volatile-ttl`, with expiries that
+make chains expire leaf first, and `allkeys-lru`.
 
     python tests/bench/bench_eviction.py --trace conversation_trace.jsonl [--real]
 
-One node asks the engine for each prompt in turn. The blocks that it finds from the root on are
-hits, and are used; the others are saved. It counts hit tokens, and orphans: entries in the engine,
-at the end, whose prompt can't be reached any more because a block before them is gone.
+One node requests each prompt from the engine in turn. The blocks found from the root on are hits
+and are used; the others are saved. The result is the number of hit tokens and of orphans: entries
+that are in the engine at the end but can't be reached, because a block before them was evicted.
 
-The engine is simulated exactly as Redis 7 evicts: it draws `maxmemory-samples` keys, keeps the 16
-best candidates of earlier draws, takes the best of them, and knows the last use to a second. The
-trace's own clock is used, an hour takes a minute. `--real` replays it against redis-server, too,
-through the store itself: there an hour's uses lie within the minute that a replay takes, which an
-LRU sees and an expiry doesn't. Prints one JSON object a line.
+The simulation evicts exactly as Redis 7: it draws `maxmemory-samples` keys, keeps the 16 best
+candidates of earlier draws, evicts the best one, and knows the last use to the second. It uses the
+trace's clock; simulating an hour takes a minute. `--real` also replays the trace against
+redis-server through the real store. There all uses of an hour happen within the minute of the
+replay, which affects LRU but not expiries. Prints one JSON object per line.
 """
 
 from __future__ import annotations
@@ -45,47 +45,47 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.redis_servers import redis_servers
 
 LIFE_MS: Final = 86_400_000
-#: Of Redis: candidates that it remembers between two draws.
+#: Candidates that Redis remembers between two draws.
 POOL: Final = 16
 PAYLOAD: Final = bytes(512)
 
 
 class Engine(ABC):
-    """Where blocks are kept, by number. `now_ms` is the trace's."""
+    """Stores blocks by number. `now_ms` is the time in the trace."""
 
     @abstractmethod
     def run_of(self, chain: Sequence[int]) -> int:
-        """How many of a prompt's blocks are there, from the first on."""
+        """The number of a prompt's blocks that are present, from the first one on."""
 
     @abstractmethod
     def use(self, chain: Sequence[int], now_ms: int) -> None:
-        """These were read: all of a prompt's run."""
+        """Note the use of all present blocks of a prompt."""
 
     @abstractmethod
     def save(self, chain: Sequence[int], first: int, now_ms: int) -> None:
-        """Keep the blocks from `first` on."""
+        """Save the blocks from `first` on."""
 
     @abstractmethod
     def content(self) -> set[int]:
-        """Everything that is there."""
+        """All present blocks."""
 
 
 def expiries_of(blocks: Sequence[int], now_ms: int, hits: int) -> list[int]:
-    """As the daemon sets them: the root was used last, and goes last."""
+    """The expiries that the daemon sets: the root counts as used last and expires last."""
     now_ns = now_ms * 1_000_000
     return expiries_ms([(now_ns - depth, hits) for depth in range(len(blocks))], LIFE_MS)
 
 
 class Simulated(Engine):
-    """Redis' approximated eviction of one process, in blocks."""
+    """The approximated eviction of one Redis process, with a capacity in blocks."""
 
     def __init__(self, capacity: int, samples: int, *, touch_every_ms: int | None) -> None:
-        """`touch_every_ms`: `volatile-ttl`, where a use is told if an entry lives so much longer
-        by it; None: `allkeys-lru`."""
+        """`touch_every_ms`: `volatile-ttl`, where a use is reported if it prolongs the life of an
+        entry by this much. None: `allkeys-lru`."""
         self._capacity, self._samples = capacity, samples
         self._touch_every_ms = touch_every_ms
         self._chance = random.Random(1)
-        #: what is lowest leaves first: an expiry, or the second of the last use
+        #: the lowest rank is evicted first: an expiry, or the second of the last use
         self._rank: dict[int, int] = {}
         self._place: dict[int, int] = {}
         self._blocks: list[int] = []
@@ -131,7 +131,7 @@ class Simulated(Engine):
             insort(self._pool, (rank, block))
         while self._pool:
             _, block = self._pool.pop(0)
-            if block in self._rank:  # what left meanwhile is a ghost
+            if block in self._rank:  # candidates that were removed meanwhile are skipped
                 self._remove(block)
                 return
 
@@ -144,7 +144,7 @@ class Simulated(Engine):
 
 
 class Real(Engine):
-    """redis-server, through the store. Wall clock: only the order of expiries counts."""
+    """redis-server, through the store, with the wall clock: only the order of expiries counts."""
 
     def __init__(self, store: RedisStore, *, touches: bool) -> None:
         self._store, self._touches = store, touches
@@ -193,7 +193,7 @@ def _soon() -> float:
 
 
 def replay(requests: Sequence[Request], engine: Engine) -> dict[str, float]:
-    """Hit tokens, and which part of what is in the engine at the end are orphans."""
+    """The hit tokens, and the share of orphans among the blocks at the end."""
     hit_tokens = 0
     parents: dict[int, int] = {}
     for request in requests:
@@ -276,7 +276,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, required=True)
     parser.add_argument("--requests", type=int, default=None)
     parser.add_argument(
-        "--fits", type=float, nargs="+", default=[0.4, 0.1, 0.03], help="of the different blocks"
+        "--fits",
+        type=float,
+        nargs="+",
+        default=[0.4, 0.1, 0.03],
+        help="capacities, as shares of the distinct blocks",
     )
     parser.add_argument("--real", action="store_true", help="redis-server, too")
     parser.add_argument("--maxmemory", default="20mb", help="of that")

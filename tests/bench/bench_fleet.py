@@ -1,22 +1,22 @@
-"""A fleet on one machine: daemons that share through a Redis Cluster, and the trace dealt to them
-in turn. Every byte that is restored is compared, and the hit tokens are held against the simulated
-fleet's (`prefixctl simulate`).
+"""A fleet on one machine: daemons share through a Redis Cluster, and the requests of a trace are
+dealt to them in turn. All restored bytes are checked, and the hit tokens are compared with those of
+the simulated fleet (`prefixctl simulate`).
 
     python tests/bench/bench_fleet.py --trace conversation_trace.jsonl --requests 2000
 
-Needs redis-server. With `--kill-master N` and `--kill-daemon N` so many masters and daemons are
-killed at even distances, and started anew (masters come back empty).
+Needs redis-server. `--kill-master N` and `--kill-daemon N` kill and restart masters and daemons N
+times at even intervals (masters restart empty).
 
-With `--hosts` each of them is a host of its own, a network namespace, which takes root. There
-`--cut N` cuts a master or a daemon off from everything, `--part N` a daemon from a master, for
-twenty requests each and without a word; `--slow-ms 50 --slow-mbit 20` is how the last master is
-reached. `--payloads nodes`: nodes read from each other. `--engine-dead`: instead of all that, what
-local calls take while no master can be reached, beside a daemon that shares nothing: `--requests`
-turns of 25 calls each.
+`--hosts` makes each of them a host of its own, a network namespace, which needs root. Then
+`--cut N` cuts a master or a daemon off from all others, and `--part N` a daemon from a master, for
+twenty requests each and without closing connections. `--slow-ms 50 --slow-mbit 20` slows the
+connection to the last master. With `--payloads nodes`, nodes read from each other. `--engine-dead`
+only times local calls while no master can be reached, beside a daemon without sharing:
+`--requests` turns of 25 calls each.
 
-With faults there is nothing to be held against, and only the bytes and the longest calls count.
-Prints one JSON object. Exit status 1: wrong bytes, a call that took 50 ms more than its deadline,
-or more than 1 % away from the simulation.
+With faults, hits are not compared, and only the bytes and the longest calls count. Prints one JSON
+object. Exit status 1: wrong bytes, a call that took 50 ms more than its deadline, or hits that
+differ from the simulation by more than 1 %.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from tests.support.outside import DaemonProcess, daemon_process
 from tests.support.redis_servers import RedisServer, redis_hosts, redis_servers
 
 BLOCK_BYTES = 4096
-#: More than a trace has: the engine's own eviction is not the simulation's.
+#: More blocks than a trace has, because the engine evicts otherwise than the simulation.
 SHARED_BLOCKS = 1_000_000
 ENGINE = (
     *("--maxmemory", "2gb", "--maxmemory-policy", "volatile-ttl"),
     *("--maxmemory-samples", "10"),
 )
-#: What a call may take beyond its deadline.
+#: The most that a call may exceed its deadline.
 SLACK_MS = 50
-#: Requests after which what was cut is mended.
+#: Requests until a cut connection is restored.
 CUT_FOR = 20
 PORT = 7070
 
 
 class Nodes:
-    """Daemons, masters and a client of each daemon."""
+    """The daemons, the masters, and a client of each daemon."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         self.faults = any(getattr(options, name) for name in FAULTS)
@@ -94,7 +94,7 @@ class Nodes:
             "--sessions.max_pinned_share=1",
             "--sessions.max_reserved_share=1",
         ]
-        # With a dead engine the others are what the first is compared with.
+        # With `--engine-dead`, only the first daemon shares, and is compared with the others.
         if not options.engine_dead or not number:
             urls = ",".join(master.url for master in self.masters)
             flags += [f"--shared.engine={urls}", "--shared.write=all"]
@@ -103,7 +103,7 @@ class Nodes:
             flags += ["--shared.payloads=nodes", f"--shared.address={at}", f"--server.tcp={at}"]
             flags += ["--server.allow_remote=true"]
         daemon = stack.enter_context(daemon_process(*flags))
-        # Nothing of it is wanted in the end, so nothing waits for it to end in order.
+        # An orderly end would only take time.
         stack.callback(daemon.kill)
         if self.hosts:
             daemon.run_on(self.hosts[number])
@@ -111,8 +111,8 @@ class Nodes:
         return daemon
 
     def settle(self, number: int) -> None:
-        """Until what was saved there is in the engine: in a real fleet seconds pass between two
-        requests, here microseconds. With faults for a moment at most."""
+        """Wait until the entries saved on a daemon are in the engine, with faults only briefly. In
+        a real fleet, seconds pass between two requests; here it is microseconds."""
         ends_s = monotonic() + (0.1 if self.faults else 60.0)
         with self.daemons[number].admin() as admin:
             while admin.stats().shared["waiting_offers"] and monotonic() < ends_s:
@@ -124,7 +124,7 @@ FAULTS = ("kill_master", "kill_daemon", "cut", "part", "slow_ms", "engine_dead")
 
 
 class Trouble:
-    """What is done to the fleet after which request."""
+    """The faults of a run, and the requests after which they happen."""
 
     def __init__(self, nodes: Nodes, options: argparse.Namespace, length: int) -> None:
         self._due: dict[int, list[Callable[[], None]]] = {}
@@ -133,7 +133,7 @@ class Trouble:
         for fault in ("kill_master", "kill_daemon", "cut", "part"):
             times = getattr(options, fault)
             for n in range(times):
-                # No two at the same moment.
+                # No two faults at the same request.
                 at = (n + 1) * length // (times + 1) + list(FAULTS).index(fault)
                 master, daemon = n % len(masters), n % len(daemons)
                 hosts = nodes.far + nodes.hosts
@@ -151,9 +151,9 @@ class Trouble:
                         self._at(at, fault, lambda a=host, b=far: a.cut_from(b))
                         self._at(at + CUT_FOR, "mend", lambda a=host, b=far: a.mend_to(b))
 
-    def _at(self, request: int, what: str, do: Callable[[], None]) -> None:
+    def _at(self, request: int, name: str, do: Callable[[], None]) -> None:
         def did() -> None:
-            self.done[what] += 1
+            self.done[name] += 1
             do()
 
         self._due.setdefault(request, []).append(did)
@@ -251,7 +251,7 @@ def replay(requests: list[Request], options: argparse.Namespace) -> dict[str, An
         "unavailable_requests": unavailable,
         "seconds": round(seconds, 1),
         "deadline_ms": nodes.deadline_ms,
-        # A save has a deadline of its own, and never asks the engine.
+        # Saves have another deadline and never wait for the engine.
         "longest_ms": max(longest_ms.get("claim", 0.0), longest_ms.get("restore", 0.0)),
         "longest_by_step_ms": longest_ms,
         "p50_by_step_ms": {step: round(median(taken), 2) for step, taken in steps_ms.items()},
@@ -262,8 +262,8 @@ def replay(requests: list[Request], options: argparse.Namespace) -> dict[str, An
 
 
 def engine_dead(options: argparse.Namespace) -> dict[str, object]:
-    """What a local hit, and a miss, take while no master can be reached, beside a daemon that
-    shares nothing. One more of those is the noise: two that are the same differ by it."""
+    """Time local hits and misses while no master can be reached, beside a daemon without sharing.
+    A second daemon without sharing shows the noise between equal daemons."""
     options.nodes = 3
     with ExitStack() as stack:
         nodes = Nodes(options, stack)
@@ -295,7 +295,7 @@ def engine_dead(options: argparse.Namespace) -> dict[str, object]:
             found[what] = {
                 "p50_us": {name: round(median(map(median, turns[name])), 1) for name in names},
                 "longest_ms": {name: round(max(map(max, turns[name])) / 1e3, 1) for name in names},
-                # The median of the turns' own, and its quartiles.
+                # The median of the ratios of turns, and their quartiles.
                 "ratio": quartiles_of_ratios(turns["engine dead"], turns["no engine"]),
                 "ratio of two the same": quartiles_of_ratios(
                     turns["no engine either"], turns["no engine"]
@@ -304,15 +304,15 @@ def engine_dead(options: argparse.Namespace) -> dict[str, object]:
         return found
 
 
-#: Calls in a row of one client, of which the median counts.
+#: Consecutive calls of one client, of which the median counts.
 TURN_CALLS = 25
 
 
 def by_turns(
     names: Sequence[str], clients: Sequence[Client], take_us: Callable[[Client], float], turns: int
 ) -> dict[str, list[list[float]]]:
-    """What the calls of each turn take; the clients change places from turn to turn. The first
-    tenth is not counted."""
+    """Time the calls of each turn. The order of the clients changes from turn to turn. The first
+    tenth of the turns is not counted."""
     taken: dict[str, list[list[float]]] = {name: [] for name in names}
     order = list(zip(names, clients, strict=True))
     for turn in range(turns + turns // 10):

@@ -1,9 +1,9 @@
-"""What a daemon's memory does under each flood of `tests/hostile/test_floods.py`.
+"""Measures a daemon's memory under each flood of `tests/hostile/test_floods.py`.
 
     python tests/bench/bench_floods.py
 
-Prints, for each, its memory before (beside its tiers), the most that it grew by, the configured
-bound of what the flood can take, and its memory afterwards.
+Prints for each flood the memory before (without tiers), the largest growth, the configured bound
+for the flood, and the memory afterwards.
 """
 
 from __future__ import annotations

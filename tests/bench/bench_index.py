@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""What the index costs: look-ups of a reader, changes by the writer, memory.
+"""Measures the index: look-ups of a reader, changes by the writer, and memory.
 
     python tests/bench/bench_index.py            # 10,000 and 1,000,000 entries
     python tests/bench/bench_index.py --entries 100000 --extents 20
 
-Nanoseconds for each key, in batches, and the ratio to the same loop over a dict in the same run;
-only ratios mean something. `warm` keys were looked up just before, `cold` ones are random among
-all. A round is the median of its batches, a figure the best of the rounds, which take turns.
-Changes are timed one by one: their median, and the slowest of 1,000, which is what growing costs.
+Look-ups: nanoseconds per key, in batches, and the ratio to the same loop over a dict in the same
+run. Only ratios count. `warm` keys were looked up just before, `cold` keys are random. The result
+of a round is the median of its batches, and the printed figure is that of the best round. Changes
+are timed one by one. Printed are their median and the slowest of 1,000, the cost of growing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SLAB_BYTES = 64 * 2**10
 
 
 def per_key_ns(look_up: Callable[[list[Key]], object], batches: list[list[Key]]) -> float:
-    """The median over batches."""
+    """The median of the batches."""
     times = []
     for batch in batches:
         start = time.perf_counter_ns()
@@ -50,7 +50,7 @@ def change_ns(change: Callable[[IndexRow], object], entries: Iterable[IndexRow])
 
 
 class Side:
-    """An index of so many entries, a reader of it, and a dict of the same."""
+    """An index with this many entries, a reader of it, and a dict with the same content."""
 
     def __init__(self, entries: int, extents: int, batch_keys: int) -> None:
         self.keys = [Key(os.urandom(32)) for _ in range(entries)]
@@ -72,7 +72,7 @@ class Side:
         self.dict = dict(zip(self.keys, self.rows, strict=True))
         rows_per_entry = 1 - -2 * (extents - 1) // 9
         self.writer = IndexWriter(os.urandom(16), entries * max(1, rows_per_entry // 2))
-        # The two lists above would be walked over, at times, in the middle of a measurement.
+        # Otherwise, the garbage collector would traverse the lists above during measurements.
         gc.collect()
         gc.freeze()
         self.changes = {"put, growing": change_ns(self.writer.put, self.rows)}
@@ -87,7 +87,7 @@ class Side:
         return [keys[i : i + self.batch_keys] for i in range(0, len(keys), self.batch_keys)]
 
     def look_ups(self, rounds: int) -> dict[str, tuple[float, float]]:
-        """Nanoseconds a key in the index and in the dict."""
+        """Nanoseconds per key in the index and in the dict."""
         get, in_dict = self.reader.get, self.dict.get
         warm = self.batches(self.keys[: WARM_BATCHES * self.batch_keys])
         absent = self.batches([Key(os.urandom(32)) for _ in range(WARM_BATCHES * self.batch_keys)])
@@ -129,7 +129,7 @@ class Side:
         return self.batches(random.sample(self.keys, count))
 
     def change(self) -> None:
-        """Replace, delete and put again, at random places."""
+        """Replace, delete and put random entries."""
         shuffled = random.sample(self.rows, min(len(self.rows), 100_000))
         self.changes["put, replacing"] = change_ns(self.writer.put, shuffled)
         self.changes["delete"] = change_ns(lambda row: self.writer.delete(row.key), shuffled)

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Large saves: lent memory beside staging memory, and a client's first save beside its later ones.
+"""Compares large saves with lent and staging memory, and a client's first save with later ones.
 
     python tests/bench/bench_lending.py
 
-One JSON object per line; only ratios inside one run mean something. `save` saves the same payloads
-in both ways by turns, to the ram tier of one daemon, and says how long it took lent, in parts of
-how long it took staged: the median of the turns, and the quartiles of the ratios turn by turn.
-`first` is what a client's first save takes, in parts of its later ones: the median of several
-clients, one after another.
+Prints one JSON object per line; only ratios within one run count. `save` saves the same payloads in
+both ways in turns, to the ram tier of one daemon, and prints the time lent relative to the time
+staged: the median of the turns, and the quartiles of the ratios of single turns. `first` is the
+time of a client's first save relative to its later ones: the median of several clients, one after
+another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from prefixd.client.local.local_transport import LocalTransport
 
 KIB: Final = 2**10
 MIB: Final = 2**20
-#: How many payloads, and of how many bytes.
+#: (number of payloads, bytes of each)
 CASES: Final = (
     (48, 64 * KIB),
     (48, 192 * KIB),
@@ -47,7 +47,7 @@ def payloads_of(count: int, payload_bytes: int) -> list[bytes]:
 
 
 def save_s(client: Client, payloads: list[bytes]) -> float:
-    """How long it takes to save these under keys that nobody has."""
+    """The seconds of a save under new keys."""
     items = [SaveItem(Key(os.urandom(32)), payload, 1) for payload in payloads]
     start_s = time.perf_counter()
     outcomes = client.save_many(
@@ -59,11 +59,11 @@ def save_s(client: Client, payloads: list[bytes]) -> float:
 
 
 def way(client: Client, lent: bool) -> None:
-    """Let it save in this way from now on."""
+    """Set whether a client lends its memory or stages."""
     transport = client._transport
     assert isinstance(transport, LocalTransport)
     node = transport._node
-    assert node is not None, "it saves in place"
+    assert node is not None, "the client does not save in place"
     node.lends = lent
     staging.LEND_BYTES = 1
 
@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=15, help="turns of each case")
     parser.add_argument(
-        "--clients", type=int, default=9, help="clients that save for the first time"
+        "--clients", type=int, default=9, help="number of clients with a first save"
     )
     parser.add_argument("--most-kib", type=int, default=5 * KIB, help="no larger payloads")
     parser.add_argument("--ram", default="512MiB", help="the budget of the tier")
@@ -125,7 +125,7 @@ def main() -> None:
     ):
         with Client(daemon.address) as client:
             assert client.wait_connected()
-            # The tier is full from here on, so that every save makes room.
+            # Fill the tier, so that every save evicts.
             filling = payloads_of(*cases[-1])
             with daemon.admin() as admin:
                 while not sum(tier.evictions for tier in admin.stats().tiers):

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What the ways of a client on the daemon's host cost: calls, and copies that are checked.
+"""Measures the transports of a client on the daemon's host: calls, and checked copies.
 
     python tests/bench/bench_local.py
 
-One JSON object per line, medians by turns; only ratios inside one run mean something. `call` is a
-look-up of one key that nobody has, over the local socket and over gRPC. `copy` moves payloads
-between private buffers, 48 of 5 MiB; `copy_crc32c` checks them as well, by one thread and by two.
+Prints one JSON object per line, with medians. The cases take turns, and only ratios within one run
+count. `call` is a look-up of one absent key, over the local socket and over gRPC. `copy` copies 48
+payloads of 5 MiB between private buffers. `copy_crc32c` also checks them, on one thread and on two.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def by_turns(cases: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median of each, in seconds; the first turn is a warm-up."""
+    """The median seconds of each case. The first turn is a warm-up."""
     taken: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds + 1):
         for name, action in cases.items():
@@ -59,7 +59,7 @@ def calls(rounds: int) -> None:
         Client(daemon.address) as client,
     ):
         client.wait_connected()
-        client.exists([bytes(32)])  # has everything handed over
+        client.exists([bytes(32)])  # completes the handover of descriptors
         transport = client._transport
         assert isinstance(transport, LocalTransport)
         link = transport._remote.current

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Measures the two forms of LRU: links between the residents of a tier, and keys in a replay.
+"""Measures the two implementations of LRU: linked residents of a tier, and keys of a replay.
 
     python tests/bench/bench_order.py              # 200,000 entries
     python tests/bench/bench_order.py --entries 1000000
 
-Bytes of the order for each entry, and nanoseconds for each claim of one entry with its release, and
-for each access of a replay, with the form that is used there and with the other. By turns; medians.
+Prints the bytes of the order per entry, and the nanoseconds of a claim of one entry with its
+release and of an access of a replay, for both implementations. They take turns; medians count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 15
 
 
 def made(order: Order, entries: int) -> tuple[list[Resident], float]:
-    """Residents in the order, and its bytes for each."""
+    """Insert residents into an order. Returns them, and the bytes of the order per resident."""
     held = [Resident(key=key_of(number), stored_bytes=1, place=0) for number in range(entries)]
     gc.collect()
     tracemalloc.start()

@@ -1,14 +1,14 @@
-"""The offline replay against libCacheSim, the curve against the replay, and what keys cost.
+"""Compares the offline replay with libCacheSim and curves with replays, and measures keys.
 
     python tests/bench/bench_replay.py --trace conversation_trace.jsonl
 
-Without a trace one is made. Prints one JSON object per line; everything that is compared
-runs in turns, and medians are taken. Ratios within one run are what counts.
+Without a trace, one is generated. Prints one JSON object per line, with medians. Compared cases run
+in turns, and only ratios within one run count.
 
 replay    one (policy, capacity): ours with its prefix scan per request; libCacheSim's Python
-          `get()` in a loop over the flattened block stream, with one request object that is
-          used again; its C `process_trace` over the same stream in a file, in two formats.
-          Neither of the latter scans prefixes. `ours_over_get` should be below 1,
+          `get()` in a loop over the flattened block stream, with one reused request object;
+          and its C `process_trace` over the same stream in a file, in two formats.
+          libCacheSim does not scan prefixes. `ours_over_get` should be below 1,
           `ours_over_c` (the faster of the formats) below 4.
 curve     the exact LRU curve of every capacity against single LRU replays: below 3.
 sampled   curves from samples: error (in hit rate) and time.
@@ -38,7 +38,7 @@ from prefixd.tiers.eviction import POLICIES, make_policy
 
 
 def medians_s(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Median seconds of each, run in turns."""
+    """The median seconds of each action. They run in turns."""
     taken: dict[str, list[float]] = {name: [] for name in work}
     for _ in range(repeats):
         for name, run in work.items():
@@ -168,7 +168,8 @@ def cost_of_keys(keys: int, pinned: int, repeats: int) -> None:
 
 
 def evictions_s(name: str, pinned: int) -> float:
-    """1,000 evictions among `pinned` older keys that are pinned, met by a search before."""
+    """The seconds of 1,000 evictions beside `pinned` older pinned keys, which a search has already
+    passed."""
     policy = make_policy(name, 1 << 50)
     for key in range(pinned + 2_000):
         policy.admit(key, 1)
@@ -191,8 +192,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, help="a Mooncake-format trace; made if not given")
-    parser.add_argument("--requests", type=int, default=12_000, help="of the one that is made")
+    parser.add_argument(
+        "--trace", type=Path, help="a trace in Mooncake's format (default: a generated one)"
+    )
+    parser.add_argument(
+        "--requests", type=int, default=12_000, help="requests of the generated trace"
+    )
     parser.add_argument("--capacities", default="1000,4096,10000,30000")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--keys", type=int, default=1_000_000)

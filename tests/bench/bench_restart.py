@@ -1,15 +1,15 @@
-"""A restart with many entries on disk: when it listens, when everything is served, what it takes.
+"""Measures a restart with many entries on disk: times until it listens and serves, and memory.
 
     python tests/bench/bench_restart.py --entries 1000000     # two minutes, 6 GiB of disk
 
-Makes a disk tier with so many records (of payloads that nobody reads), starts a daemon on it, and
-claims an entry of the RAM tier all the time meanwhile. Prints one JSON object. Times are from the
-start of the process; `listens_s` is the first connection that its socket takes. Peak memory is
-the daemon's own (VmHWM) above that of one without entries, per entry; the process with the
-records' table is `table_peak_bytes`.
+Creates a disk tier with many records (their payloads are never read), starts a daemon on it, and
+continuously claims an entry of the RAM tier meanwhile. Prints one JSON object. Times are from the
+start of the process; `listens_s` is when its socket accepts a connection. Peak memory per entry is
+the daemon's own (VmHWM) minus that of a daemon without entries; `table_peak_bytes` is that of the
+process with the table of records.
 
-On a machine that does something else, too, look at `cpu_s`, what the daemon and that process took
-(with the claims, about half a millisecond each), and at `machine_late_ms` beside the longest claim.
+On a busy machine, look at `cpu_s`, the CPU time of the daemon and that process (including the
+claims, about half a millisecond each), and compare `machine_late_ms` with the longest claim.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from prefixd.tiers.arena_stores import DiskStore
 SLAB_BYTES = 4096
 _AT_ONCE = 10_000
 _CLAIMS_A_LOOK = 100
-#: A start may take so long on a machine that does something else.
+#: The longest that a start may take on a busy machine.
 _PATIENCE_S = 600.0
 
 
 def fill(directory: Path, entries: int) -> int:
-    """Records as a daemon leaves them. Returns the tier's budget."""
+    """Write records as a daemon would. Returns the tier's budget."""
     budget_bytes = entries * SLAB_BYTES + DiskStore.record_bytes(entries) + 64 * 2**20
     store = DiskStore(directory, budget_bytes, SLAB_BYTES, sync=False)
     for _ in store.recover():
@@ -80,13 +80,13 @@ def memory_bytes(pid: int, name: str) -> int:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, so far."""
+    """The CPU time of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def child_of(pid: int) -> int | None:
-    """The process with the table, if there is one."""
+    """The child process with the table, if there is one."""
     for task in Path(f"/proc/{pid}/task").iterdir():
         for child in (task / "children").read_text().split():
             return int(child)
@@ -95,8 +95,8 @@ def child_of(pid: int) -> int | None:
 
 @contextmanager
 def lateness() -> Iterator[Callable[[], float]]:
-    """How late, in seconds and at most, this machine wakes a process that does nothing: what no
-    daemon can be better than."""
+    """The longest delay, in seconds, with which the machine wakes an idle process. No daemon can be
+    faster."""
     code = (
         "import sys, threading, time\n"
         "ended = threading.Event()\n"
@@ -125,7 +125,7 @@ def lateness() -> Iterator[Callable[[], float]]:
 
 
 def wait_until_listening(address: str) -> None:
-    """By its socket alone: a client that was refused waits before it tries again."""
+    """Connect only a socket: a client would wait before it tries again after a refusal."""
     path = address.removeprefix("unix:")
     while True:
         with socket.socket(socket.AF_UNIX) as connection:
@@ -138,7 +138,7 @@ def wait_until_listening(address: str) -> None:
 
 
 def restart(entries: int) -> dict[str, object]:
-    """One restart with so many entries."""
+    """Measure one restart with this many entries."""
     with temporary_directories("restart") as (directory, shm_directory):
         budget_bytes = fill(directory / "disk", entries)
         flags = [
@@ -147,12 +147,12 @@ def restart(entries: int) -> dict[str, object]:
             f"--disk.budget={budget_bytes}",
             f"--disk.slab={SLAB_BYTES}",
             "--disk.max_entries=0",
-            # It would drop them: their bytes are not those of their records.
+            # Scrubbing would drop the entries, as their payloads do not match their records.
             "--server.scrub_rate=0",
         ]
         daemon = PrivateDaemon(directory, shm_directory, flags, start_within_s=_PATIENCE_S)
         begun_s = time.monotonic()
-        # It waits until everything is served; what others see until then is seen beside it.
+        # `start` waits until all entries are served. Meanwhile, others are measured.
         starting = threading.Thread(target=daemon.start)
         starting.start()
         try:

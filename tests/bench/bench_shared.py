@@ -1,16 +1,18 @@
-"""The shared store beside redis-py's own pipelines, on a real Redis or a Cluster of masters.
+"""Compares the shared store with pipelines of redis-py, on a real Redis or a Redis Cluster.
 
     python tests/bench/bench_shared.py --masters 3
 
-Needs redis-server. redis-py copies what it sends where hiredis is installed, and takes less time
-for what it receives; `hiredis` says if it is. Prints one JSON object per line: GB/s and ratios of
-48 payloads put and got, by turns, medians; and what finding 48 costs, in us. With several masters
-also how many of 48 are got when one master is dead, and the longest call when one is stopped.
+Needs redis-server. With hiredis installed, redis-py copies what it sends and receives faster;
+`hiredis` says whether it is installed. Prints one JSON object per line, with medians: GB/s and
+ratios of putting and getting 48 payloads in turns, and the time of finding 48, in us. With several
+masters, also how many of 48 are got while one master is dead, and the longest call while one is
+stopped.
 
     python tests/bench/bench_shared.py --hedge
 
-What asking the same master twice is worth: one payload at a time while two others load it, as it is
-and with a second request, on another connection, for those that take longer than 19 of 20 do.
+The benefit of requesting from the same master twice: reads one payload at a time under load from
+two other clients, without and with a second request on another connection, which is sent after the
+95th percentile.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.redis_servers import RedisServer, redis_servers
 
-#: What a call may take while a node hangs.
+#: The longest that a call may take while a node hangs.
 DEADLINE_S = 0.5
 
 
@@ -59,7 +61,7 @@ def medians_s(work: dict[str, Callable[[], object]], turns: int) -> dict[str, fl
 
 
 class Peer:
-    """redis-py, as one would use it: all in one pipeline."""
+    """redis-py as usually used: all commands in one pipeline."""
 
     def __init__(self, servers: list[RedisServer], names: list[bytes], data: list[bytes]) -> None:
         cluster = len(servers) > 1
@@ -100,20 +102,22 @@ class Ours:
             Offer(entry, [memoryview(each)], until_ms)
             for entry, each in zip(self.entries, data, strict=True)
         ]
-        rooms = [memoryview(bytearray(len(each))) for each in data]
-        self.wanted = [Wanted(entry, room) for entry, room in zip(self.entries, rooms, strict=True)]
+        buffers = [memoryview(bytearray(len(each))) for each in data]
+        self.reads = [
+            Wanted(entry, buffer) for entry, buffer in zip(self.entries, buffers, strict=True)
+        ]
 
     def put(self) -> None:
         assert set(self.store.put(self.offers, deadline_in(60))) == {Outcome.DONE}
 
     def get(self) -> None:
-        assert set(self.store.get(self.wanted, deadline_in(60))) == {Outcome.DONE}
+        assert set(self.store.get(self.reads, deadline_in(60))) == {Outcome.DONE}
 
     def find(self) -> None:
         assert None not in self.store.find(self.keys, deadline_in(60))
 
     def got(self, within_s: float = DEADLINE_S) -> int:
-        return self.store.get(self.wanted, deadline_in(within_s)).count(Outcome.DONE)
+        return self.store.get(self.reads, deadline_in(within_s)).count(Outcome.DONE)
 
 
 def deadline_in(seconds: float) -> float:
@@ -134,7 +138,7 @@ def main() -> None:
     keys = [Key(sha256(number.to_bytes(8, "big")).digest()) for number in range(options.blocks)]
     with TemporaryDirectory(dir="/tmp") as directory:
         settings = ("--maxmemory", "4gb", "--maxmemory-policy", "volatile-ttl")
-        # An engine each: what one frees would not fit the other's values.
+        # Separate engines: memory that one frees would not fit the values of the other.
         with (
             redis_servers(Path(directory) / "ours", options.masters, *settings) as servers,
             redis_servers(Path(directory) / "peer", options.masters, *settings) as of_peer,
@@ -154,36 +158,36 @@ def main() -> None:
 
 def compare(ours: Ours, peer: Peer, options: argparse.Namespace) -> None:
     total_gb = options.blocks * options.block_bytes / 1e9
-    for what in ("put", "get", "find"):
-        work = {"ours": getattr(ours, what), "redis_py": getattr(peer, what)}
+    for op in ("put", "get", "find"):
+        work = {"ours": getattr(ours, op), "redis_py": getattr(peer, op)}
         seconds = medians_s(work, options.turns)
         shown = {"ratio": round(seconds["redis_py"] / seconds["ours"], 2)}
         for name, median_s in seconds.items():
-            if what == "find":
+            if op == "find":
                 shown[f"{name}_us"] = round(1e6 * median_s)
             else:
                 shown[f"{name}_gb_per_s"] = round(total_gb / median_s, 3)
-        case = {"case": what, "masters": options.masters, "hiredis": HIREDIS_AVAILABLE}
+        case = {"case": op, "masters": options.masters, "hiredis": HIREDIS_AVAILABLE}
         print(json.dumps(case | shown), flush=True)
 
 
 def hedge(ours: Ours, turns: int) -> None:
-    """By turns: as it is, and asked again after the p95 of what was taken so far."""
+    """In turns: without and with a second request after the 95th percentile so far."""
     over = threading.Event()
-    rooms = [memoryview(bytearray(len(want.room))) for want in ours.wanted]
+    buffers = [memoryview(bytearray(len(read.room))) for read in ours.reads]
 
-    def load(of: int) -> None:
-        many = [Wanted(want.entry, room) for want, room in zip(ours.wanted, rooms, strict=True)]
+    def load(part: int) -> None:
+        own = [Wanted(read.entry, buffer) for read, buffer in zip(ours.reads, buffers, strict=True)]
         while not over.is_set():
-            ours.store.get(many[of::2], deadline_in(60))
+            ours.store.get(own[part::2], deadline_in(60))
 
     def get(number: int) -> Outcome:
-        # Its own room for each: both may be under way at the same time.
-        entry = ours.wanted[number % len(ours.wanted)].entry
-        wanted = Wanted(entry, memoryview(bytearray(entry.payload_bytes)))
-        return ours.store.get([wanted], deadline_in(60))[0]
+        # Each request has its own buffer, because both may be in flight at once.
+        entry = ours.reads[number % len(ours.reads)].entry
+        read = Wanted(entry, memoryview(bytearray(entry.payload_bytes)))
+        return ours.store.get([read], deadline_in(60))[0]
 
-    loading = [threading.Thread(target=load, args=(of,)) for of in range(2)]
+    loading = [threading.Thread(target=load, args=(part,)) for part in range(2)]
     for thread in loading:
         thread.start()
     taken_s: dict[str, list[float]] = {"once": [], "hedged": []}
@@ -197,13 +201,13 @@ def hedge(ours: Ours, turns: int) -> None:
                 continue
             after_s = statistics.quantiles(taken_s["once"][-200:], n=20)[-1]
             began_s = perf_counter()
-            asked = [pool.submit(get, number)]
-            if not futures.wait(asked, after_s).done:
+            pending = [pool.submit(get, number)]
+            if not futures.wait(pending, after_s).done:
                 hedges += 1
-                asked.append(pool.submit(get, number))
-            futures.wait(asked, return_when=futures.FIRST_COMPLETED)
+                pending.append(pool.submit(get, number))
+            futures.wait(pending, return_when=futures.FIRST_COMPLETED)
             taken_s["hedged"].append(perf_counter() - began_s)
-            futures.wait(asked)
+            futures.wait(pending)
     over.set()
     for thread in loading:
         thread.join()

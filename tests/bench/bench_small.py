@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Small blocks beside files in /dev/shm, the best that is used instead at that size, and memcpy.
+"""Compares small blocks with files in /dev/shm, the best alternative at that size, and memcpy.
 
     python tests/bench/bench_small.py
 
-One process, the same memory, everything by turns: each finds the caches as the others left them,
-which is not so in runs of their own. `files` are written and renamed, one for each block, and read
-into place; nothing of them is checked. `unchecked` restores without CRC32C, as files are read; `by
-one` and `by two` threads are told how many to use, where `restore` chooses. One JSON object per
-line: medians of all turns; `beside_us` is what a block takes more than its memcpy, `cpu_us` what it
-takes of the processors of client and daemon together.
+All cases run in turns in one process and use the same memory. So each finds the CPU caches as the
+others left them, which separate runs would not show. `files` are written and renamed, one per
+block, and read in place, without any check. `unchecked` restores without CRC32C, like reading
+files. `by one` and `by two` use that number of threads, while `restore` chooses it. Prints one JSON
+object per line, with medians of all turns: `beside_us` is the time of a block minus that of its
+memcpy, `cpu_us` its CPU time in client and daemon together.
 """
 
 from __future__ import annotations
@@ -33,16 +33,17 @@ from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.proto.vocabulary import Tier
 
 KIB: Final = 2**10
-#: Actions a turn; of a view, which takes microseconds, so many times as many.
+#: Actions per turn.
 SAMPLES: Final = 4
-#: A tier has room for so many batches.
+#: The number of batches that a tier has memory for.
 BATCHES: Final = 2 * SAMPLES
+#: A view takes only microseconds, so a turn has this many times as many.
 LIGHT: Final = 10
 
 
 @dataclass(slots=True)
 class Case:
-    """What takes its turn, and what it took."""
+    """An action that takes turns, and its times."""
 
     who: str
     what: str
@@ -53,7 +54,7 @@ class Case:
 
 
 class Files:
-    """One file a block, as one would keep them without a daemon."""
+    """One file per block, as blocks would be stored without a daemon."""
 
     def __init__(self, directory: Path, buffers: Buffers, blocks: int) -> None:
         self._paths = [directory / str(number) for number in range(blocks)]
@@ -62,7 +63,7 @@ class Files:
     def save(self) -> None:
         for path, source in zip(self._paths, self._sources, strict=True):
             unfinished = f"{path}.new"
-            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123  # as fast as it gets
+            with open(unfinished, "wb", buffering=0) as file:  # noqa: PTH123  # the fastest way
                 file.write(source)
             os.rename(unfinished, path)  # noqa: PTH104
 
@@ -73,7 +74,7 @@ class Files:
 
 
 def cpu_s(pid: int) -> float:
-    """What the threads of a process took of the processors."""
+    """The CPU time of all threads of a process."""
     threads = Path(f"/proc/{pid}/task").glob("*/schedstat")
     return sum(int(thread.read_text().split()[0]) for thread in threads) / 1e9
 
@@ -83,7 +84,7 @@ def measured(cases: list[Case], pid: int, turns: int) -> None:
         for case in cases:
             samples = SAMPLES * (LIGHT if case.what == "view" else 1)
             case.before()
-            case.action()  # brings back what the others drove out of the caches
+            case.action()  # refills the caches after the other cases
             before_s = time.process_time() + cpu_s(pid)
             for _ in range(samples):
                 case.before()
@@ -149,7 +150,7 @@ def rows(blocks: int, block_bytes: int, turns: int) -> Iterator[dict[str, object
 
 
 def kept(batch: Batch, client: Client) -> Callable[[], None]:
-    """Before a restore: the saves of other cases may have evicted what it restores."""
+    """Save a batch again if other cases evicted it. Called before a restore."""
 
     def save_if_gone() -> None:
         if not all(client.exists(batch.keys)):
@@ -160,7 +161,7 @@ def kept(batch: Batch, client: Client) -> Callable[[], None]:
 
 
 def shared_from(size_bytes: int, batch: Batch) -> Callable[[], None]:
-    """A restore that two threads share from this size on."""
+    """A restore that uses two threads from this size on."""
 
     def restore() -> None:
         usual, restores.SHARED_BYTES = restores.SHARED_BYTES, size_bytes  # type: ignore[misc]

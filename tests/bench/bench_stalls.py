@@ -1,18 +1,18 @@
-"""How long another client waits while a daemon does something to all of its entries.
+"""Measures how long a client waits while the daemon processes all of its entries.
 
     python tests/bench/bench_stalls.py                    # the core with its loop, in this process
     python tests/bench/bench_stalls.py --daemon           # a real daemon, its clients over the wire
 
-With a million entries that takes about five minutes, of which a half minute fills it, and 7 GiB;
-each line is printed as soon as it is measured.
+With a million entries, it takes about five minutes, half a minute of which fills the daemon, and 7
+GiB. Each line is printed as soon as it is measured.
 
-One client claims and releases a batch of 48 keys all the time; meanwhile the daemon recounts its
-state, reads every payload back, lists everything, wakes 1,000 waiters, takes back what a large
-session held, sweeps, and evicts all. The longest of these claims is what counts, beside the
-longest delay of the loop's own pulse, and whether a session was lost.
+One client continuously claims and releases a batch of 48 keys. Meanwhile the daemon recounts its
+state, verifies all payloads, lists all entries, wakes 1,000 waiters, ends a session that holds
+much, sweeps, and evicts all entries. The results are the longest claim, the longest delay of the
+loop's pulse, and whether a session was lost.
 
-In this process the claims run on the same loop as the work, with nothing between: it is the loop
-that is measured. With --daemon the operations come from a connection of their own.
+In this process, the claims run on the same loop as the work, without a connection between, so the
+loop itself is measured. With --daemon, the operations use a connection of their own.
 """
 
 from __future__ import annotations
@@ -76,21 +76,21 @@ SLAB_BYTES: Final = 4096
 TOKENS: Final = 512
 WAITERS: Final = 1_000
 SECOND_NS: Final = 10**9
-#: Measured with nothing else going on, to compare with.
+#: The duration of the measurement without other work, for comparison.
 QUIET_S: Final = 2.0
 
 
 @dataclass
 class Row:
-    """What one operation did to the others."""
+    """The effect of one operation on the claims."""
 
     operation: str
     took_ms: float
     claims: int
     median_ms: float
     longest_ms: float
-    #: the longest in processor time of the loop's thread, where that is known: the same on a
-    #: machine that does something else, too
+    #: the longest claim in CPU time of the loop's thread, where that is known: it does not depend
+    #: on other load on the machine
     longest_cpu_ms: float
     lag_ms: float
 
@@ -144,11 +144,11 @@ class Inside:
         return self.core.clock.now_ns()
 
     async def open(self, name: str) -> int:
-        asked = SessionOpened(self.core.next_request(), name, self.now_ns())
-        return (await self.core.ask(asked, Opened)).session
+        request = SessionOpened(self.core.next_request(), name, self.now_ns())
+        return (await self.core.ask(request, Opened)).session
 
     async def reserve(self, session: int, keys: list[Key]) -> list[WriteOrder]:
-        asked = ReserveAsked(
+        request = ReserveAsked(
             request=self.core.next_request(),
             session=session,
             tier=Tier.RAM,
@@ -160,7 +160,7 @@ class Inside:
             wait_until_ns=0,
             now_ns=self.now_ns(),
         )
-        answer = await self.core.ask(asked, ReserveAnswer)
+        answer = await self.core.ask(request, ReserveAnswer)
         return [one for one in answer.results if isinstance(one, WriteOrder)]
 
     async def save(self, session: int, keys: list[Key]) -> None:
@@ -172,7 +172,7 @@ class Inside:
         self.core.post(WriteSealed(tokens, crcs, crcs, self.now_ns()))
 
     async def claim(self, session: int, keys: list[Key], mode: ClaimMode = ClaimMode.ANY) -> int:
-        asked = ClaimAsked(
+        request = ClaimAsked(
             request=self.core.next_request(),
             session=session,
             keys=tuple(keys),
@@ -181,11 +181,11 @@ class Inside:
             wait_until_ns=0,
             now_ns=self.now_ns(),
         )
-        return (await self.core.ask(asked, ClaimAnswer)).claim
+        return (await self.core.ask(request, ClaimAnswer)).claim
 
     async def release(self, session: int, claim: int) -> None:
-        asked = ReleaseAsked(self.core.next_request(), session, (claim,), self.now_ns())
-        await self.core.ask(asked, ReleaseAnswer)
+        request = ReleaseAsked(self.core.next_request(), session, (claim,), self.now_ns())
+        await self.core.ask(request, ReleaseAnswer)
 
     async def fill(self, entries: int) -> None:
         self.session = await self.open("other")
@@ -201,8 +201,8 @@ class Inside:
     async def measure(
         self, operation: str, work: Callable[[], Awaitable[object]], pause_s: float = 0
     ) -> Row:
-        """Claims in a circle until the work is done. `pause_s`: after each of them; without one
-        the loop never waits, and a thread that works would get the interpreter each 5 ms only."""
+        """Claim repeatedly until the work is done. `pause_s`: a pause after each claim. Without it,
+        the loop never waits, and a working thread gets the interpreter only every 5 ms."""
         self.core.lag.max_us = 0
         claims_s: list[float] = []
         cpu_s: list[float] = []
@@ -213,7 +213,7 @@ class Inside:
             keys = self.keys[at : at + BATCH_KEYS]
             at = (at + BATCH_KEYS) % (len(self.keys) - BATCH_KEYS)
             began, cpu_began = time.perf_counter(), time.thread_time()
-            # As an answer that goes over a wire: behind everything that is ready now.
+            # Like a response over a connection, after everything that is ready now.
             await asyncio.sleep(0)
             claim = await self.claim(self.session, keys)
             claims_s.append(time.perf_counter() - began)
@@ -227,7 +227,7 @@ class Inside:
         await doing
         return row_of(operation, took_s, claims_s, self.core.lag.max_us, max(cpu_s))
 
-    # ---- what is done
+    # ---- operations
 
     async def nothing(self) -> None:
         wait = threading.Event().wait
@@ -251,19 +251,19 @@ class Inside:
             request.cursor = page.next_cursor
 
     async def wake(self) -> None:
-        """1,000 look-ups wait for one save of 48 blocks, and 8 for one of 1,875."""
+        """1,000 look-ups wait for a save of 48 blocks, and 8 wait for a save of 1,875 blocks."""
         core = self.core
         for waiters, blocks in ((WAITERS, BATCH_KEYS), (8, 1_875)):
             keys = new_keys(blocks)
             orders = await self.reserve(self.session, keys)
             until_ns = self.now_ns() + 60 * SECOND_NS
-            asked = [
+            requests = [
                 LookupAsked(core.next_request(), tuple(keys), True, until_ns, self.now_ns())
                 for _ in range(waiters)
             ]
             waits = []
-            for one in asked:
-                waits.append(asyncio.ensure_future(core.ask(one, LookupAnswer)))
+            for request in requests:
+                waits.append(asyncio.ensure_future(core.ask(request, LookupAnswer)))
                 await asyncio.sleep(0)
             for order in orders:
                 self.seal((order.token,))
@@ -289,16 +289,16 @@ class Inside:
         await self.admin.evict(request, CALLER)
 
 
-#: The service asks nothing of it.
+#: The service uses nothing of it.
 class _Operator:
-    """Who calls from this process."""
+    """A caller in this process."""
 
     process = None
     access = None
 
 
 CALLER: Final = cast(Caller, _Operator())
-#: Of a slab of zeros, which is what an arena holds where nothing was copied.
+#: The checksum of a slab of zeros, which an arena holds where nothing was written.
 ZEROS_CRC32C: Final = 0x98F94189
 
 
@@ -317,7 +317,9 @@ async def inside(entries: int, found: Callable[[Row], None]) -> None:
             ("evict everything", side.evict_all),
         ):
             found(await side.measure(name, work, pause_s=0.001 if work == side.verify else 0))
-        assert side.core.state.tables.counters.sessions_lost == 1, "but for the large one"
+        assert side.core.state.tables.counters.sessions_lost == 1, (
+            "another session than the large one was lost"
+        )
         await side.core.close()
         side.core.stores[Tier.RAM].close()
 
@@ -408,8 +410,8 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--entries", type=int, default=1_000_000)
-    parser.add_argument("--daemon", action="store_true", help="a real one, over the wire")
-    parser.add_argument("--json", action="store_true", help="an object a line instead of a table")
+    parser.add_argument("--daemon", action="store_true", help="measure a real daemon over the wire")
+    parser.add_argument("--json", action="store_true", help="print JSON lines instead of a table")
     options = parser.parse_args()
     entries: int = options.entries
     found = _print_json if options.json else _print_row

@@ -1,10 +1,10 @@
-"""How the metadata server scales: time and memory of the state alone, without I/O.
+"""Measures how the state machine scales: time and memory of the state alone, without I/O.
 
     python tests/bench/bench_state.py            # 10,000 against 1,000,000 entries
 
-Prints one JSON object per line. Ratios within one run are what counts: the two sizes take turns.
-A batch is 48 keys that were saved together, as the blocks of a prompt are; `scattered` ones were
-not, which is the worst case. `bench_entries.py` measures the same end to end.
+Prints one JSON object per line. The two sizes take turns, and only ratios within one run count. A
+batch is 48 keys that were saved together, like the blocks of a prompt. `scattered` keys were not
+saved together, which is the worst case. `bench_entries.py` measures the same end to end.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from prefixd.tiers.ledger import Ledger
 SLAB_BYTES = 64 * 2**10
 BATCH_KEYS = 48
 SECOND_NS = 10**9
-#: Saved between two flushes, in some seconds of a busy daemon.
+#: Keys saved between two flushes, as in a few seconds of a busy daemon.
 FLUSH_KEYS = BATCH_KEYS * 500
 TURNS = 10
 
@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Driver:
-    """A state with one RAM tier, and a session that drives it."""
+    """A state with one RAM tier, and a session that uses it."""
 
     def __init__(self, room_entries: int) -> None:
         budget_bytes = room_entries * SLAB_BYTES
@@ -108,7 +108,7 @@ class Driver:
         assert isinstance(answer, ReserveAnswer)
         tokens = tuple(r.token for r in answer.results if isinstance(r, WriteOrder))
         assert len(tokens) == len(keys)
-        # Checksums differ from entry to entry in real life, and so does their memory.
+        # Different checksums for all entries, as in reality, because each takes memory.
         crcs = tuple(int.from_bytes(key[:4], "little") for key in keys)
         self.state.apply(WriteSealed(tokens, crcs, crcs, self.now_ns))
 
@@ -147,7 +147,7 @@ def new_keys(count: int) -> list[Key]:
 
 
 def timed_us(action: Callable[[int], object], repeats: int) -> float:
-    """The median of one call, in microseconds."""
+    """The median microseconds of one call."""
     seconds = []
     for repeat in range(repeats):
         start = time.perf_counter()
@@ -162,7 +162,7 @@ def resident_bytes() -> int:
 
 
 class Side:
-    """A full state of so many entries, and what its batches take in microseconds."""
+    """A full state with this many entries, and the microseconds of its batches."""
 
     def __init__(self, entries: int) -> None:
         gc.collect()
@@ -177,7 +177,7 @@ class Side:
                 self.driver.flush()
         gc.collect()
         gc.freeze()  # as the daemon does, see `server/runtime/process_memory.py`
-        # The list is ours, the keys in it are the state's.
+        # The list belongs to the benchmark, its keys to the state.
         own_bytes = sys.getsizeof(self.keys)
         self.entry_bytes = (resident_bytes() - before_bytes - own_bytes) / entries
         self.took_us: dict[str, list[float]] = defaultdict(list)
@@ -212,7 +212,7 @@ class Side:
 
 
 def scale(few: int, many: int, repeats: int) -> Iterator[dict[str, object]]:
-    """Claim, release and save at two numbers of entries; and what an entry takes."""
+    """Compare claims, releases, saves and memory per entry at two numbers of entries."""
     sides = [Side(few), Side(many)]
     for turn in (Side.read_turn, Side.save_turn):
         for _ in range(TURNS):
@@ -227,7 +227,7 @@ def scale(few: int, many: int, repeats: int) -> Iterator[dict[str, object]]:
 
 
 def eviction(entries: int, pinned: int) -> float:
-    """Microseconds for each of 1,000 evictions, with so many entries pinned among the oldest."""
+    """Microseconds per eviction, over 1,000 evictions, with this many old entries pinned."""
     driver = Driver(entries + pinned)
     held = new_keys(pinned)
     for start in range(0, pinned, BATCH_KEYS):

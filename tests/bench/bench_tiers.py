@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Measure the stores by themselves, without a daemon: copies, arenas, disk, allocator.
+"""Measures the stores without a daemon: copies, arenas, disk, allocator.
 
-One JSON object per line: {"what", "op", "bytes" or "entries", "p50_us", and "gb_per_s" where
-bytes are moved}. Batches of --entries entries; figures are stable only as ratios inside one run.
+Prints one JSON object per line: {"what", "op", "bytes" or "entries", "p50_us", and "gb_per_s" where
+bytes are moved}. Batches have --entries entries. Only ratios within one run are stable.
 
     python tests/bench/bench_tiers.py memcpy arena disk records extents --entries 48 --repeats 7
 """
@@ -37,7 +37,7 @@ SIZES = [4 * 2**10, 64 * 2**10, 2**20, 5 * 2**20]
 
 
 def measure(repeats: int, action: Callable[[], object]) -> float:
-    """Seconds, the median; the first run is a warm-up."""
+    """The median seconds. The first run is a warm-up."""
     seconds = []
     for _ in range(repeats + 1):
         start = time.perf_counter()
@@ -57,7 +57,7 @@ def report(what: str, op: str, seconds: float, operations: int, size_bytes: int 
 
 
 class Batch:
-    """`entries` payloads of one size, and room to read them into: touched, private memory."""
+    """`entries` payloads of one size, and buffers to read them into: touched, private memory."""
 
     def __init__(self, entries: int, size_bytes: int) -> None:
         self.entries = entries
@@ -67,7 +67,7 @@ class Batch:
         self._generation = 0
 
     def placed(self, store: Store, extents: ExtentAllocator) -> list[EntryRecord]:
-        """An entry for each payload, in room of its own."""
+        """An entry for each payload, each with its own extent."""
         stored_bytes = store.stored_bytes(self.size_bytes, 0)
         entries = []
         for _ in range(self.entries):
@@ -133,7 +133,7 @@ def save_all(store: Store, batch: Batch, entries: Sequence[EntryRecord]) -> None
 
 
 def replace_all(store: Store, batch: Batch, entries: Sequence[EntryRecord]) -> None:
-    """As a full tier does: the entries that had the room go first."""
+    """Save as in a full tier: the entries that occupied the extents are erased first."""
     store.forget(entries)
     save_all(store, batch, entries)
 
@@ -156,7 +156,7 @@ def read_all(store: Store, batch: Batch, entries: Sequence[EntryRecord], verify:
 
 
 def opened(store: Store) -> ExtentAllocator:
-    """Make a store ready to be written."""
+    """Prepare a store for writing."""
     store.set_incarnation(os.urandom(16))
     secured_bytes = [0, *store.secure_segments()][-1]
     return ExtentAllocator(secured_bytes, store.slab_bytes, store.header_bytes)
@@ -228,12 +228,12 @@ def record_at(slab: int, slab_bytes: int) -> EntryRecord:
 
 
 def children_kib() -> int:
-    """The largest peak of memory of a process that ended."""
+    """The largest peak memory of any ended child process."""
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
 
 
 def bench_records(count: int, puts: int, repeats: int, parent: Path | None) -> None:
-    """Rows in a flat file and in LMDB, by turns: batches of records, and a start with so many."""
+    """Compare rows in a flat file and in LMDB: batches of records, and a start with all of them."""
     slab_bytes = 2**16
     kinds: list[type[RowFile] | type[LmdbRows]] = [RowFile, LmdbRows]
     directories = {kind: Path(tempfile.mkdtemp(prefix="prefixd-", dir=parent)) for kind in kinds}
@@ -324,10 +324,12 @@ def main() -> None:
     parser.add_argument("what", nargs="*", help="memcpy, arena, disk, records, extents")
     parser.add_argument("--entries", type=int, default=48, help="entries in a batch")
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--slabs", type=int, default=1_000_000, help="of the allocator's arena")
+    parser.add_argument(
+        "--slabs", type=int, default=1_000_000, help="slabs of the allocator's arena"
+    )
     parser.add_argument("--records", type=int, default=1_000_000, help="entries to recover")
     parser.add_argument("--puts", type=int, default=6_000, help="of one record")
-    parser.add_argument("--directory", type=Path, help="where the disk store is made")
+    parser.add_argument("--directory", type=Path, help="where to create the disk store")
     options = parser.parse_args()
     keep_large_blocks()  # as the daemon does
     for what in options.what or ["memcpy", "arena", "disk", "records", "extents"]:

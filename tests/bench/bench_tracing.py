@@ -1,10 +1,10 @@
-"""What tracing costs where it is off, and where it is on.
+"""Measures the cost of tracing, off and on.
 
     python tests/bench/bench_tracing.py --turns 100 --base ../before
 
-`--base`: another checkout, with a `.venv` of its own, to compare with; without it, this one with
-tracing off. Three daemons at once, 20 calls of each by turns; medians, and the median ratio of the
-turns. Spans are made, and go nowhere.
+`--base` is another checkout, with its own `.venv`, to compare with (default: this one with tracing
+off). Three daemons run at once, and 20 calls of each take turns. Prints medians, and the median
+ratios of the turns. Spans are created but not exported.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def key(number: int) -> bytes:
 
 
 def serve(mode: str, checkout: str) -> None:
-    """A daemon and a client of a checkout: times the operations that come on stdin."""
+    """Run a daemon and a client of a checkout, and time the operations that are read from stdin."""
     sys.path.insert(0, checkout)
     from prefixd.client import Client, SaveItem, Tier
     from tests.support.daemon import private_daemon
@@ -94,7 +94,7 @@ class Child:
             stdout=subprocess.PIPE,
             text=True,
         )
-        assert self._read() == "ready", "it did not start"
+        assert self._read() == "ready", "the daemon did not start"
         self.took_us: list[float] = []
 
     def _read(self) -> Any:
@@ -102,7 +102,7 @@ class Child:
         return json.loads(self._process.stdout.readline() or "null")
 
     def turn(self, operation: int) -> float:
-        """The median of some calls."""
+        """The median of 20 calls."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{operation}\n")
         self._process.stdin.flush()

@@ -1,9 +1,9 @@
-"""What watching costs the daemon's event loop: writing events down, and a message of 512 of them.
+"""Measures what watching costs the event loop: logging events, and a message with 512 of them.
 
     python tests/bench/bench_watch.py --rounds 5
 
-Beside it the same message made of message objects, as every watcher would need one of its own. By
-turns, medians; µs.
+For comparison, the same message is built of message objects, as it would be for each watcher. The
+cases take turns. Prints medians in µs.
 """
 
 from __future__ import annotations

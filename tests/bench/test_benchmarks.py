@@ -1,4 +1,4 @@
-"""Every benchmark still runs. What it measures with so little means nothing."""
+"""Every benchmark runs. Its results mean nothing with so little work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = {
     "bench_tiers.py": "--entries 2 --repeats 1 --slabs 60000 --records 100 --puts 4",
 }
 
-#: As `python PATH ...` does, in a process that has the imports done.
+#: Does what `python PATH ...` does, in a process that has the imports already.
 RUN = f"""
 import runpy, sys
 sys.path[0] = {str(BENCHMARKS)!r}
@@ -43,7 +43,7 @@ ALL = sorted(path.name for path in BENCHMARKS.glob("bench_*.py"))
 
 
 @pytest.mark.parametrize("name", sorted(SMALL))
-def test_it_runs(name: str) -> None:
+def test_each_benchmark_runs(name: str) -> None:
     done = subprocess.run(
         [*WARM, "-c", RUN, str(BENCHMARKS / name), *SMALL[name].split()],
         stdout=subprocess.PIPE,
@@ -56,10 +56,10 @@ def test_it_runs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name not in SMALL])
-def test_it_says_what_it_takes(
+def test_each_long_benchmark_describes_its_options(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those that take long: all that they import is there. Needs no process of its own."""
+    """For benchmarks that take long: all their imports exist. Runs in this process."""
     monkeypatch.syspath_prepend(BENCHMARKS)
     monkeypatch.setattr(sys, "argv", [name, "--help"])
     with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""What is wanted, from rows that are made up."""
+"""The goals of benchmarks, applied to invented rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import pytest
 from prefixd.client.bench.report import Rows
 from prefixd.client.bench.samples import Row
 from tests.bench import wanted as module
-from tests.bench.wanted import Wanted, wanted, wanted_table
+from tests.bench.wanted import MeasuredGoal, goals_table, measured_goals
 from tests.client.bench.test_report import OURS, PEERS
 
 
-def test_what_is_wanted() -> None:
-    found = {one.what: (round(one.value, 3), one.good) for one in wanted(OURS, PEERS, 5 * 2**20)}
+def test_the_measured_goals() -> None:
+    found = {
+        one.name: (round(one.value, 3), one.good) for one in measured_goals(OURS, PEERS, 5 * 2**20)
+    }
     assert found == {
         "restore of 48 blocks, prefixd-ram / memcpy": (0.8, True),
         "restore of 48 blocks, prefixd-ram / mooncake-shm": (1.5, True),
@@ -32,14 +34,14 @@ def test_what_is_wanted() -> None:
         "eviction beside 100,000 claimed entries / beside as many unclaimed": (1.125, True),
         "bytes/s of 8 processes / of one": (1.5, True),
     }
-    table = wanted_table(wanted(OURS, PEERS, 5 * 2**20), 5 * 2**20)
+    table = goals_table(measured_goals(OURS, PEERS, 5 * 2**20), 5 * 2**20)
     assert table.rows[2] == (
         "view of 48 blocks, prefixd-ram / memcpy", "at least 20x", "25x", "yes",
     )  # fmt: skip
     assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
 
 
-def test_what_is_wanted_of_the_data_socket() -> None:
+def test_the_goals_of_the_data_socket() -> None:
     rows = Rows(
         [
             Row("memcpy", "restore", 1, 1.0, 5.0),
@@ -50,7 +52,7 @@ def test_what_is_wanted_of_the_data_socket() -> None:
         ]
     )
     peers = Rows([Row("mooncake-tcp", "save", 48, 300.0, 0.8)])
-    found = {one.what: (one.value, one.limit) for one in wanted(rows, peers, 5 * 2**20)}
+    found = {one.name: (one.value, one.limit) for one in measured_goals(rows, peers, 5 * 2**20)}
     assert found == {
         "restore of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 2.0),
         "save of 48 blocks, prefixd-data / prefixd-grpc": (1.9, 1.7),
@@ -58,13 +60,16 @@ def test_what_is_wanted_of_the_data_socket() -> None:
         "save of 48 blocks, prefixd-data / mooncake-tcp": (3.0, 1.5),
         "restore of 1 block, prefixd-data / prefixd-grpc": (3.0, 2.5),
     }
-    assert "prefixd-data" not in str(wanted(rows, peers, 2**16))
+    assert "prefixd-data" not in str(measured_goals(rows, peers, 2**16))
 
 
 def test_small_blocks_have_goals_of_their_own() -> None:
     ram_save = Row("prefixd-disk", "save", 48, 100.0, 2.5)
     rows = Rows([*OURS.of("restore"), *OURS.of("save"), *OURS.of("view"), ram_save])
-    found = {one.what: (one.value, one.limit, one.good) for one in wanted(rows, PEERS, 192 * 2**10)}
+    found = {
+        one.name: (one.value, one.limit, one.good)
+        for one in measured_goals(rows, PEERS, 192 * 2**10)
+    }
     assert found["view of 48 blocks, prefixd-ram"] == (640.0, 250, False)
     assert found["restore of 48 blocks, prefixd-ram / mooncake-shm"] == (1.5, 2, False)
     assert found["save of 48 blocks, prefixd-disk / prefixd-ram"] == (0.5, 0.35, True)
@@ -74,8 +79,8 @@ def test_small_blocks_have_goals_of_their_own() -> None:
     ("value", "at_least", "good"),
     [(2.0, True, True), (1.9, True, False), (2.0, False, True), (2.1, False, False)],
 )
-def test_a_limit_belongs_to_what_is_good(value: float, at_least: bool, good: bool) -> None:
-    assert Wanted("x", value, 2.0, at_least).good is good
+def test_reaching_the_limit_is_good(value: float, at_least: bool, good: bool) -> None:
+    assert MeasuredGoal("x", value, 2.0, at_least).good is good
 
 
 def test_the_tables_of_two_files(
@@ -94,4 +99,4 @@ def test_the_tables_of_two_files(
         in large
     )
     assert small.startswith("what is wanted, blocks of 64KiB")
-    assert "mooncake" not in small, "the peers say of no size that it is theirs"
+    assert "mooncake" not in small, "rows of peers without a size were used for another size"

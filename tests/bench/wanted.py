@@ -1,4 +1,4 @@
-"""What prefixd is held to: ratios within the rows of one run, and where each has to be.
+"""The performance goals of prefixd: ratios within the rows of one run, and their limits.
 
 prefixctl bench --json rows.jsonl --compare peers.jsonl
 python -m tests.bench.wanted rows.jsonl peers.jsonl    # tables for BENCHMARKS.md
@@ -22,23 +22,23 @@ from prefixd.proto.units import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Of batches of one size of blocks: what of the best peer's speed, of memcpy's (a restore from
-    disk) and of a save to ram (one to disk)."""
+    """Goals for one block size, as ratios of speeds: `restore` and `save` to the best peer,
+    `disk_restore` to memcpy, `disk_save` to a save to ram."""
 
     restore: float
     save: float
     disk_restore: float
     disk_save: float
-    #: 0: twenty times the speed of memcpy
+    #: the most microseconds of a view; 0: at least twenty times the speed of memcpy
     view_us: float = 0
 
 
-#: The data socket, of gRPC's speed, and of Mooncake's over TCP.
+#: The speed of the data socket relative to gRPC, and (DATA_PEER) to Mooncake over TCP.
 DATA_RESTORE, DATA_SAVE, DATA_EXISTS, DATA_PEER = 2.0, 1.7, 2.0, 1.5
-#: The same of a single block.
+#: The same for a restore of a single block.
 DATA_ONE_RESTORE: Final = 2.5
 
-#: From here on what is done for each block does not count beside its bytes.
+#: From this block size on, the cost per block is negligible beside the cost per byte.
 LARGE_BYTES: Final = 2 * 2**20
 LARGE: Final = Goals(restore=1.5, save=2.5, disk_restore=0.6, disk_save=0.25)
 SMALL: Final = Goals(restore=2, save=1.8, disk_restore=0.5, disk_save=0.35, view_us=250)
@@ -50,13 +50,13 @@ ARENAS: Final = ("prefixd-ram", "prefixd-shm")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """One ratio, and where it has to be."""
+class MeasuredGoal:
+    """One measured value and its limit."""
 
-    what: str
+    name: str
     value: float
     limit: float
-    #: The value is to be at least the limit; False: at most.
+    #: Whether the limit is a minimum or (False) a maximum.
     at_least: bool = True
     unit: str = "x"
 
@@ -65,53 +65,57 @@ class Wanted:
         return self.value >= self.limit if self.at_least else self.value <= self.limit
 
 
-def wanted(rows: Rows, peers: Rows, block_bytes: int) -> list[Wanted]:
-    """What prefixd is held to, at the largest batch; what was not measured is left out."""
-    found: list[Wanted] = []
+def measured_goals(rows: Rows, peers: Rows, block_bytes: int) -> list[MeasuredGoal]:
+    """All goals that the rows measure, at the largest batch."""
+    found: list[MeasuredGoal] = []
     if rows.batches:
         goals = LARGE if block_bytes >= LARGE_BYTES else SMALL
-        found += _wanted_of_moves(rows, peers, rows.batches[-1], goals)
+        found += _goals_of_transfers(rows, peers, rows.batches[-1], goals)
         one, over_grpc = (rows.find(peer, "restore", 1) for peer in (DATA, GRPC))
         if goals is LARGE and rows.batches[0] == 1 and one is not None and over_grpc is not None:
-            what = f"restore of 1 block, {DATA} / {GRPC}"
-            found.append(Wanted(what, over_grpc.p50_ms / one.p50_ms, DATA_ONE_RESTORE))
-    for what, op, hashing_op in searches():
+            name = f"restore of 1 block, {DATA} / {GRPC}"
+            found.append(MeasuredGoal(name, over_grpc.p50_ms / one.p50_ms, DATA_ONE_RESTORE))
+    for name, op, hashing_op in searches():
         for row in rows.of(op):
             alone = rows.find(HASHING, hashing_op, row.blocks)
             if row.peer == HASHING or alone is None:
                 continue
             if op.startswith("chain-miss"):
                 extra_us = (row.p50_ms - alone.p50_ms) * 1e3
-                found.append(Wanted(f"{what}, beside the hash", extra_us, 10, False, " us"))
+                found.append(MeasuredGoal(f"{name}, beside the hash", extra_us, 10, False, " us"))
             else:
                 most = 1.3 if op.startswith("walk") else 3.0
-                found.append(Wanted(f"{what} / hashing", row.p50_ms / alone.p50_ms, most, False))
+                found.append(
+                    MeasuredGoal(f"{name} / hashing", row.p50_ms / alone.p50_ms, most, False)
+                )
     searched = [row for op in ("walk-hit", "walk-miss") for row in rows.of(op)]
     if searched:
-        asked = max(int(row.more.get("daemon_lookups", 0)) for row in searched)
-        found.append(Wanted("look-ups that all searches cost the daemon", asked, 0, False, ""))
+        lookups = max(int(row.more.get("daemon_lookups", 0)) for row in searched)
+        found.append(
+            MeasuredGoal("look-ups that all searches cost the daemon", lookups, 0, False, "")
+        )
     unpinned, pinned = rows.of(UNPINNED, EVICTED), rows.of(PINNED, EVICTED)
     if unpinned and pinned:
         ratio = pinned[0].p50_ms / unpinned[0].p50_ms
         beside = f"{pinned[0].more.get('beside', 0):,}"
-        what = f"eviction beside {beside} claimed entries / beside as many unclaimed"
-        found.append(Wanted(what, ratio, 1.2, False))
+        name = f"eviction beside {beside} claimed entries / beside as many unclaimed"
+        found.append(MeasuredGoal(name, ratio, 1.2, False))
     crowd = rows.crowd()
     if len(crowd) > 1:
         (_, one), (count, all_) = crowd[0], crowd[-1]
         ratio = (all_.gb_per_s or 0) / (one.gb_per_s or 1)
-        found.append(Wanted(f"bytes/s of {count} processes / of one", ratio, 1.0))
+        found.append(MeasuredGoal(f"bytes/s of {count} processes / of one", ratio, 1.0))
     return found
 
 
-def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list[Wanted]:
-    found: list[Wanted] = []
+def _goals_of_transfers(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list[MeasuredGoal]:
+    found: list[MeasuredGoal] = []
 
     def add(op: str, peer: str, against: Row | None, least: float) -> None:
         row = rows.find(peer, op, blocks)
         if row is not None and against is not None:
-            what = f"{op} of {blocks} blocks, {peer} / {against.peer}"
-            found.append(Wanted(what, against.p50_ms / row.p50_ms, least))
+            name = f"{op} of {blocks} blocks, {peer} / {against.peer}"
+            found.append(MeasuredGoal(name, against.p50_ms / row.p50_ms, least))
 
     floor = rows.find(MEMCPY, "restore", blocks)
     for peer in ARENAS:
@@ -120,8 +124,8 @@ def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list
         view = rows.find(peer, "view", blocks)
         if goals.view_us:
             if view is not None:
-                what = f"view of {blocks} blocks, {peer}"
-                found.append(Wanted(what, view.p50_ms * 1e3, goals.view_us, False, " us"))
+                name = f"view of {blocks} blocks, {peer}"
+                found.append(MeasuredGoal(name, view.p50_ms * 1e3, goals.view_us, False, " us"))
         else:
             add("view", peer, floor, 20)
         add("save", peer, peers.best("save", blocks), goals.save)
@@ -137,10 +141,10 @@ def _wanted_of_moves(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> list
     return found
 
 
-def wanted_table(found: Sequence[Wanted], block_bytes: int) -> Table:
+def goals_table(found: Sequence[MeasuredGoal], block_bytes: int) -> Table:
     lines = [
         (
-            one.what,
+            one.name,
             f"{'at least' if one.at_least else 'at most'} {one.limit:g}{one.unit}",
             f"{one.value:.{0 if one.value >= 10 or not one.unit else 2}f}{one.unit}",
             "yes" if one.good else "no",
@@ -156,8 +160,8 @@ def main() -> None:
     sizes = rows.block_sizes
     for size in reversed(sizes):
         theirs = peers.of_size(size, or_unsaid=size == sizes[-1])
-        found = wanted(rows.of_size(size), theirs, size)
-        print(as_markdown(wanted_table(found, size)), end="\n\n")
+        found = measured_goals(rows.of_size(size), theirs, size)
+        print(as_markdown(goals_table(found, size)), end="\n\n")
 
 
 if __name__ == "__main__":

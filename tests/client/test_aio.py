@@ -33,6 +33,7 @@ from prefixd.client import (
 from prefixd.client.aio import Runner
 from prefixd.proto.errors import ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
+from tests.support.daemon import eventually
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
@@ -276,7 +277,7 @@ def test_closing_ends_the_calls_under_way_and_leaves_no_thread(daemon: FakeDaemo
         assert not client.connected
 
     run(test)
-    assert not [t for t in threading.enumerate() if t.name.startswith("prefixd-")]
+    eventually(lambda: not [t for t in threading.enumerate() if t.name.startswith("prefixd-")])
 
 
 # ---- threads, cancellation, the end

@@ -1,5 +1,5 @@
-"""Fuzz: what may come from outside, in random forms and orders, with Hypothesis.
+"""Fuzz tests: random input of every kind from outside, in random order, with Hypothesis.
 
-Seconds of it are in the suite, the same examples each time. `make fuzz MINUTES=30` goes on with
-others. What was found once stays as an example, beside the test that found it.
+The suite runs a few fixed examples. `make fuzz MINUTES=30` runs new ones. Inputs that once failed
+are kept as examples of their test.
 """

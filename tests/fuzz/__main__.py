@@ -1,8 +1,8 @@
-"""Fuzzing for so many minutes, round by round, each with another seed.
+"""Runs the fuzz tests in rounds, each with a new seed, for a given time.
 
     python -m tests.fuzz --minutes 30
 
-Exit status 1: something was found; what pytest printed has the example and how to repeat it.
+Exit status 1: a test failed. The output of pytest has the example and how to repeat it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ import time
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32, help="of round one")
-    parser.add_argument("--examples", type=int, default=300, help="of each test, a round")
+    parser.add_argument(
+        "--seed", type=int, default=time.time_ns() % 2**32, help="of the first round"
+    )
+    parser.add_argument("--examples", type=int, default=300, help="of each test in a round")
     arguments = parser.parse_args()
     until_s = time.monotonic() + 60 * arguments.minutes
     environment = os.environ | {"PREFIXD_FUZZ_EXAMPLES": str(arguments.examples)}
@@ -31,7 +33,7 @@ def main() -> None:
         ).returncode
         seed += 1
     rounds = seed - arguments.seed
-    print(f"{rounds} rounds of {arguments.examples} examples, {'found' if failed else 'nothing'}")
+    print(f"{rounds} rounds of {arguments.examples} examples, {'failed' if failed else 'passed'}")
     sys.exit(bool(failed))
 
 

@@ -1,5 +1,5 @@
-"""With `PREFIXD_FUZZ_EXAMPLES` in the environment: so many new examples of everything, instead of
-the same few each time."""
+"""The Hypothesis profile: a few fixed examples of each test. With `PREFIXD_FUZZ_EXAMPLES` in the
+environment, that many new ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-#: What the suite has time for.
+#: Examples of each test in the suite.
 FEW = 40
 
 _SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]

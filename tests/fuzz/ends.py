@@ -1,9 +1,9 @@
-"""How calls over gRPC end where the client is not told.
+"""How the daemon ended a gRPC call whose status the client lost.
 
-If the daemon ends a call while `grpc.aio`'s client still has messages for it, the sending of the
-next one may fail before the status is read. The client then ends the call with INTERNAL and words
-of its own, and the status is lost. `python -m tests.support.grpc_alone` shows it without the
-daemon. What the daemon answered is then known to the daemon only.
+If the daemon ends a call while the client of `grpc.aio` still has messages to send, sending the
+next one may fail before the client reads the status. The client then reports INTERNAL with a
+message of its own. `python -m tests.support.grpc_alone` shows this without the daemon. Only the
+daemon knows the real status then, so it is noted there.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tests.support.running import Refused
 
 Call: TypeAlias = Callable[..., Awaitable[Any]]
 
-_GRPCS_WORDS: Final = "Internal error from Core"
+_GRPC_MESSAGE: Final = "Internal error from Core"
 
 
 def is_unsent(method: MethodDescriptor, messages: int, refused: Refused) -> bool:
-    """Is it that? Only a client with another message to send can be told so."""
+    """Whether the client lost the status. That needs another message to send."""
     return (
         method.client_streaming
         and messages > 1
         and (refused.code, refused.name) == (grpc.StatusCode.INTERNAL, None)
-        and refused.sentence == _GRPCS_WORDS
+        and refused.sentence == _GRPC_MESSAGE
     )
 
 
 class Ends:
-    """Notes how the calls of daemons that start in this process end. Close it."""
+    """Notes how calls end in all daemons of this process, until it is closed."""
 
     def __init__(self) -> None:
-        #: names of errors, and "" for each that was answered
+        #: the names of errors, and "" for each successful call
         self.noted: list[str] = []
         self._patches = ExitStack()
         for name in ("_answering", "_streaming"):
             self._replace(name, self._noting_answers(getattr(grpc_adapter, name)))
         self._replace("_abort", self._noting_errors(grpc_adapter._abort))
 
-    def _replace(self, name: str, made: Call) -> None:
-        self._patches.enter_context(mock.patch.object(grpc_adapter, name, made))
+    def _replace(self, name: str, replacement: Call) -> None:
+        self._patches.enter_context(mock.patch.object(grpc_adapter, name, replacement))
 
     def _noting_answers(self, call: Call) -> Call:
         async def noted(*args: Any) -> Any:

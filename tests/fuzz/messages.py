@@ -1,4 +1,4 @@
-"""Messages of the contract with anything in them that their types allow."""
+"""Messages of the contract with any content that their types allow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _BY_TYPE: Final[dict[int, st.SearchStrategy[Any]]] = {
         st.sampled_from(["", "a", "tenant", "x" * 121]), st.text(max_size=8)
     ),
 }
-#: Fields whose values make most messages good ones.
+#: Fields with values that make most messages valid.
 _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
     "key": _keys,
     "keys": _keys,
@@ -48,7 +48,7 @@ _BY_NAME: Final[dict[str, st.SearchStrategy[Any]]] = {
     "tier": st.sampled_from([0, 1, 1, 1, 2, 3, 9]),
     "token_ids": st.sampled_from([b"", b"", bytes(4), bytes(5)]),
 }
-#: Those of them that are bytes; others may have their names.
+#: The bytes fields among them. Fields of other types may have the same names.
 _BYTES: Final = ("key", "keys", "token_ids")
 
 
@@ -62,7 +62,7 @@ def _values(field: FieldDescriptor, depth: int) -> st.SearchStrategy[Any]:
 
 @st.composite
 def messages(draw: Callable[..., Any], descriptor: Descriptor, depth: int = 5) -> Message:
-    """One of this type; most of its fields are there."""
+    """A message of this type, with most of its fields set."""
     made = GetMessageClass(descriptor)()
     for field in descriptor.fields:
         if field.type == FieldDescriptor.TYPE_MESSAGE:
@@ -75,7 +75,7 @@ def messages(draw: Callable[..., Any], descriptor: Descriptor, depth: int = 5) -
                     getattr(made, field.name).update(draw(filled))
                 continue
         if field.containing_oneof is not None:
-            # The last one that is set wins: each has its chance.
+            # The last field that is set wins, so each is set with probability 1/2.
             if not draw(st.booleans()):
                 continue
         elif draw(st.integers(0, 7)) == 0:
@@ -92,15 +92,15 @@ def messages(draw: Callable[..., Any], descriptor: Descriptor, depth: int = 5) -
 
 @st.composite
 def requests(draw: Callable[..., Any], descriptor: Descriptor, ref: pb.SessionRef) -> Message:
-    """The same; a session in it is mostly this one, so that more than a refusal is tried."""
+    """A message in which sessions mostly are `ref`, so that not all requests are refused."""
     made = draw(messages(descriptor))
     put_session(made, ref, draw(st.integers(0, 5)))
     return made
 
 
 def put_session(message: Message, ref: pb.SessionRef, which: int) -> None:
-    """Replace the sessions that a message names: by `ref`, by one of another incarnation (1), or
-    with another secret (2); 0 leaves them as they are."""
+    """Replace the sessions in a message by `ref`: with a wrong incarnation if `which` is 1, with a
+    wrong secret if it is 2. 0 leaves the sessions unchanged."""
     for field, value in message.ListFields():
         if field.type != FieldDescriptor.TYPE_MESSAGE or field.message_type.GetOptions().map_entry:
             continue
@@ -116,7 +116,7 @@ def put_session(message: Message, ref: pb.SessionRef, which: int) -> None:
 
 
 def damaged(data: bytes) -> st.SearchStrategy[bytes]:
-    """These bytes, mostly; cut off, lengthened, or with some of them changed otherwise."""
+    """The bytes, often unchanged, or cut off, lengthened or with a few bytes changed."""
     changed = st.lists(
         st.tuples(st.integers(0, max(0, len(data) - 1)), st.integers(1, 255)),
         min_size=1,
@@ -140,7 +140,7 @@ def _flipped(data: bytes, flips: list[tuple[int, int]]) -> bytes:
 
 
 def pieces(data: bytes) -> st.SearchStrategy[list[bytes]]:
-    """The same bytes, cut anywhere."""
+    """The bytes, cut into random pieces."""
     cuts = st.lists(st.integers(0, len(data)), max_size=4).map(sorted)
     return cuts.map(
         lambda at: [data[start:end] for start, end in zip([0, *at], [*at, len(data)], strict=True)]

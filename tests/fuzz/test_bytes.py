@@ -1,5 +1,4 @@
-"""Bytes from sockets, files and engines, in any state: what they mean, or the error that says they
-mean nothing."""
+"""Damaged bytes from sockets, files and engines are decoded or refused with the right error."""
 
 from __future__ import annotations
 
@@ -53,11 +52,11 @@ ENTRY = EntryRecord(
 
 
 def entries() -> st.SearchStrategy[EntryRecord]:
-    """With one extent, or with so many that their row is not enough."""
+    """Entries with one extent, or with so many that they need more than one row."""
 
-    def scattered(many: int) -> EntryRecord:
-        location = tuple(part for n in range(many) for part in ((2 + 2 * n) * SLAB, SLAB))
-        return replace(ENTRY, location=location, payload_bytes=many * SLAB)
+    def scattered(extents: int) -> EntryRecord:
+        location = tuple(part for n in range(extents) for part in ((2 + 2 * n) * SLAB, SLAB))
+        return replace(ENTRY, location=location, payload_bytes=extents * SLAB)
 
     return st.one_of(st.just(ENTRY), st.integers(2, 30).map(scattered))
 
@@ -83,7 +82,7 @@ def test_frames_come_out_as_they_went_in_however_they_are_cut(
 
 @FUZZ
 @given(st.data(), messages(pb.LocalRequest.DESCRIPTOR, 2))
-def test_no_bytes_are_more_than_a_message_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
+def test_damaged_frames_are_messages_or_malformed(draw: st.DataObject, sent: Any) -> None:
     stream = draw.draw(damaged(frames.frame(sent)))
     parser = frames.Frames(pb.LocalRequest.FromString)
     try:
@@ -97,7 +96,7 @@ def test_no_bytes_are_more_than_a_message_or_a_mistake(draw: st.DataObject, sent
 
 @FUZZ
 @given(st.data(), messages(pb.DataRequest.DESCRIPTOR, 2))
-def test_no_bytes_are_more_than_a_request_or_a_mistake(draw: st.DataObject, sent: Any) -> None:
+def test_damaged_requests_are_requests_or_malformed(draw: st.DataObject, sent: Any) -> None:
     raw = draw.draw(damaged(sent.SerializeToString()))
     with contextlib.suppress(MalformedMessage):
         parse(pb.DataRequest, raw)
@@ -107,23 +106,23 @@ def test_no_bytes_are_more_than_a_request_or_a_mistake(draw: st.DataObject, sent
 
 @FUZZ
 @given(st.data(), st.sampled_from((pb.SaveRequest, pb.LocalRequest, pb.SessionRequest)))
-def test_whatever_is_made_of_bytes_was_counted_before(draw: st.DataObject, kind: Any) -> None:
+def test_all_parsed_objects_are_counted_before_parsing(draw: st.DataObject, kind: Any) -> None:
     whole = draw.draw(messages(kind.DESCRIPTOR, 2)).SerializeToString()
-    assert made_of(parse(kind, whole)) <= fields_of(kind, whole)
+    assert objects_in(parse(kind, whole)) <= fields_of(kind, whole)
     raw = draw.draw(damaged(whole))
     with contextlib.suppress(MalformedMessage):
-        made = made_of(parse(kind, raw))
-        with contextlib.suppress(DecodeError):  # refused where it is long
+        made = objects_in(parse(kind, raw))
+        with contextlib.suppress(DecodeError):  # long messages are refused
             assert made <= fields_of(kind, raw)
 
 
-def made_of(message: Any) -> int:
-    """Objects that a message consists of, but for columns."""
+def objects_in(message: Any) -> int:
+    """The number of objects that a message consists of, without columns."""
     made = 0
     for field, value in message.ListFields():
         if field.message_type is not None:
             inner = [value] if isinstance(value, Message) else list(value)
-            made += len(inner) + sum(map(made_of, inner))
+            made += len(inner) + sum(map(objects_in, inner))
         elif isinstance(value, str | bytes):
             made += 1
         elif field.cpp_type == field.CPPTYPE_STRING:
@@ -131,25 +130,25 @@ def made_of(message: Any) -> int:
     return made
 
 
-# ---- what a client is told
+# ---- responses to clients
 
 
 @FUZZ
 @given(st.data())
-def test_no_answer_of_a_daemon_is_more_than_an_answer_or_an_error(draw: st.DataObject) -> None:
-    """Of any version, and with a bug: it becomes what the library means, or one of its errors."""
+def test_any_response_of_a_daemon_is_a_result_or_an_error(draw: st.DataObject) -> None:
+    """Even responses of other versions or with bugs become results or errors of the library."""
     kinds: list[tuple[Any, Any]] = [
-        (pb.EntryInfo, lambda told: client_messages.entry_of(KEY, told)),
-        (pb.LookupResult, lambda told: client_messages.found_of(KEY, told)),
-        (pb.LookupResponse, lambda told: client_messages.present_of([KEY] * 3, told)),
-        (pb.SaveResult, lambda told: client_messages.outcome_of(KEY, told)),
+        (pb.EntryInfo, lambda response: client_messages.entry_of(KEY, response)),
+        (pb.LookupResult, lambda response: client_messages.found_of(KEY, response)),
+        (pb.LookupResponse, lambda response: client_messages.present_of([KEY] * 3, response)),
+        (pb.SaveResult, lambda response: client_messages.outcome_of(KEY, response)),
         (pb.SaveStagedResponse, client_messages.results_of),
     ]
     kind, understand = draw.draw(st.sampled_from(kinds))
-    told = draw.draw(messages(kind.DESCRIPTOR))
+    response = draw.draw(messages(kind.DESCRIPTOR))
     try:
         with understanding():
-            understand(told)
+            understand(response)
     except PrefixdError:
         pass
 
@@ -164,7 +163,7 @@ def test_a_damaged_record_is_refused(draw: st.DataObject, entry: EntryRecord) ->
     good = decode_entry(rows[2], 2, SLAB, lambda slab: rows.get(slab, b""))
     assert good == entry
     slab = draw.draw(st.sampled_from(sorted(rows)))
-    # A table gives rows of their length, whatever is in them.
+    # A table always returns rows of the full length.
     rows[slab] = draw.draw(damaged(rows[slab]))[:ROW_BYTES].ljust(ROW_BYTES, b"\0")
     try:
         found = decode_entry(rows[2], 2, SLAB, lambda slab: rows.get(slab, b""))
@@ -183,7 +182,7 @@ def test_a_damaged_record_is_refused(draw: st.DataObject, entry: EntryRecord) ->
     st.data(),
     entries(),
 )
-def test_a_table_with_anything_in_it_is_recovered(
+def test_a_table_with_random_rows_is_recovered(
     noise: list[tuple[int, bytes]], draw: st.DataObject, entry: EntryRecord
 ) -> None:
     rows = dict(encode_rows(entry, SLAB))
@@ -198,7 +197,7 @@ def test_a_table_with_anything_in_it_is_recovered(
 
 @FUZZ
 @given(st.data())
-def test_a_cell_or_a_usage_row_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+def test_a_damaged_cell_or_usage_row_is_intact_or_refused(draw: st.DataObject) -> None:
     row = encode_rows(ENTRY, SLAB)[0][1]
     cell = lmdb_wire.encode_cell(9, 2, row)
     assert lmdb_wire.whole_cell(draw.draw(damaged(cell))) in (cell, None)
@@ -208,7 +207,7 @@ def test_a_cell_or_a_usage_row_is_what_it_was_or_nothing(draw: st.DataObject) ->
 
 @FUZZ
 @given(st.data())
-def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) -> None:
+def test_a_damaged_arena_header_is_intact_or_refused(draw: st.DataObject) -> None:
     header = arena_header.encode_arena_header(bytes(range(16)), SLAB)
     raw = draw.draw(damaged(header))
     with contextlib.suppress(RecordError):
@@ -220,8 +219,8 @@ def test_the_header_of_an_arena_is_what_it_was_or_an_error(draw: st.DataObject) 
 
 @FUZZ
 @given(st.data(), entries())
-def test_a_row_of_the_index_is_a_row_or_an_error(draw: st.DataObject, entry: EntryRecord) -> None:
-    """Its checksum is looked at where it is found (proto/test_index.py)."""
+def test_a_damaged_index_row_is_decoded_or_refused(draw: st.DataObject, entry: EntryRecord) -> None:
+    """The checksum of a row is checked where rows are found (proto/test_index.py)."""
     row = index.pack_row(entry, entry.location)
     with contextlib.suppress(RecordError):
         found = index.unpack_row(draw.draw(damaged(row)))
@@ -245,7 +244,7 @@ def test_rows_that_are_unpacked_together_are_all_good_or_none(
 
 @FUZZ
 @given(st.data())
-def test_the_header_of_a_shared_value_is_what_it_was_or_nothing(draw: st.DataObject) -> None:
+def test_a_damaged_shared_header_is_intact_or_refused(draw: st.DataObject) -> None:
     entry = SharedEntry(KEY, 4096, 16, 4, 77)
     raw = draw.draw(damaged(encode_header(entry)))
     assert len(encode_header(entry)) == HEADER_BYTES
@@ -260,7 +259,7 @@ REPLY = b"$5\r\nhello\r\n:7\r\n+OK\r\n-ERR no\r\n$-1\r\n"
 @given(st.data())
 @example(draw=None)
 def test_an_engine_may_answer_anything(draw: st.DataObject | None) -> None:
-    """What it says right is taken, until it says something wrong or nothing more."""
+    """Valid replies are accepted until the first invalid one or the end."""
     raw = REPLY if draw is None else draw.draw(st.one_of(damaged(REPLY), st.binary(max_size=99)))
     parts = [REPLY] if draw is None else draw.draw(pieces(raw))
     ours, theirs = socket.socketpair()
@@ -283,8 +282,8 @@ def test_an_engine_may_answer_anything(draw: st.DataObject | None) -> None:
         assert connection.broken or all(r.result is not Result.UNANSWERED for r in requests)
 
 
-def test_damage_is_damage() -> None:
-    """Of what the strategies give, most is not what it was."""
+def test_a_flipped_bit_is_refused() -> None:
+    """Damage is really refused: the tests above also accept intact values."""
     row = encode_rows(ENTRY, SLAB)[0][1]
     flipped = bytes([row[0] ^ 1]) + row[1:]
     with pytest.raises(RowRefused):

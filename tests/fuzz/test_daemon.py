@@ -1,5 +1,5 @@
-"""Anything that clients may send, over every way and in every order: it is answered or refused as
-the contract says, others notice nothing, and nothing is left of it."""
+"""Random requests over every transport, in any order. Each is answered or refused as the contract
+says, other clients are not affected, and nothing is held afterwards."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ from tests.support.running import OpenSession, Refused, answer, key, payload, ru
 from .ends import Ends, is_unsent
 from .messages import damaged, pieces, requests
 
-#: No call takes longer, whatever it says: none of them may wait for more than a minute, and these
-#: ask for next to nothing.
+#: The longest that any call may take. A request may wait for at most a minute, and these requests
+#: need next to nothing.
 BOUND_S: Final = 30.0
-#: An operator's, who can stop the daemon, or change what the machine next asks for; and the one
-#: that does not end.
-_NOT_ASKED: Final = ("Drain", "Resize", "SetLogLevel", "Configure", "Watch")
-ASKED: Final = [method for method in METHODS if method.name not in _NOT_ASKED]
-#: What is never to be logged because of anything that a client sends.
+#: Not called: operators' calls that stop the daemon or change how it handles the next requests, and
+#: Watch, which does not end.
+_NOT_CALLED: Final = ("Drain", "Resize", "SetLogLevel", "Configure", "Watch")
+CALLED: Final = [method for method in METHODS if method.name not in _NOT_CALLED]
+#: Log levels that no request may cause.
 _GRAVE: Final = ("error", "critical", "exception")
 WITNESS: Final = key(1000)
 
 
 class Daemon(RuleBasedStateMachine):
-    """A daemon for each example, with a session that behaves and connections that don't."""
+    """A daemon for each example, with a well-behaved session and hostile connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,10 +63,10 @@ class Daemon(RuleBasedStateMachine):
             self._logged.append(dict(event))
         raise structlog.DropEvent
 
-    def _do(self, what: Any) -> Any:
+    def _do(self, action: Any) -> Any:
         async def bounded() -> Any:
             async with asyncio.timeout(BOUND_S):
-                return await what
+                return await action
 
         return shared_loop().run_until_complete(bounded())
 
@@ -79,7 +79,7 @@ class Daemon(RuleBasedStateMachine):
 
     # ---- over gRPC
 
-    @rule(data=st.data(), method=st.sampled_from(ASKED))
+    @rule(data=st.data(), method=st.sampled_from(CALLED))
     def call(self, data: st.DataObject, method: MethodDescriptor) -> None:
         self._do(self._answered(data, method))
 
@@ -111,7 +111,7 @@ class Daemon(RuleBasedStateMachine):
     @precondition(lambda self: self._local)
     @rule(data=st.data())
     def send(self, data: st.DataObject) -> None:
-        """To the local socket: a frame in pieces, whole or not, behind whatever came before."""
+        """Send a frame, whole or damaged and in pieces, on a connection to the local socket."""
         reader, writer = data.draw(st.sampled_from(self._local))
         request = data.draw(requests(pb.LocalRequest.DESCRIPTOR, self._session.ref))
         raw = data.draw(damaged(frames.frame(request)))  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class Daemon(RuleBasedStateMachine):
     @precondition(lambda self: self._remote)
     @rule(data=st.data(), attach=st.booleans())
     def send_data(self, data: st.DataObject, attach: bool) -> None:
-        """To the data socket. Payloads are bytes among the frames."""
+        """Send a frame to the data socket, perhaps followed by payload bytes."""
         reader, writer = data.draw(st.sampled_from(self._remote))
         request = data.draw(requests(pb.DataRequest.DESCRIPTOR, self._session.ref))
         if attach:
@@ -136,7 +136,7 @@ class Daemon(RuleBasedStateMachine):
     async def _sent(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, parts: list[bytes]
     ) -> None:
-        """What is answered is not waited for: a frame may not be whole yet."""
+        """Responses are read only briefly, as the frame may be incomplete."""
         with suppress(ConnectionError):
             for part in parts:
                 writer.write(part)
@@ -148,15 +148,15 @@ class Daemon(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def hang_up(self, data: st.DataObject) -> None:
-        lines = self._local + self._remote
-        if lines:
-            line = data.draw(st.sampled_from(lines))
-            line[1].transport.abort()
-            for some in (self._local, self._remote):
-                if line in some:
-                    some.remove(line)
+        connections = self._local + self._remote
+        if connections:
+            connection = data.draw(st.sampled_from(connections))
+            connection[1].transport.abort()
+            for open_ones in (self._local, self._remote):
+                if connection in open_ones:
+                    open_ones.remove(connection)
 
-    # ---- who behaves
+    # ---- the well-behaved session
 
     @rule(number=st.integers(1, 5))
     def save_and_restore(self, number: int) -> None:
@@ -169,14 +169,14 @@ class Daemon(RuleBasedStateMachine):
 
     @rule()
     def another_session(self) -> None:
-        """That is attacked from now on; the one that behaves stays."""
+        """Open a session that requests name from now on. The well-behaved one stays open."""
         self._session = self._do(self._open())
 
     @rule(seconds=st.sampled_from([0.1, 1.0]))
     def time_passes(self, seconds: float) -> None:
         async def passes() -> None:
             self._daemon.forward(seconds)
-            await self._witness.beat()  # it is not lost for want of one
+            await self._witness.beat()  # its session must not expire
 
         self._do(passes())
 
@@ -198,10 +198,10 @@ class Daemon(RuleBasedStateMachine):
 
     async def _ended(self) -> None:
         tables = self._daemon.tables
-        if WITNESS in tables.entries:  # an operator's call may have dropped it
+        if WITNESS in tables.entries:  # an operator's call may have removed it
             again = await self._daemon.open()
             assert await again.restore(WITNESS) == payload(1)
-        # Sessions that say nothing end, with what they hold.
+        # Silent sessions expire and release what they hold.
         self._daemon.forward(100_000)
         await self._daemon.assert_idle()
         assert not tables.claims
@@ -212,7 +212,7 @@ def _framed(request: Any) -> bytes:
     return frames.frame(request)
 
 
-#: An example takes a daemon: to make one smaller takes longer than to read it.
+#: Each example needs a daemon, so shrinking would take longer than reading the whole example.
 Daemon.TestCase.settings = settings(
     settings.get_profile("fuzz"),
     max_examples=settings.get_profile("fuzz").max_examples // 4,

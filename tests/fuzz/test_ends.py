@@ -1,4 +1,4 @@
-"""What the fuzz believes where gRPC's client says something of its own."""
+"""How a status that gRPC's client lost is recognized, and where the daemon's own is noted."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .ends import Ends, is_unsent
 SAVE, LOOKUP = (next(m for m in METHODS if m.name == name) for name in ("Save", "Lookup"))
 
 
-class Said(Refused):
-    """As gRPC's client says it."""
+class ClientError(Refused):
+    """An error that gRPC's client reports itself."""
 
-    def __init__(self, words: str, code: grpc.StatusCode = grpc.StatusCode.INTERNAL) -> None:
-        Exception.__init__(self, words)
-        self.sentence, self.code, self.name, self.retry = words, code, None, None
+    def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.INTERNAL) -> None:
+        Exception.__init__(self, message)
+        self.sentence, self.code, self.name, self.retry = message, code, None, None
 
 
 def test_only_a_call_with_a_message_left_is_ended_by_its_client() -> None:
-    its_own = Said("Internal error from Core")
+    its_own = ClientError("Internal error from Core")
     assert is_unsent(SAVE, 2, its_own)
-    assert not is_unsent(SAVE, 1, its_own), "it has sent all"
-    assert not is_unsent(LOOKUP, 2, its_own), "it has one message"
-    assert not is_unsent(SAVE, 2, Said("the daemon failed"))
-    assert not is_unsent(SAVE, 2, Said("Internal error from Core", grpc.StatusCode.UNKNOWN))
+    assert not is_unsent(SAVE, 1, its_own), "all messages were sent"
+    assert not is_unsent(LOOKUP, 2, its_own), "a lookup has only one message"
+    assert not is_unsent(SAVE, 2, ClientError("the daemon failed"))
+    assert not is_unsent(SAVE, 2, ClientError("Internal error from Core", grpc.StatusCode.UNKNOWN))
 
 
 @in_loop

@@ -1,4 +1,4 @@
-"""What people write, and files that they bring: every mistake is an error with a sentence."""
+"""Options and files that people write: every mistake is reported as an error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .messages import damaged
 FUZZ = settings.get_profile("fuzz")
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (ROOT / "deploy/prefixd.toml").read_text()
-#: The options with their defaults, as somebody would uncomment them.
+#: The lines of the configuration template, uncommented.
 LINES = [line.removeprefix("# ") for line in TEMPLATE.splitlines() if "=" in line or "[" in line]
 NAMES = [option.path for _, _, options in sections(Config) for option in options]
 

@@ -1,8 +1,7 @@
 """Write keys.json, the vectors that every implementation of the keys has to reproduce.
 
-Nothing here comes from the package: hashlib and struct, and the formulas as they are written in
-the docstring of proto/keys.py. Run it by hand after a change of the format, which changes every
-key there is.
+It uses nothing of the package, only hashlib, struct and the formulas in the docstring of
+proto/keys.py. Run it by hand after a change of the format, which changes all keys.
 """
 
 import hashlib
@@ -32,8 +31,8 @@ def i64(number):
     return struct.pack("<q", number)
 
 
-# The scaled integers are written out: 1.0 is 2^32, 0.75 is 3 * 2^30, -0.5 is -2^31, and
-# 3 * 2^-33 lies half-way between 1 and 2 steps: ties go to the even one.
+# The scaled integers are given explicitly: 1.0 is 2^32, 0.75 is 3 * 2^30, and -0.5 is -2^31.
+# 3 * 2^-33 lies half-way between 1 and 2 steps, and ties round to even.
 NAMESPACES = {
     "plain": {
         "fingerprint": WEIGHTS,
@@ -118,7 +117,7 @@ def preamble(namespace):
 
 
 def chain(namespace, tokens, block_tokens):
-    """Keys of the whole blocks, and of the padded rest (None: there is none)."""
+    """Keys of the whole blocks, and the key of the padded rest (None: there is no rest)."""
     parent = sha256(preamble(namespace))
     keys = []
     whole, rest = divmod(len(tokens), block_tokens)
@@ -133,7 +132,7 @@ def chain(namespace, tokens, block_tokens):
 
 
 def context(*fields):
-    """The hash of (name, type, value) triples that are in order already."""
+    """The hash of sorted (name, type, value) triples."""
     encoded = b"".join(
         u32(len(name)) + name + kind + u32(len(value)) + value for name, kind, value in fields
     )

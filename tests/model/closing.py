@@ -1,5 +1,5 @@
-"""The machine of `tests.model.machine` for a daemon whose tiers recover while it serves, and whose
-devices hang from time to time."""
+"""The machine of `tests.model.machine` with tiers that recover while the daemon serves, and with
+devices that hang at times."""
 
 from __future__ import annotations
 

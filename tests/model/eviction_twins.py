@@ -1,8 +1,8 @@
 # ruff: noqa: ARG002 (the twins share signatures)
 """Slow twins of the eviction policies, sharing no code with them.
 
-They are lists that are scanned from the front. A pinned key stays in its place and is skipped. They
-know weights, pins, and the shares that S3-FIFO gives its queues.
+They are lists that are scanned from the front. A pinned key stays in its place and is skipped. The
+twins support weights, pins, and the shares of S3-FIFO's queues.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class Twin:
-    """A cache of weighted keys: which are resident, and which would leave for a new key."""
+    """A cache of weighted keys: knows the resident keys and evicts for new ones."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -28,7 +28,7 @@ class Twin:
         return next((key for key in keys if key not in self.pinned), None)
 
     def access(self, key: int, weight: int) -> tuple[bool, list[int]]:
-        """(whether it was a hit, the evicted keys)."""
+        """Access a key. Returns (whether it was a hit, the evicted keys)."""
         evicted: list[int] = []
         if key in self.weight:
             self.hit(key)
@@ -57,7 +57,7 @@ class Twin:
     def enter(self, key: int) -> None: ...
 
     def forget(self, key: int) -> None:
-        """The key leaves the cache. The caller handles ghosts."""
+        """Remove the key from the cache. The caller handles ghosts."""
         del self.weight[key]
 
     def evict(self, key: int | None, weight: int) -> int | None:
@@ -164,7 +164,7 @@ class TwinS3FIFO(Twin):
         return self.over(queue, weight) and self.first_free(queue) is not None
 
     def promote(self, weight: int) -> None:
-        """Warm heads of a full S that fit into M go there without an eviction."""
+        """Move warm heads of a full S to M while they fit without an eviction."""
         while self.over(self.small, weight):
             head = self.first_free(self.small)
             if head is None or not self.count[head] or self.over(self.main, self.weight[head]):

@@ -1,4 +1,4 @@
-"""Hypothesis drives `MetaState` and its twin with the same events, and compares all output."""
+"""Hypothesis drives `MetaState` and its twin with the same events and compares all output."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ LIMITS = TwinLimits(
     waited_of_one=4,
     unwritten=30,
 )
-#: Some of these are exactly what a tier can take, and some are just above it.
+#: Some of these sizes are exactly the largest that a tier accepts, and some are just above.
 PAYLOADS = st.sampled_from([1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 8, 9, 12, 14, 28, 29, 37, 38, 40, 41])
 
 
@@ -50,7 +50,7 @@ KEY = st.sampled_from(NAMES)
 SOME_KEYS = st.lists(KEY, min_size=1, max_size=4, unique=True) | st.just(list(NAMES))
 TIER = st.sampled_from(["ram", "shm", "disk"])
 WAIT = st.sampled_from([0, 0, 15, 35])
-#: Selects one of what is there, see the methods that pick.
+#: Selects one of the existing sessions, claims or saves, see the methods that pick.
 PICK = st.integers(0, 11)
 PICKS = st.lists(PICK, min_size=1, max_size=3, unique=True)
 ITEM = st.tuples(KEY, PAYLOADS, st.sampled_from([0, 0, 1, 4]))
@@ -62,19 +62,19 @@ def outcome_name(outcome: SaveStatus) -> str:
     return outcome.name.lower().replace("_", " ")
 
 
-def one_usage(said: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """Joins uses that were handed over in several effects. The twin has one for each tier."""
-    found = [fact for fact in said if fact[0] != "usage"]
+def one_usage(facts: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Join the uses of several effects. The twin reports all uses of a tier at once."""
+    found = [fact for fact in facts if fact[0] != "usage"]
     by_tier: dict[str, list[Any]] = {}
-    for fact in said:
+    for fact in facts:
         if fact[0] == "usage":
             by_tier.setdefault(fact[1], []).extend(fact[2])
     return found + [("usage", tier, uses) for tier, uses in by_tier.items()]
 
 
 class MetaStateMachine(RuleBasedStateMachine):
-    """See the module. `max_steps`: the backlog steps of one event. `shares`: of each tier, by
-    namespace. `parts`: the namespaces of keys."""
+    """See the module. `max_steps`: the most backlog steps in one event. `shares`: the shares of
+    each tier by namespace. `parts`: the namespaces of keys."""
 
     max_steps = 4096
     shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {}, "disk": {}}
@@ -115,15 +115,15 @@ class MetaStateMachine(RuleBasedStateMachine):
         )
         self.witness = Witness(self.state)
 
-    # ---- both at once
+    # ---- the state and the twin
 
     def happens(self, event: ev.Event, twin: Callable[[], Any]) -> list[fx.Effect]:
         self.broken = True
         effects = self.applied(event)
-        self.witness.sees(event, effects)
+        self.witness.check(event, effects)
         expected = self.twin.happens(self.now, twin)
-        said = [fact for effect in effects for fact in facts_of(effect)]
-        assert sorted(one_usage(said), key=repr) == sorted(expected, key=repr)
+        facts = [fact for effect in effects for fact in facts_of(effect)]
+        assert sorted(one_usage(facts), key=repr) == sorted(expected, key=repr)
         self.commits += [e.tokens for e in effects if isinstance(e, fx.Commit)]
         self.compare_state(event)
         self.broken = False
@@ -158,7 +158,7 @@ class MetaStateMachine(RuleBasedStateMachine):
             if self.recount is not None and next(self.recount_steps, 0) == 0:
                 self.recount.__exit__(None, None, None)
                 problems, self.recount = self.recount.problems, None
-                assert problems == [], "of a recount while things happened"
+                assert problems == [], "found by a recount during other events"
 
     @rule(steps=st.sampled_from([1, 4, 12]))
     def count(self, steps: int) -> None:
@@ -172,7 +172,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         for tier, ledger in tables.ledgers.items():
             assert ledger.published_bytes + ledger.reserved_bytes <= ledger.limit_bytes
             assert (ledger.published_bytes + ledger.reserved_bytes) == twin.used(tier.label)[0]
-            # As for an operator who asks for several entries at once.
+            # Several entries at once, as in an operator's request.
             for entries in (1, SHM_ENTRIES, SHM_ENTRIES + 1):
                 too_many = 0 < ledger.max_entries < entries
                 assert (ledger.admission(1, entries) is Admission.TOO_LARGE) == too_many
@@ -183,7 +183,9 @@ class MetaStateMachine(RuleBasedStateMachine):
                 expected = [k for k in twin.order[tier.label] if twin.part(tier.label, k) == part]
                 assert [name_of(entry.key) for entry in victims] == expected
                 stamps = [entry.last_used_ns for entry in victims]
-                assert stamps == sorted(set(stamps)), "the order would not survive a restart"
+                assert stamps == sorted(set(stamps)), (
+                    "equal stamps: a restart would change the order"
+                )
         assert set(map(name_of, tables.entries)) == twin.entries.keys()
         assert tables.claims.keys() == twin.claims.keys()
         assert tables.reservations.keys() == twin.saves.keys()
@@ -192,16 +194,16 @@ class MetaStateMachine(RuleBasedStateMachine):
         due, next_ns = twin.due(), self.state.next_deadline_ns()
         if due:
             assert next_ns is not None
-            assert next_ns <= due[0][0] + twin.credit, "a tick would come too late"
+            assert next_ns <= due[0][0] + twin.credit, "the next tick would be too late"
         if isinstance(event, ev.Tick) and next_ns is not None:
-            assert next_ns > self.now, "a tick would be due at once, again and again"
+            assert next_ns > self.now, "the next tick would be due at once, forever"
 
     def question(self) -> int:
         self.requests += 1
-        self.witness.asked(self.requests)
+        self.witness.requested(self.requests)
         return self.requests
 
-    # ---- picking: mostly one that is alive, sometimes one that ended, rarely one that never was
+    # ---- picking: mostly something alive, sometimes something that ended, rarely an unknown number
 
     def a_session(self, pick: int) -> int:
         live = sorted(self.twin.sessions)
@@ -213,7 +215,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         return owners[0] if owners and pick < 9 else self.a_session(pick)
 
     def some_of(self, picks: list[int], held: dict[int, dict[str, Any]], given: int) -> list[int]:
-        """Some numbers of what is held, and some of all `given` numbers so far."""
+        """Some numbers of live objects, and some of all numbers up to `given`."""
         live = sorted(held)
         return [
             99 if pick == 5 else given - pick if pick < 2 or not live else live[pick % len(live)]
@@ -252,7 +254,7 @@ class MetaStateMachine(RuleBasedStateMachine):
                     break
                 self.found_bytes += location[1]
             self.found += 1
-            # Distinct ages in any order; generations of an earlier start.
+            # Uses are distinct, in any order. Generations are from an earlier start.
             used_ns = 100 + 100 * used + self.found
             record = EntryRecord(
                 key=key_of(key),
@@ -282,8 +284,8 @@ class MetaStateMachine(RuleBasedStateMachine):
         stored.sort(key=lambda one: one.last_used_ns)
         expected.sort(key=lambda one: one["used"])
         for at in range(0, len(stored), batch):
-            some = tuple(stored[at : at + batch])
-            event = ev.TierRecovered(tier, some, dropped=1, now_ns=self.now)
+            entries = tuple(stored[at : at + batch])
+            event = ev.TierRecovered(tier, entries, dropped=1, now_ns=self.now)
             self.happens(event, partial(self.twin.recover, tier.label, expected[at : at + batch]))
 
     def open(self) -> None:
@@ -356,7 +358,7 @@ class MetaStateMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.twin.entries)
     @rule(name=KEY, how=st.sampled_from(["suspect", "suspect", "damage", "stale"]))
     def doubt(self, name: str, how: str) -> None:
-        """A reader or a store found a wrong checksum."""
+        """A reader or a store finds a wrong checksum."""
         if how == "suspect" or name not in self.twin.entries:
             self.suspect([name])
         else:
@@ -428,7 +430,7 @@ class MetaStateMachine(RuleBasedStateMachine):
     def save(
         self, who: int, tier: str, items: list[tuple[str, int, int]], ancestors: list[str]
     ) -> None:
-        """A whole save at once, so that there is something to read."""
+        """Reserve and write at once, so that there are entries to read."""
         before = self.twin.reserved
         self._reserve(who, tier, items, ancestors, begin=True, wait=0)
         self._seal([(token, 5, 5) for token in range(before + 1, self.twin.reserved + 1)])
@@ -444,8 +446,8 @@ class MetaStateMachine(RuleBasedStateMachine):
     def _seal(self, writes: list[tuple[int, int, int]]) -> None:
         if not writes:
             return
-        tokens, crcs, meant = zip(*writes, strict=True)
-        event = ev.WriteSealed(tokens, crcs, meant, self.now)
+        tokens, crcs, expected = zip(*writes, strict=True)
+        event = ev.WriteSealed(tokens, crcs, expected, self.now)
         self.happens(event, partial(self.twin.seal, writes))
 
     @precondition(lambda self: self.tokens("writing", "doomed"))
@@ -486,7 +488,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         self.happens(ev.CommitFailed(tokens, full, "no space left", self.now), twin)
 
     def _take_commit(self, which: int, split: int) -> tuple[int, ...]:
-        """Some tokens of one of the commits under way, in order."""
+        """The first tokens of one of the unfinished commits."""
         tokens = self.commits.pop(which % len(self.commits))
         some = 1 + split % len(tokens)
         if tokens[some:]:
@@ -524,7 +526,7 @@ class MetaStateMachine(RuleBasedStateMachine):
 
     @rule(passed=st.sampled_from([1, 9, 20]))
     def time_passes(self, passed: int) -> None:
-        """Without a tick, so that the next event is late."""
+        """Time passes without a tick, so that the next event is late."""
         self.now += passed
 
     @rule(
@@ -534,7 +536,7 @@ class MetaStateMachine(RuleBasedStateMachine):
         late=st.sampled_from([0, 0, 0, 5, 60]),
     )
     def tick(self, passed: int, flush: bool, heard: bool = False, late: int = 0) -> None:
-        """`late`: how long the daemon did not serve."""
+        """`late`: the time for which the daemon did not serve."""
         self.now += passed + late
         if heard:
             for who in range(len(self.twin.sessions)):
@@ -544,9 +546,9 @@ class MetaStateMachine(RuleBasedStateMachine):
     # ---- the end
 
     def teardown(self) -> None:
-        """All sessions end, and everything that they held is free."""
+        """End all sessions and check that nothing is held."""
         if self.broken:
-            return  # a failure was reported already
+            return  # a failure was already reported
         for session in sorted(self.twin.sessions):
             event = ev.SessionLost(session, "the daemon stops", self.now)
             self.happens(event, partial(self.twin.lose_session, session))
@@ -554,7 +556,7 @@ class MetaStateMachine(RuleBasedStateMachine):
             self.commit(0, 10)
         while self.tokens("doomed"):
             self.stop(0, SaveStatus.LOST)
-        # Longer than any lease, and the lateness that a heartbeat before a tick is credited with.
+        # Longer than any lease and any lateness that is credited.
         self.tick(1_000, flush=True)
         tables = self.state.tables
         held = [tables.claims, tables.reservations, tables.in_flight, tables.waiting]

@@ -1,5 +1,5 @@
-"""The machine of `tests.model.machine` with an operator who resizes tiers step by step, while
-everything else goes on."""
+"""The machine of `tests.model.machine` with an operator who resizes tiers step by step between
+other events."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ResizingMachine(MetaStateMachine):
         victims = freed = retired = 0
         if rules.limit > target:
             if sum(pinned) > target:
-                twin.say("reply", request, ("refused", "limit_reached"))
+                twin.emit("reply", request, ("refused", "limit_reached"))
                 return
             while (
                 rules.limit - twin.used(tier)[0] < rules.limit - target
@@ -67,7 +67,7 @@ class ResizingMachine(MetaStateMachine):
         done = rules.limit <= target
         if done:
             rules.budget = target
-        twin.say("reply", request, ("resize", victims, freed, retired, done))
+        twin.emit("reply", request, ("resize", victims, freed, retired, done))
 
     @rule(
         name=RESIZED,
@@ -75,7 +75,7 @@ class ResizingMachine(MetaStateMachine):
         most=st.sampled_from([1, 2, 9, 9]),
     )
     def resize(self, name: str, part: float, most: int) -> None:
-        """One step of a resize; other events come between two steps."""
+        """One step of a resize. Other events come between the steps."""
         slab, tier = SLABS[name], Tier[name.upper()]
         target = max(slab, round(part * MOST[name]) // slab * slab)
         arena, request = HEADERS[name] + target, self.question()
@@ -88,7 +88,7 @@ class ResizingMachine(MetaStateMachine):
     @precondition(lambda self: any(t.limit < t.budget for t in self.twin.tiers.values()))
     @rule(name=RESIZED, slabs=st.integers(1, 3))
     def restore(self, name: str, slabs: int) -> None:
-        """Retired room comes back, up to what the tier may have."""
+        """Retired extents are restored, up to the budget of the tier."""
         tier, rules = Tier[name.upper()], self.twin.tiers[name]
         missing = min(rules.budget - rules.limit, slabs * SLABS[name])
         location = self.state.tables.ledgers[tier].next_restored(max(0, missing))
@@ -101,7 +101,7 @@ class ResizingMachine(MetaStateMachine):
     @precondition(lambda self: self.secured < RAM_BYTES)
     @rule(slabs=st.integers(1, 2))
     def grow(self, slabs: int) -> None:
-        """Memory that is secured after the tier became smaller is not added to it."""
+        """Secured memory beyond the budget of a shrunk tier is not added to it."""
         before, ledger = self.secured, self.state.tables.ledgers[Tier.RAM]
         self.secured = min(before + slabs * RAM_SLAB_BYTES, RAM_BYTES)
         rules, held = self.twin.tiers["ram"], len(ledger.retired)

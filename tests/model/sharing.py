@@ -8,8 +8,8 @@ from tests.model.closing import ClosingMachine
 
 
 class SharesMachine(ClosingMachine):
-    """Two namespaces with shares of each tier, and keys without a namespace. The shares are larger
-    than what RAM has at first, and leave little of the other tiers."""
+    """Two namespaces with shares, and keys without a namespace. The shares of RAM exceed its
+    initial size, and those of the other tiers leave little for other keys."""
 
     shares: ClassVar[dict[str, dict[str, int]]] = {
         "ram": {"one": 16, "two": 12},
@@ -20,8 +20,8 @@ class SharesMachine(ClosingMachine):
 
 
 class FewEntriesMachine(SharesMachine):
-    """One namespace with a share of the tier that is limited in entries: its share is one of two.
-    Nearly all keys have no namespace, so more of them are often there than may be pinned."""
+    """One namespace has a share of the tier with two entries: one of them. Nearly all keys have no
+    namespace, so the tier often holds more of them than may be pinned."""
 
     shares: ClassVar[dict[str, dict[str, int]]] = {"ram": {}, "shm": {"one": 20}, "disk": {}}
     parts: ClassVar[dict[str, str]] = {"a": "one"}

@@ -1,10 +1,10 @@
-"""The fewest steps that show each mistake that `test_model_has_teeth` plants.
+"""Finds the fewest steps that show each mistake that `test_model_has_teeth` plants.
 
     python -m tests.model.teeth
 
-uses Hypothesis to find steps that are missing in `teeth.txt` or no longer show their mistake, and
-leaves out what is not needed. Steps are statements, as Hypothesis prints them, so they work with
-any version of it.
+uses Hypothesis to find steps for mistakes that `teeth.txt` does not show any more, and omits
+needless steps. Steps are stored as the statements that Hypothesis prints, so they do not depend on
+its version.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def run(steps: list[str]) -> None:
 
 
 def search(*machines: type[MetaStateMachine]) -> None:
-    """Run random steps until one shows a mistake. Raises it, with the steps in its notes."""
+    """Run random steps until one shows a mistake. Raises its error, with the steps in the notes."""
     for machine in dict.fromkeys(machines):
         run_state_machine_as_test(machine, settings=SHORT)
 
@@ -78,7 +78,7 @@ def shows(steps: list[str]) -> bool:
         run(steps)
     except NOTICED:
         return True
-    except Exception:  # these steps are not valid any more
+    except Exception:  # the steps are not valid any more
         return False
     return False
 
@@ -97,8 +97,8 @@ def found(machine: type[MetaStateMachine]) -> list[str]:
     try:
         search(machine, SharesMachine)
     except NOTICED as problem:
-        said = textwrap.dedent("\n".join(getattr(problem, "__notes__", [])))
-        steps = said[said.index("state = ") : said.index("state.teardown()")]
+        notes = textwrap.dedent("\n".join(getattr(problem, "__notes__", [])))
+        steps = notes[notes.index("state = ") : notes.index("state.teardown()")]
         steps = re.sub(r"<(\w+\.\w+): \d+>", r"\1", steps)
         return [ast.unparse(step) for step in ast.parse(steps).body]
     raise AssertionError("no step shows it")

@@ -12,7 +12,7 @@ from tests.support.lengths import times
 
 
 class SmallStepsMachine(MetaStateMachine):
-    """Leaves as much work as possible for later, and does it one step at a time."""
+    """Defers as much work as possible, and does it one step at a time."""
 
     max_steps = 1
 

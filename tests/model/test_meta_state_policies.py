@@ -1,4 +1,4 @@
-"""`MetaState` with every eviction policy: the accounting balances."""
+"""The accounting of `MetaState` is right with every eviction policy."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def driver_with(policy: type[EvictionPolicy[Key]], max_ghosts: int | None) -> Dr
 def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
     """One random event. The driver checks the state after it."""
     tables, session = driver.tables, chance.choice(sessions)
-    some = " ".join(chance.sample([f"k{n}" for n in range(30)], chance.randint(1, 4)))
+    names = " ".join(chance.sample([f"k{n}" for n in range(30)], chance.randint(1, 4)))
     tier, size = chance.choice(list(Tier)), chance.choice([1, 2, 3, 5, 8, 13, 39, 40])
     driver.now_ns += chance.randint(0, 3)
     match chance.randint(0, 11):
         case 0 | 1 | 2 | 3:
             before = tables.ledgers[tier].admission(size)
-            answer = driver.reserve(session, some, tier=tier, payload_bytes=size, begin=True)
+            answer = driver.reserve(session, names, tier=tier, payload_bytes=size, begin=True)
             tokens = [one.token for one in answer.results if isinstance(one, WriteOrder)]
             if before in (Admission.FITS, Admission.AFTER_EVICTION):
-                assert SaveStatus.NO_ROOM not in answer.results[:1], "it was promised"
+                assert SaveStatus.NO_ROOM not in answer.results[:1], "refused although it fits"
             if tokens and chance.random() < 0.8:
                 driver.seal(*tokens)
         case 4 | 5:
-            driver.claim(session, some, ClaimMode.ANY, lease_ns=200)
+            driver.claim(session, names, ClaimMode.ANY, lease_ns=200)
         case 6:
             claims = sorted(tables.claims)
             if claims:
@@ -55,7 +55,7 @@ def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
                 expected = "released" if whole else "lost"
                 assert driver.release(claim.session, claim.claim) == expected
         case 7:
-            driver.touch(some)
+            driver.touch(names)
         case 8:
             stages = (Stage.WRITING, Stage.DOOMED)
             writing = [r.token for r in tables.reservations.values() if r.stage in stages]
@@ -75,7 +75,7 @@ def act(driver: Driver, chance: random.Random, sessions: list[int]) -> None:
 
 @pytest.mark.parametrize("max_ghosts", [None, 3])
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
-def test_the_books_balance(policy: type[EvictionPolicy[Key]], max_ghosts: int | None) -> None:
+def test_the_accounting_is_right(policy: type[EvictionPolicy[Key]], max_ghosts: int | None) -> None:
     driver = driver_with(policy, max_ghosts)
     chance = random.Random(f"{policy.name} {max_ghosts}")
     sessions = [driver.open("alice"), driver.open("bob")]

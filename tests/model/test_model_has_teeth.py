@@ -27,12 +27,12 @@ OFF_BY_ONE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
 }
-#: These change nothing. `tests.tiers.test_foretell` compares them with what happens, and
-#: `tests.tiers.test_pieces` tests entries that are too large for any free pieces.
+#: Methods that change no state. `tests.tiers.test_foretell` compares their predictions with the
+#: results, and `tests.tiers.test_pieces` tests entries that are too large for any free extents.
 NOT_ARITHMETIC = {"foretell", "_fitting", "_has_pieces"}
-#: Mistakes without an effect: both sides are equal where they differ, or LRU ignores the capacity.
-#: The first one needs a tier with too many entries and exactly the bytes, which is rare here:
-#: `tests.tiers.test_shares` tests it.
+#: Mistakes without an effect: where the comparisons differ, both results are the same, or LRU
+#: ignores the capacity. The first one shows only in a tier with too many entries and exactly the
+#: free bytes, which is rare here: `tests.tiers.test_shares` tests it.
 NO_DIFFERENCE = {
     "who.stored_bytes < self.free_bytes",
     "self.share_bytes >= limit_bytes",
@@ -40,7 +40,8 @@ NO_DIFFERENCE = {
     "fixed_entries >= share_entries",
     "capacity + self.share_bytes",
 }
-#: In an assertion, and for the growing tier of the model: the ram tier, without a header.
+#: Mistakes that the model can't reach: one in an assertion, and one that needs a growing tier with
+#: a header. Only the ram tier grows here, and it has no header.
 NOT_MET = {
     ("resize", "self.limit_bytes - self.header_bytes"),
     ("grow", "self.arena_bytes + self.header_bytes"),
@@ -57,7 +58,7 @@ class Mutation:
     old: str
     new: str
     broken: Any
-    #: Its number among mutations that read alike.
+    #: The number among mutations with the same text.
     number: int = 1
 
     def __str__(self) -> str:
@@ -66,7 +67,7 @@ class Mutation:
 
     @property
     def machine(self) -> type[MetaStateMachine]:
-        """The machine that reaches it."""
+        """The machine whose steps reach the mistake."""
         if self.of is Ledger and self.method in OF_RESIZES:
             return ResizingMachine
         if self.method == "may_pin":
@@ -114,7 +115,7 @@ def mutations(of: type) -> Iterator[Mutation]:
 
 
 MUTATIONS = [m for of in (Ledger, Shares, Standing) for m in mutations(of)]
-#: mistake -> steps that show it. `python -m tests.model.teeth` rewrites them.
+#: The steps that show each mistake. `python -m tests.model.teeth` rewrites them.
 STEPS = stored()
 #: Methods that only resizing reaches.
 OF_RESIZES = {"grow", "resize", "retire", "next_restored", "restore"}
@@ -123,7 +124,7 @@ OF_SHARES = {"next_victim"}
 
 
 def test_all_of_the_arithmetic_is_broken_once() -> None:
-    """The mutations include what every method books, and how it is compared."""
+    """The mutations include all sums in each method, and the comparisons."""
     broken = {(mutation.method, mutation.new) for mutation in MUTATIONS}
     for method in ("reserve", "cancel", "publish"):
         assert (method, f"self.reserved_bytes {'+-'[method != 'reserve']}= 0") in broken
@@ -135,14 +136,14 @@ def test_all_of_the_arithmetic_is_broken_once() -> None:
     assert len(broken) >= 28
 
 
-def test_no_steps_are_kept_of_what_is_no_mistake_any_more() -> None:
+def test_all_stored_steps_belong_to_a_mistake() -> None:
     assert STEPS.keys() <= set(map(str, MUTATIONS))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=str)
 def test_the_model_notices(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the stored steps, which pass if nothing is broken. By random steps if none are stored, and
-    always in the long form."""
+    """The stored steps show the mistake, and pass without it. Random steps are tried if none are
+    stored, and always in the long form."""
     steps = None if LONG else STEPS.get(str(mutation))
     if steps is not None:
         run(steps)

@@ -1,4 +1,4 @@
-"""The small tiers of `machine`, each with other features, and those of the twin."""
+"""The small tiers of `machine`, each with different features, and the tiers of the twin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.model.witness import key_of
 
 RAM_BYTES, RAM_SECURED_BYTES, RAM_SLAB_BYTES = 40, 24, 4
 SHM_BYTES, SHM_SLAB_BYTES, SHM_ENTRIES = 40, 2, 2
-#: The header of the arena, in front of the room for entries.
+#: The header of the arena, before the extents of entries.
 SHM_HEADER_BYTES = SHM_SLAB_BYTES
 DISK_BYTES, DISK_IN_FLIGHT_BYTES = 30, 20
 
@@ -46,8 +46,8 @@ Shares = Mapping[str, Mapping[str, int]]
 
 
 def ledgers(shares: Shares, parts: Mapping[str, str]) -> dict[Tier, Ledger]:
-    """`shares`: of each tier, by namespace. `parts`: the namespaces of keys."""
-    made = {
+    """`shares`: the shares of each tier by namespace. `parts`: the namespaces of keys."""
+    ledgers_by_tier = {
         Tier.RAM: Ledger(
             Tier.RAM,
             RAM_BYTES,
@@ -71,16 +71,16 @@ def ledgers(shares: Shares, parts: Mapping[str, str]) -> dict[Tier, Ledger]:
             shares=_shares(shares["disk"]),
         ),
     }
-    for ledger in made.values():
+    for ledger in ledgers_by_tier.values():
         if ledger.shares is not None:
-            # A key is named by a letter here, and ends in eight of it.
+            # Keys are named by letters here: a key's tag is its letter, repeated.
             numbers = {name: n for n, name in enumerate(ledger.shares.namespaces, 1)}
             tags = {key_of(letter)[-TAG_BYTES:]: part for letter, part in parts.items()}
             ledger.shares._numbers.clear()
             ledger.shares._numbers.update(
                 {tag: numbers[part] for tag, part in tags.items() if part in numbers}
             )
-    return made
+    return ledgers_by_tier
 
 
 def _shares(shares: Mapping[str, int]) -> list[Share]:
@@ -88,7 +88,7 @@ def _shares(shares: Mapping[str, int]) -> list[Share]:
 
 
 def twins(shares: Shares) -> dict[str, TwinTier]:
-    """The same for `twin.Twin`."""
+    """The same tiers for `twin.Twin`."""
     ram, shm, disk = (dict(shares[tier]) for tier in ("ram", "shm", "disk"))
     in_flight = DISK_IN_FLIGHT_BYTES
     return {

@@ -1,7 +1,7 @@
 """A twin of `MetaState`, made of dicts and lists: slow, obvious, and without shared code.
 
-It counts by visiting everything each time. Its output is plain tuples; `witness.plain` turns the
-effects of `MetaState` into the same form.
+It counts by visiting everything each time. Its output is plain tuples. `witness.plain` converts the
+effects of `MetaState` to the same form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.model.twin_shares import TwinShares, TwinTier
 
-#: An answer, or the saves that it waits for: the mode, and tokens by the positions of the keys.
+#: Computes a reply, or ("wait", mode, tokens by the positions of keys) if it has to wait for saves.
 Attempt = Callable[[bool], Any]
 
 
@@ -23,9 +23,9 @@ class TwinLimits:
     reservations: int
     waiters: int
     lost_after: int
-    waited: int  # saves that requests wait for, counted per request; and of a session
+    waited: int  # most saves that all requests wait for, counted per request; below: of one session
     waited_of_one: int
-    unwritten: int  # how long a reservation lasts without a byte
+    unwritten: int  # lifetime of a reservation without written bytes
 
 
 class Twin(TwinShares):
@@ -38,8 +38,8 @@ class Twin(TwinShares):
         self.now = 0
         self.credit = 0
         self.entries: dict[str, dict[str, Any]] = {}
-        self.condemned: list[dict[str, Any]] = []  # dropped while they were claimed
-        self.closed: dict[str, str] = {}  # states of tiers that do not serve
+        self.condemned: list[dict[str, Any]] = []  # dropped while claimed
+        self.closed: dict[str, str] = {}  # the states of tiers that do not serve
         self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # the next victim first
         self.dirty: list[str] = []
         self.sessions: dict[int, dict[str, Any]] = {}
@@ -47,23 +47,23 @@ class Twin(TwinShares):
         self.saves: dict[int, dict[str, Any]] = {}
         self.parked: dict[int, dict[str, Any]] = {}
         self.opened = self.claimed = self.reserved = self.batches = 0
-        self.said: list[tuple[Any, ...]] = []
-        self.deadlines: dict[int, int] = {}  # of requests that wait, or waited
+        self.output: list[tuple[Any, ...]] = []
+        self.deadlines: dict[int, int] = {}  # of requests that wait or have waited
         self.ended: list[tuple[int, bool]] = []  # saves that ended, and whether they were published
 
-    def happens(self, now: int, what: Callable[[], None]) -> list[tuple[Any, ...]]:
+    def happens(self, now: int, event: Callable[[], None]) -> list[tuple[Any, ...]]:
         """Apply an event, then answer the requests that waited for it. Returns all output."""
-        self.now, self.said = now, []
-        what()
-        self.tell_waiters()
-        return self.said
+        self.now, self.output = now, []
+        event()
+        self.answer_waiters()
+        return self.output
 
     @property
     def served(self) -> int:
         return self.now - self.credit
 
-    def tell_waiters(self) -> None:
-        """Answer the requests that wait for saves that ended, in the order in which they began."""
+    def answer_waiters(self) -> None:
+        """Answer the requests that wait for ended saves, in the order in which they began."""
         while self.ended:
             token, saved = self.ended.pop(0)
             for request in [r for r, p in self.parked.items() if token in p["tokens"].values()]:
@@ -79,15 +79,15 @@ class Twin(TwinShares):
                     del self.parked[request]
                     self.ask(request, parked["until"], parked["session"], parked["attempt"])
 
-    def say(self, *fact: Any) -> None:
-        self.said.append(fact)
+    def emit(self, *fact: Any) -> None:
+        self.output.append(fact)
 
-    # ---- questions
+    # ---- requests
 
     def ask(self, request: int, until: int, session: int | None, attempt: Attempt) -> None:
         answer = attempt(self.now < until)
         if not isinstance(answer, tuple) or answer[0] != "wait":
-            self.say("reply", request, answer)
+            self.emit("reply", request, answer)
             return
         _, mode, tokens = answer
         others = [p["size"] for p in self.parked.values()]
@@ -97,11 +97,11 @@ class Twin(TwinShares):
             or sum(others) + len(tokens) > self.limits.waited
             or sum(own) + len(tokens) > self.limits.waited_of_one
         ):
-            self.say("reply", request, attempt(False))
+            self.emit("reply", request, attempt(False))
             return
         self.parked[request] = {
             "until": until,
-            # The deadline of its first wait holds, also if it waits for other saves later.
+            # The first deadline stays, even if the request waits for further saves.
             "deadline": self.deadlines.setdefault(request, until - self.credit),
             "session": session,
             "attempt": attempt,
@@ -112,11 +112,11 @@ class Twin(TwinShares):
 
     def open(self, request: int, owner: str) -> None:
         if len(self.sessions) >= self.limits.sessions:
-            self.say("reply", request, ("refused", "limit_reached"))
+            self.emit("reply", request, ("refused", "limit_reached"))
             return
         self.opened += 1
         self.sessions[self.opened] = {"owner": owner, "heard": self.served, "lost": []}
-        self.say("reply", request, ("opened", self.opened))
+        self.emit("reply", request, ("opened", self.opened))
 
     def saver_of(self, key: str) -> dict[str, Any] | None:
         for save in self.saves.values():
@@ -142,7 +142,7 @@ class Twin(TwinShares):
         return ("in flight", owner, self.served - save["since"])
 
     def waits_for(self, keys: Iterable[str], mode: str) -> Any:
-        """The saves that a question about these keys waits for; None if there are none."""
+        """The saves that a request for these keys waits for. None: it need not wait."""
         tokens = {}
         for place, key in enumerate(keys):
             save = self.saver_of(key)
@@ -210,7 +210,7 @@ class Twin(TwinShares):
 
     def release(self, request: int, session: int, claims: list[int]) -> None:
         if session not in self.sessions:
-            self.say("reply", request, ("refused", "unknown_session"))
+            self.emit("reply", request, ("refused", "unknown_session"))
             return
         results = []
         for number in claims:
@@ -227,7 +227,7 @@ class Twin(TwinShares):
                 results.append("already")
             else:
                 results.append("unknown")
-        self.say("reply", request, ("release", results))
+        self.emit("reply", request, ("release", results))
 
     def give_back(self, number: int) -> None:
         for entry in reversed(self.claims.pop(number)["entries"]):
@@ -244,7 +244,7 @@ class Twin(TwinShares):
         session = self.claims[number]["session"]
         self.give_back(number)
         self.remember_loss(session, number)
-        self.say("claim lost", session, number)
+        self.emit("claim lost", session, number)
 
     def remember_loss(self, session: int, number: int) -> None:
         lost = self.sessions[session]["lost"]
@@ -255,7 +255,7 @@ class Twin(TwinShares):
 
     def note_use(self, key: str) -> None:
         if self.entries[key]["tier"] == "ram":
-            return  # nothing refers to it later
+            return  # uses in RAM are not recorded
         if key in self.dirty:
             self.dirty.remove(key)
         self.dirty.append(key)
@@ -279,7 +279,7 @@ class Twin(TwinShares):
     def suspect(self, keys: list[str]) -> None:
         for key in keys:
             if key in self.entries:
-                self.say("verify", key)
+                self.emit("verify", key)
 
     # ---- room
 
@@ -291,8 +291,8 @@ class Twin(TwinShares):
             self.order[entry["tier"]].remove(key)
         if key in self.dirty:
             self.dirty.remove(key)
-        self.say("delete", key)
-        self.say("erase", entry["tier"], key)
+        self.emit("delete", key)
+        self.emit("erase", entry["tier"], key)
 
     def make_room(self, tier: str, key: str, cost: int) -> Any:
         rules = self.tiers[tier]
@@ -321,7 +321,7 @@ class Twin(TwinShares):
 
     def evict(self, request: int, tier: str, free: int, most: int) -> None:
         if tier not in self.tiers:
-            self.say("reply", request, ("refused", "unknown_tier"))
+            self.emit("reply", request, ("refused", "unknown_tier"))
             return
         victims = freed = 0
         while freed < free and victims < most and self.order[tier]:
@@ -331,7 +331,7 @@ class Twin(TwinShares):
             victims += 1
             self.leave(victim)
         more = freed >= free or victims == most
-        self.say("reply", request, ("evict", victims, freed, more))
+        self.emit("reply", request, ("evict", victims, freed, more))
 
     def damage(self, key: str) -> None:
         self.leave(key)
@@ -422,7 +422,7 @@ class Twin(TwinShares):
         else:
             save["stage"] = "writing"
             answer = self.order_of(save)
-        self.say("reply", request, answer)
+        self.emit("reply", request, answer)
 
     def seal(self, writes: list[tuple[int, int, int]]) -> None:
         commits: dict[str, list[int]] = {}
@@ -440,7 +440,7 @@ class Twin(TwinShares):
                 else:
                     self.publish(token)
         for tier, tokens in commits.items():
-            self.say("commit", tier, tokens)
+            self.emit("commit", tier, tokens)
 
     def publish(self, token: int) -> None:
         save = self.saves[token]
@@ -455,12 +455,12 @@ class Twin(TwinShares):
             "hits": 0,
         }
         self.order[save["tier"]].append(save["key"])
-        self.say("put", save["key"])
+        self.emit("put", save["key"])
         self.end(token, "saved")
 
     def end(self, token: int, outcome: str) -> None:
         save = self.saves.pop(token)
-        self.say("ended", token, outcome)
+        self.emit("ended", token, outcome)
         if save["stage"] != "doomed":
             self.ended.append((token, outcome == "saved"))
         if all(other["batch"] != save["batch"] for other in self.saves.values()):
@@ -473,26 +473,26 @@ class Twin(TwinShares):
         if save["stage"] in ("committing", "doomed"):
             return False
         if tell:
-            self.say("reservation lost", save["session"], token, save["key"])
+            self.emit("reservation lost", save["session"], token, save["key"])
         if save["stage"] == "reserved":
             self.end(token, "lost")
         else:
             save["stage"] = "doomed"
-            self.say("stop", token)
+            self.emit("stop", token)
             self.ended.append((token, False))
         return True
 
     def cancel(self, request: int, session: int, tokens: list[int]) -> None:
         if session not in self.sessions:
-            self.say("reply", request, ("refused", "unknown_session"))
+            self.emit("reply", request, ("refused", "unknown_session"))
             return
         results = []
         for token in tokens:
             mine = token in self.saves and self.saves[token]["session"] == session
             results.append(mine and self.lose(token, tell=False))
-        self.say("reply", request, ("cancel", results))
+        self.emit("reply", request, ("cancel", results))
 
-    # ---- ends and time
+    # ---- session ends and time
 
     def lose_session(self, session: int) -> None:
         if session not in self.sessions:
@@ -500,7 +500,7 @@ class Twin(TwinShares):
         del self.sessions[session]
         for request in [r for r, p in self.parked.items() if p["session"] == session]:
             del self.parked[request]
-            self.say("reply", request, ("refused", "unknown_session"))
+            self.emit("reply", request, ("refused", "unknown_session"))
         for token in sorted(t for t, s in self.saves.items() if s["session"] == session):
             self.lose(token, tell=False)
         for number in sorted(n for n, c in self.claims.items() if c["session"] == session):
@@ -535,19 +535,19 @@ class Twin(TwinShares):
             else:
                 parked = self.parked.pop(number)
                 self.ask(number, parked["until"], parked["session"], parked["attempt"])
-            self.tell_waiters()
+            self.answer_waiters()
         if flush:
             for tier in self.tiers:
                 keys = [key for key in self.dirty if self.entries[key]["tier"] == tier]
                 if keys:
                     uses = [(key, self.entries[key]["hits"]) for key in keys]
-                    self.say("usage", tier, uses)
+                    self.emit("usage", tier, uses)
             self.dirty = []
 
-    # ---- starts
+    # ---- recovery
 
     def gives_way(self, tier: str, key: str) -> bool:
-        """A record counts more than a later save in a tier that survives less."""
+        """A recovered record replaces a later save in a less durable tier."""
         lesser = list(self.tiers)[: list(self.tiers).index(tier)]
         if key in self.entries:
             if self.entries[key]["tier"] not in lesser:
@@ -565,7 +565,7 @@ class Twin(TwinShares):
             pinned_entries = self.used(tier)[1] - self.unpinned(tier)[1]
             full = cost + pinned > rules.limit or (rules.cap and pinned_entries >= rules.cap)
             if full or not self.gives_way(tier, one["key"]):
-                self.say("erase", tier, one["key"])
+                self.emit("erase", tier, one["key"])
                 continue
             room = True
             while self.used(tier)[0] + cost > rules.limit or (
@@ -577,7 +577,7 @@ class Twin(TwinShares):
                     break
                 self.leave(victim)
             if not room:
-                self.say("erase", tier, one["key"])
+                self.emit("erase", tier, one["key"])
                 continue
             self.entries[one["key"]] = {
                 "key": one["key"],
@@ -590,4 +590,4 @@ class Twin(TwinShares):
                 "hits": one["hits"],
             }
             self.order[tier].append(one["key"])
-            self.say("put", one["key"])
+            self.emit("put", one["key"])

@@ -1,4 +1,4 @@
-"""Shares of the twin: what each namespace has of a tier, and which entry leaves."""
+"""Shares of the twin: what each namespace uses of a tier, and which entry is the next victim."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 class TwinTier:
     budget: int
     limit: int
-    cap: int  # entries; 0: as many as fit
+    cap: int  # most entries; 0: no limit
     cost: Callable[[int, int], int]  # (payload bytes, token id bytes) -> bytes of the budget
     slow: bool  # publishes only after Committed
-    in_flight: int  # bytes that may be reserved at once, but for one save alone; 0: all of them
-    shares: dict[str, int] = field(default_factory=dict)  # by part, see `TwinShares`
+    in_flight: int  # most reserved bytes, except by a single save; 0: no limit
+    shares: dict[str, int] = field(default_factory=dict)  # bytes by part, see `TwinShares`
 
 
 class TwinShares:
@@ -29,9 +29,9 @@ class TwinShares:
     order: dict[str, list[str]]
 
     def used(self, tier: str) -> tuple[int, int]:
-        """Bytes and entries, published and reserved."""
-        there = [*self.entries.values(), *self.condemned]
-        mine = [e["cost"] for e in there if e["tier"] == tier]
+        """The bytes and the number of entries, published and reserved."""
+        present = [*self.entries.values(), *self.condemned]
+        mine = [e["cost"] for e in present if e["tier"] == tier]
         mine += [s["cost"] for s in self.saves.values() if s["tier"] == tier]
         return sum(mine), len(mine)
 
@@ -47,9 +47,10 @@ class TwinShares:
         return rules.cap * share // rules.limit if dimension else share
 
     def taken(self, tier: str, part: str, dimension: int, fixed: bool) -> int:
-        """Bytes or entries that a part has in a tier, or those that can't leave."""
-        there = [*self.entries.values(), *self.condemned, *self.saves.values()]
-        mine = [e for e in there if e["tier"] == tier and self.part(tier, e["key"]) == part]
+        """Bytes (dimension 0) or entries (1) of a part in a tier; if `fixed`, only those that
+        can't be evicted."""
+        present = [*self.entries.values(), *self.condemned, *self.saves.values()]
+        mine = [e for e in present if e["tier"] == tier and self.part(tier, e["key"]) == part]
         if fixed:
             mine = [e for e in mine if e.get("pins", 1)]
         return len(mine) if dimension else sum(e["cost"] for e in mine)
@@ -78,7 +79,7 @@ class TwinShares:
     def next_out(
         self, tier: str, key: str | None = None, cost: int = 0, *, below: bool = False
     ) -> str | None:
-        """The victims for this key."""
+        """The next victim for this key, or without a key. `below`: parts below their share too."""
         rules, order = self.tiers[tier], self.order[tier]
         if not rules.shares:
             return order[0] if order else None

@@ -1,4 +1,4 @@
-"""Reads the effects of `MetaState` in order, and fails on what must never happen."""
+"""Checks the effects of `MetaState` in order, and fails on any that must never happen."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from prefixd.server.core.entries import Entry
 from prefixd.server.core.state import MetaState
 from prefixd.tiers.store import Location
 
-#: The twin and the rules name keys by a letter, which makes a failing run readable.
+#: Keys are named by letters, which makes failing runs readable.
 NAMES = "abcdef"
 
-#: The entry that may be written into, or read from, a byte of a tier.
+#: What owns a unit of a tier: a save, an entry, a condemned entry, or a retired extent.
 Owner = tuple[str, object]
 
 
@@ -34,50 +34,52 @@ def name_of(key: Key) -> str:
 
 
 class Witness:
-    """Keeps the index and the arenas that an executor of the effects would have."""
+    """Keeps the index and the arenas as an executor of the effects would have them."""
 
     def __init__(self, state: MetaState) -> None:
         self.state = state
         self.outstanding: set[int] = set()
         self.index: dict[bytes, Entry] = {}
-        #: by generation: dropped entries whose bytes claims still pin
+        #: dropped entries whose bytes are still pinned, by generation
         self.condemned: dict[int, Entry] = {}
         self.owners: dict[tuple[Tier, int], Owner] = {}
         self.orders: dict[int, an.WriteOrder] = {}
-        #: by claim: generations
+        #: the generations of the entries of each claim
         self.claims: dict[int, tuple[int, ...]] = {}
         self.generations: set[int] = set()
         self.last_generation = 0
 
-    def asked(self, request: int) -> None:
+    def requested(self, request: int) -> None:
         self.outstanding.add(request)
 
     def dropped(self, request: int) -> None:
         self.outstanding.discard(request)
 
-    def sees(self, event: ev.Event, effects: list[fx.Effect]) -> None:
+    def check(self, event: ev.Event, effects: list[fx.Effect]) -> None:
         if isinstance(event, ev.SessionLost):
             self.end_claims_of(event.session)
         starting = isinstance(event, ev.TierRecovered)
-        # In the order of the loop: all changes of the index before any erasure.
+        # The loop also carries out all index changes before any erasure.
         for effect in sorted(effects, key=lambda effect: isinstance(effect, fx.Erase)):
-            self.sees_one(effect, event, starting)
+            self.check_effect(effect, event, starting)
         for number in set(self.claims) - self.state.tables.claims.keys():
             del self.claims[number]
         tables = self.state.tables
-        self.bury()
-        assert self.claims.keys() == tables.claims.keys(), "a claim that nobody was told of"
+        self.free_condemned()
+        assert self.claims.keys() == tables.claims.keys(), "a claim was not reported to its session"
         assert self.outstanding == tables.waiting.keys()
 
-    def sees_one(self, effect: fx.Effect, event: ev.Event, starting: bool) -> None:
+    def check_effect(self, effect: fx.Effect, event: ev.Event, starting: bool) -> None:
         match effect:
             case fx.Reply():
-                assert effect.request in self.outstanding, "answered twice, or nobody asked"
+                assert effect.request in self.outstanding, (
+                    "a reply without a request, or the second one"
+                )
                 self.outstanding.remove(effect.request)
-                self.sees_answer(effect.answer)
+                self.check_answer(effect.answer)
             case fx.IndexPut(entry):
                 assert entry.key not in self.index
-                assert entry.generation not in self.generations, "a generation came back"
+                assert entry.generation not in self.generations, "a generation was used twice"
                 self.generations.add(entry.generation)
                 self.index[entry.key] = entry
                 if not starting:
@@ -90,19 +92,18 @@ class Witness:
                     return  # a row of an earlier start
                 entry = self.index.pop(key)
                 self.free(entry.tier, entry.location, ("entry", key))
-                # Claims that end within this event, by themselves or with their session, are
-                # gone from the tables at its end.
+                # Claims that ended within this event are not in the tables any more.
                 live = self.state.tables.claims.keys() & self.claims.keys()
                 pinned = any(entry.generation in self.claims[number] for number in live)
                 dropped = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
-                assert not pinned or dropped, "pinned"
+                assert not pinned or dropped, "a pinned entry was evicted"
                 if dropped and entry.pins:
                     self.condemned[entry.generation] = entry
                     self.take(entry.tier, entry.location, ("condemned", entry.generation))
             case fx.Erase():
                 for entry in effect.entries:
-                    there = self.index.get(entry.key)
-                    assert there is None or (starting and there.generation != entry.generation)
+                    indexed = self.index.get(entry.key)
+                    assert indexed is None or (starting and indexed.generation != entry.generation)
             case fx.Commit():
                 assert set(effect.tokens) <= self.orders.keys()
                 assert isinstance(event, ev.WriteSealed)
@@ -117,11 +118,11 @@ class Witness:
                 assert self.index[entry.key] is entry
             case fx.RecordUsage():
                 used = [usage.last_used_ns for usage in effect.usages]
-                assert used == sorted(set(used)), "not in order of use"
+                assert used == sorted(set(used)), "uses are not in order"
                 for usage in effect.usages:
                     entry = self.index[usage.entry.key]
                     assert entry.tier is effect.tier
-                    # A question that is answered within this event may use the entry again.
+                    # A request that is answered within this event may use the entry again.
                     assert entry.last_used_ns >= usage.last_used_ns
             case fx.TellClaimLost():
                 del self.claims[effect.claim]
@@ -130,7 +131,7 @@ class Witness:
             case _:
                 assert_never(effect)
 
-    def sees_answer(self, answer: an.Answer) -> None:
+    def check_answer(self, answer: an.Answer) -> None:
         if isinstance(answer, an.ReserveAnswer):
             for order in answer.results:
                 if isinstance(order, an.WriteOrder):
@@ -147,7 +148,7 @@ class Witness:
             ]
             assert len(entries) == sum(answer.claimed)
             for entry in entries:
-                assert self.index[entry.key] is entry, "claimed and not readable"
+                assert self.index[entry.key] is entry, "claimed but not in the index"
             if answer.claim:
                 self.claims[answer.claim] = tuple(entry.generation for entry in entries)
 
@@ -158,15 +159,15 @@ class Witness:
 
     # ---- arenas
 
-    def bury(self) -> None:
-        """The room of condemned entries whose claims ended is free."""
+    def free_condemned(self) -> None:
+        """Free the extents of condemned entries whose claims have ended."""
         for generation in self.condemned.keys() - self.state.tables.condemned.keys():
             gone = self.condemned.pop(generation)
             assert not gone.pins
             self.free(gone.tier, gone.location, ("condemned", generation))
 
     def take(self, tier: Tier, location: Location, owner: Owner) -> None:
-        self.bury()
+        self.free_condemned()
         for unit in units(location):
             assert (tier, unit) not in self.owners, f"{owner} and {self.owners[tier, unit]}"
             self.owners[tier, unit] = owner
@@ -181,11 +182,11 @@ def units(location: Location) -> list[int]:
     return [unit for offset, length in pairs for unit in range(offset, offset + length)]
 
 
-# ---- what was said, as the twin says it
+# ---- effects in the form of the twin's output
 
 
 def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
-    """One tuple per effect; for erasures and ended saves one for each entry."""
+    """One tuple for each effect, or one for each entry of erasures and ended saves."""
     if isinstance(effect, fx.Erase):
         return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
     if isinstance(effect, fx.SaveEnded):

@@ -1,1 +1,1 @@
-"""Mutants: small mistakes are made in the code on purpose, and the tests have to notice."""
+"""Mutants: small mistakes are planted in the code, and the tests have to notice them."""

@@ -1,10 +1,10 @@
-"""Random mutants of what must not be wrong, and the tests that notice each.
+"""Plants random mutants in critical modules, and finds the tests that notice each.
 
     python -m tests.mutants --mutants 200 --seed 1
 
-Works on a copy of the tree. Each mutant gets the tests that concern its file, the closest first,
-until one fails; what no test fails for is a survivor. Prints a line for each mutant, as JSON, and
-in the end how many were noticed. Exit status 1: fewer than `--least` of 100.
+Works on a copy of the tree. For each mutant, runs the tests that concern its file, the closest
+first, until one fails. If none fails, the mutant survives. Prints one line of JSON for each mutant,
+and finally how many were noticed. Exit status 1: fewer than `--least` per cent.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ TARGETS: Final = (
     "client/local/arenas.py",
     "client/restores.py",
 )
-#: What else than the tests beside a file concerns it, by the beginning of its path: one run of
-#: pytest each. `sim` is so many seeds of the simulation.
+#: Further tests that concern files, beside their mirrored tests, by the beginning of the path. Each
+#: string is one run of pytest; `sim N` runs N seeds of the simulation.
 _CORE: Final = (
     "tests/server/core",
     "sim 20",
@@ -84,23 +84,24 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
 }
 _OPTIONS: Final = (
     *("-q", "-x", "-p", "no:cacheprovider", "--no-header", "--timeout=400"),
-    # Hypothesis is imported before pytest could rewrite it.
+    # Hypothesis is imported before pytest can rewrite its assertions.
     *("-W", "ignore::pytest.PytestAssertRewriteWarning", "--hypothesis-profile=mutants"),
 )
-#: Older than any other file: what was compiled of a mutant is never taken for the module.
+#: The modification time of all unmutated files. It differs from that of any mutant, so bytecode of
+#: a mutant is never used for the original.
 _LONG_AGO: Final = 946_684_800
 
 
 def stages(path: str) -> list[str]:
-    """What is run for a file, in order."""
+    """The test runs for a file, in order."""
     folder, _, name = path.rpartition("/")
     beside = sorted((ROOT / "tests" / folder).glob(f"test_{name.removesuffix('.py')}*.py"))
     also = next(tests for start, tests in ALSO.items() if path.startswith(start))
     return [*filter(None, [" ".join(str(test.relative_to(ROOT)) for test in beside)]), *also]
 
 
-def chosen(many: int, seed: int) -> list[tuple[str, Mutant]]:
-    """Random ones among all."""
+def chosen(count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """Random mutants of all targets."""
     sources = {
         str(path.relative_to(ROOT)): path.read_text()
         for pattern in TARGETS
@@ -108,11 +109,11 @@ def chosen(many: int, seed: int) -> list[tuple[str, Mutant]]:
     }
     found = [(path, mutant) for path in sources for mutant in mutants_of(sources[path])]
     random.Random(seed).shuffle(found)
-    return list(islice((one for one in found if is_python(one[1].apply(sources[one[0]]))), many))
+    return list(islice((one for one in found if is_python(one[1].apply(sources[one[0]]))), count))
 
 
 class Bench:
-    """A copy of the tree in which mutants are tried, one after the other."""
+    """A copy of the tree in which mutants are tried one by one."""
 
     def __init__(self, directory: Path, within_s: float) -> None:
         self.root: Final = directory / "tree"
@@ -133,8 +134,11 @@ class Bench:
                 os.utime(copy, (_LONG_AGO, _LONG_AGO), follow_symlinks=False)
 
     def noticed_by(self, path: str, mutant: Mutant) -> tuple[str, float] | None:
-        """What failed, and after how long; None: it survives. What did not end in time noticed it
-        too, if it does end without the mutant, and is called late."""
+        """The test that failed, and the seconds until then. None: the mutant survives.
+
+        A run that exceeds its time also notices the mutant if it passes without it. Its name is
+        then prefixed with `late: `.
+        """
         file = self.root / path
         source = file.read_text()
         begun_s = time.monotonic()
@@ -144,13 +148,13 @@ class Bench:
                 took_s = time.monotonic()
                 if self.passes(stage):
                     continue
-                said = self._output.read_text(errors="replace")
-                late = time.monotonic() - took_s > self._within_s or "Timeout" in said
-                failed = next((s for s in said.splitlines() if s.startswith("FAILED ")), stage)
+                output = self._output.read_text(errors="replace")
+                late = time.monotonic() - took_s > self._within_s or "Timeout" in output
+                failed = next((s for s in output.splitlines() if s.startswith("FAILED ")), stage)
                 after_s = time.monotonic() - begun_s
                 if not late:
                     return failed, after_s
-                # On a busy machine nothing may be in time.
+                # On a busy machine, the run may be late without the mutant too.
                 self._restore(file, source)
                 if self.passes(stage):
                     return f"late: {failed}", after_s
@@ -164,7 +168,7 @@ class Bench:
         os.utime(file, (_LONG_AGO, _LONG_AGO))
 
     def passes(self, stage: str) -> bool:
-        """Does a run end well and in time? It is a fork: what is imported once is imported."""
+        """Whether a run passes in time. It runs in a fork, so that common imports are done once."""
         pid = os.fork()
         if not pid:
             self._run(stage)
@@ -180,13 +184,13 @@ class Bench:
             signal.sigtimedwait([signal.SIGCHLD], 1.0)
 
     def _run(self, stage: str) -> None:
-        """Never returns."""
+        """Run tests in the forked process. Never returns."""
         os.setsid()
         fd = os.open(self._output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.chdir(self.root)
-        # First, and for what the tests start as well.
+        # The copy comes first in the import path, also in processes that the tests start.
         paths = [str(self.root / "src"), str(self.root)]
         sys.path[:0] = paths
         os.environ["PYTHONPATH"] = os.pathsep.join(paths)
@@ -196,7 +200,7 @@ class Bench:
             import hypothesis
             import pytest
 
-            # What fails need not be made small as well.
+            # Failing examples need not be shrunk.
             hypothesis.settings.register_profile(
                 "mutants",
                 deadline=None,
@@ -224,27 +228,27 @@ def _simulated(seeds: int) -> int:
 
 
 def _preload() -> None:
-    """What belongs to others, and takes long; nothing of ours may be imported here."""
+    """Import slow third-party modules. Modules of the project must come from the copy."""
     for name in ("pytest", "hypothesis.stateful", "grpc.aio", "pydantic", "structlog", "numpy"):
         __import__(name)
     for module in [name for name in sys.modules if name.startswith(("tests.", "prefixd"))]:
         if not module.startswith("tests.mutants"):
             raise AssertionError(f"{module} must not be imported yet")
-    # The package of the tests is found anew, in the copy.
+    # So that the package `tests` is found again, in the copy.
     del sys.modules["tests"]
 
 
 def tried(bench: Bench, path: str, mutant: Mutant) -> dict[str, object]:
     found = bench.noticed_by(path, mutant)
-    told: dict[str, object] = {"at": f"{path}:{mutant.line}", "mutant": mutant.what}
-    told["line"] = (ROOT / path).read_text().split("\n")[mutant.line - 1].strip()
+    report: dict[str, object] = {"at": f"{path}:{mutant.line}", "mutant": mutant.description}
+    report["line"] = (ROOT / path).read_text().split("\n")[mutant.line - 1].strip()
     if found is None:
-        return told | {"survives": True}
-    return told | {"survives": False, "noticed_by": found[0], "after_s": round(found[1], 1)}
+        return report | {"survives": True}
+    return report | {"survives": False, "noticed_by": found[0], "after_s": round(found[1], 1)}
 
 
-def unharmed(bench: Bench, paths: set[str]) -> Iterator[str]:
-    """Runs that fail without any mutant: nothing could be learnt from them."""
+def failing_runs(bench: Bench, paths: set[str]) -> Iterator[str]:
+    """Test runs that fail without any mutant, so that they can't notice one."""
     for stage in sorted({stage for path in paths for stage in stages(path)}):
         if not bench.passes(stage):
             yield stage
@@ -258,10 +262,16 @@ def main() -> None:
     )
     parser.add_argument("--mutants", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--first", type=int, default=0, help="leave out so many")
-    parser.add_argument("--within", type=float, default=800.0, help="seconds of one run")
-    parser.add_argument("--least", type=float, default=95.0, help="of 100 that have to be noticed")
-    parser.add_argument("--unchecked", action="store_true", help="do not try the tests themselves")
+    parser.add_argument("--first", type=int, default=0, help="number of mutants to skip")
+    parser.add_argument(
+        "--within", type=float, default=800.0, help="time limit of a run, in seconds"
+    )
+    parser.add_argument(
+        "--least", type=float, default=95.0, help="per cent of mutants that have to be noticed"
+    )
+    parser.add_argument(
+        "--unchecked", action="store_true", help="do not first run the tests without mutants"
+    )
     arguments = parser.parse_args()
     mutants = chosen(arguments.mutants, arguments.seed)[arguments.first :]
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
@@ -270,13 +280,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="prefixd-mutants-") as directory:
         bench = Bench(Path(directory), arguments.within)
         if not arguments.unchecked:
-            harmed = list(unharmed(bench, {path for path, _ in mutants}))
-            assert not harmed, f"these fail by themselves: {harmed}"
+            failing = list(failing_runs(bench, {path for path, _ in mutants}))
+            assert not failing, f"these fail without a mutant: {failing}"
         survivors = 0
         for path, mutant in mutants:
-            told = tried(bench, path, mutant)
-            survivors += bool(told["survives"])
-            print(json.dumps(told), flush=True)
+            report = tried(bench, path, mutant)
+            survivors += bool(report["survives"])
+            print(json.dumps(report), flush=True)
     part = 100 * (len(mutants) - survivors) / max(1, len(mutants))
     print(json.dumps({"mutants": len(mutants), "survivors": survivors, "noticed_percent": part}))
     sys.exit(part < arguments.least)

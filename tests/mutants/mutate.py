@@ -1,4 +1,4 @@
-"""Every small mistake that can be made in one line of a module."""
+"""All small mistakes that can be planted in one line of a module."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _ARITHMETIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.LShift: ("<<", ">>"),
     ast.RShift: (">>", "<<"),
 }
-#: What only says something to people or to mypy, and what is no statement of its own.
-_WORDS: Final = ("log.", "warnings.", "assert_never", "super().__init__")
+#: Calls that are not mutated: texts for people, hints for mypy, and calls required by Python.
+_NOT_MUTATED: Final = ("log.", "warnings.", "assert_never", "super().__init__")
 
 
 class Mutant(NamedTuple):
-    """Bytes `start` to `end` of a line (from 1) become `text`."""
+    """Replaces bytes `start` to `end` of a line (counted from 1) by `text`."""
 
     line: int
     start: int
     end: int
     text: str
-    what: str
+    description: str
 
     def apply(self, source: str) -> str:
         lines = source.encode().split(b"\n")
@@ -58,11 +58,11 @@ class _Finder(ast.NodeVisitor):
         return self._lines[line - 1][start:end].decode()
 
     def _add(self, line: int, start: int, end: int, text: str) -> None:
-        what = f"`{self._text(line, start, end)}` -> `{text}`"
-        self.found.append(Mutant(line, start, end, text, what))
+        description = f"`{self._text(line, start, end)}` -> `{text}`"
+        self.found.append(Mutant(line, start, end, text, description))
 
     def _between(self, left: ast.expr, right: ast.expr, symbol: str, *texts: str) -> None:
-        """Replace the operator between two operands, if it is in one line with their ends."""
+        """Replace the operator between two operands, if it is on one line with their ends."""
         if left.end_lineno != right.lineno or left.end_col_offset is None:
             return
         gap = self._text(right.lineno, left.end_col_offset, right.col_offset)
@@ -74,18 +74,18 @@ class _Finder(ast.NodeVisitor):
             self._add(right.lineno, start, start + len(symbol), text)
 
     def _whole(self, node: ast.expr | ast.stmt, text: str) -> None:
-        """Replace a node that lies in one line."""
+        """Replace a node that is on one line."""
         if node.lineno == node.end_lineno and node.end_col_offset is not None:
             self._add(node.lineno, node.col_offset, node.end_col_offset, text)
 
-    # ---- what is left alone
+    # ---- not mutated
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:
             self.visit(node.value)
 
     def visit_Raise(self, node: ast.Raise) -> None:
-        """What it says is for people."""
+        """Only the whole statement is mutated: messages are for people."""
         self._whole(node, "pass")
 
     def visit_Import(self, node: ast.Import) -> None: ...
@@ -111,7 +111,7 @@ class _Finder(ast.NodeVisitor):
     def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
         self.visit_FunctionDef(node)  # type: ignore[arg-type]
 
-    # ---- what is changed
+    # ---- mutated
 
     def visit_Compare(self, node: ast.Compare) -> None:
         operands = [node.left, *node.comparators]
@@ -161,7 +161,7 @@ class _Finder(ast.NodeVisitor):
         if isinstance(node.value, ast.Constant):
             return  # a docstring
         text = ast.unparse(node.value)
-        if text.startswith(_WORDS):
+        if text.startswith(_NOT_MUTATED):
             return
         if isinstance(node.value, ast.Call | ast.Await):
             self._whole(node, "pass")
@@ -179,7 +179,7 @@ class _Finder(ast.NodeVisitor):
         self._whole(node, "continue")
 
     def _condition(self, test: ast.expr) -> None:
-        """Of a branch: always and never. A comparison has its own mistakes as well."""
+        """Make a condition always true and never true. Comparisons in it are mutated as well."""
         if isinstance(test, ast.Name) and test.id == "TYPE_CHECKING":
             return
         for text in ("True", "False"):
@@ -200,10 +200,10 @@ class _Finder(ast.NodeVisitor):
 
 
 def mutants_of(source: str) -> list[Mutant]:
-    """Each of them once."""
+    """All mutants of a source, each once."""
     finder = _Finder(source)
     for statement in ast.parse(source).body:
-        # Aliases of types say nothing to the program.
+        # Type aliases have no effect at run time.
         if isinstance(statement, ast.Assign) and not isinstance(statement.value, ast.Call):
             continue
         finder.visit(statement)

@@ -1,4 +1,4 @@
-"""What mutants there are, and that the tests of a file are found."""
+"""Which mutants are made of a source, and which tests notice one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def taken(room: int, wanted: int = 0) -> bool:
 
 def test_each_mutant_is_one_line_that_means_something_else() -> None:
     mutants = mutants_of(SOURCE)
-    assert {(mutant.line, mutant.what) for mutant in mutants} == {
+    assert {(mutant.line, mutant.description) for mutant in mutants} == {
         (3, "`4` -> `5`"),
         (6, "`0` -> `1`"),
         (8, "`not room` -> `True`"),
@@ -51,13 +51,13 @@ def test_each_mutant_is_one_line_that_means_something_else() -> None:
         assert changed == [mutant.line]
 
 
-def test_the_same_seed_chooses_the_same() -> None:
+def test_a_seed_determines_the_choice() -> None:
     assert chosen(20, 3) == chosen(20, 3) != chosen(20, 4)
     assert len({path for path, _ in chosen(200, 0)}) > 15
 
 
 @pytest.mark.parametrize("pattern", TARGETS)
-def test_every_file_has_tests_that_are_there(pattern: str) -> None:
+def test_the_tests_of_every_file_exist(pattern: str) -> None:
     paths = [str(path.relative_to(ROOT)) for path in ROOT.glob(pattern)]
     assert paths
     for path in paths:
@@ -69,24 +69,24 @@ def test_every_file_has_tests_that_are_there(pattern: str) -> None:
 
 
 class Run(Bench):
-    """Says of each run how it ended: with a mutant, and without."""
+    """A bench with given test outputs: one with a mutant, one without."""
 
-    def __init__(self, directory: Path, mutated: str, whole: str) -> None:
+    def __init__(self, directory: Path, mutated: str, unmutated: str) -> None:
         self.root = directory
         self._output = directory / "output"
         self._within_s = 60.0
         self._file = directory / "tiers/order.py"
         self._source = SOURCE
-        self._said = {True: mutated, False: whole}
+        self._outputs = {True: mutated, False: unmutated}
         self._file.parent.mkdir()
         self._file.write_text(SOURCE)
 
     def passes(self, _stage: str) -> bool:
-        said = self._said[self._file.read_text() != SOURCE]
-        self._output.write_text(said)
-        return said == "1 passed"
+        output = self._outputs[self._file.read_text() != SOURCE]
+        self._output.write_text(output)
+        return output == "1 passed"
 
-    def seen(self) -> str | None:
+    def notices(self) -> str | None:
         found = self.noticed_by("tiers/order.py", mutants_of(SOURCE)[0])
         assert self._file.read_text() == SOURCE
         return None if found is None else found[0]
@@ -97,16 +97,18 @@ LATE = "FAILED tests/a.py::test_it - Failed: Timeout (>400.0s) from pytest-timeo
 
 
 def test_a_mutant_is_noticed_by_the_first_test_that_fails(tmp_path: Path) -> None:
-    assert Run(tmp_path, FAILED, "1 passed").seen() == FAILED.splitlines()[1]
+    assert Run(tmp_path, FAILED, "1 passed").notices() == FAILED.splitlines()[1]
 
 
 def test_a_mutant_that_makes_no_difference_survives(tmp_path: Path) -> None:
-    assert Run(tmp_path, "1 passed", "1 passed").seen() is None
+    assert Run(tmp_path, "1 passed", "1 passed").notices() is None
 
 
-def test_what_is_late_without_the_mutant_too_says_nothing(tmp_path: Path) -> None:
-    """The machine may be too busy for it."""
+def test_a_run_that_is_late_without_the_mutant_does_not_count(tmp_path: Path) -> None:
+    """The machine may just be too busy."""
     (tmp_path / "busy").mkdir()
     (tmp_path / "stuck").mkdir()
-    assert Run(tmp_path / "busy", LATE, LATE).seen() is None
-    assert str(Run(tmp_path / "stuck", LATE, "1 passed").seen()).startswith("late: FAILED tests/a")
+    assert Run(tmp_path / "busy", LATE, LATE).notices() is None
+    assert str(Run(tmp_path / "stuck", LATE, "1 passed").notices()).startswith(
+        "late: FAILED tests/a"
+    )

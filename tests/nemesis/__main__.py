@@ -1,9 +1,9 @@
-"""Real workers on a real daemon, and somebody who kills, stops and damages them at random moments.
+"""Kills, stops and damages real workers and a real daemon at random moments.
 
     python -m tests.nemesis --kill-daemon 300 --kill-worker 300 --stop-worker 200 --flip 10000
 
-Prints what happened as JSON. Exit status 1: a read gave wrong bytes, an acknowledged entry was
-lost, a client raised, or a daemon did not start or died by itself.
+Prints the results as JSON. Exit status 1: a read returned wrong bytes, an acknowledged entry was
+lost, a client raised an exception, or a daemon did not start or died by itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happened in a run, as its workers told it, and what it proves."""
+"""The results that workers reported in a run, and what they prove."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import Any
 
 from prefixd.client import Tier
 
-#: A worker says each of these as one JSON object on a line.
-Told = dict[str, Any]
+#: The report of one operation. A worker prints each as one line of JSON.
+OperationReport = dict[str, Any]
 
 
 @dataclass
 class History:
-    """Counts what is said, and remembers which entries were acknowledged, by the time at which
-    the last call began that was told so.
+    """Counts reported outcomes. Of each acknowledged entry, remembers the begin of the last call to
+    which it was acknowledged.
 
-    `wrong`: reads that gave other bytes than were saved under their key, and called them good.
+    `wrong`: reads that returned wrong bytes as good.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
     acknowledged: dict[Tier, dict[int, float]] = field(default_factory=dict)
-    wrong: list[Told] = field(default_factory=list)
-    #: What a client raised into its worker: the engine must never see one.
-    raised: list[Told] = field(default_factory=list)
-    #: Longest answer of any call, by the operation.
+    wrong: list[OperationReport] = field(default_factory=list)
+    #: Exceptions of clients, which an engine must never see.
+    raised: list[OperationReport] = field(default_factory=list)
+    #: The longest time that each operation took.
     longest_s: dict[str, float] = field(default_factory=dict)
 
-    def add(self, told: Told) -> None:
-        kind = told["op"]
+    def add(self, report: OperationReport) -> None:
+        kind = report["op"]
         self.counts[kind] += 1
-        for outcome in told.get("outcomes", ()):
+        for outcome in report.get("outcomes", ()):
             self.counts[f"{kind}: {outcome}"] += 1
-        self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), told.get("took_s", 0.0))
-        if "saved" in told:
-            acknowledged = self.acknowledged.setdefault(Tier(told["tier"]), {})
-            for number in told["saved"]:
-                acknowledged[number] = max(told["begun_s"], acknowledged.get(number, 0.0))
-        if told.get("wrong"):
-            self.wrong.append(told)
+        self.longest_s[kind] = max(self.longest_s.get(kind, 0.0), report.get("took_s", 0.0))
+        if "saved" in report:
+            acknowledged = self.acknowledged.setdefault(Tier(report["tier"]), {})
+            for number in report["saved"]:
+                acknowledged[number] = max(report["begun_s"], acknowledged.get(number, 0.0))
+        if report.get("wrong"):
+            self.wrong.append(report)
         if kind == "raised":
-            self.raised.append(told)
+            self.raised.append(report)
 
     def lost(self, tier: Tier, present: Collection[int]) -> set[int]:
-        """Entries that were acknowledged and are not there."""
+        """Acknowledged entries that are missing in `present`."""
         return self.acknowledged.get(tier, {}).keys() - set(present)

@@ -1,6 +1,6 @@
-"""The entries that a run saves and reads: their names, tiers, sizes and bytes follow from numbers.
+"""The entries that a run saves and reads. Their names, tiers, sizes and bytes follow from numbers.
 
-What was saved under a key is therefore known to everybody, whoever saved it and whenever.
+So every process knows the right bytes of each key.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Final
 from prefixd.client import Key, Tier
 from tests.support.entries import key_of, payload_of
 
-#: Entries of each tier. Those of ram don't fit, so that their rooms are given away all the time;
-#: the others do, so that none of them may ever be missing.
+#: Entries of each tier. Those of ram exceed its budget, so they are evicted all the time. Those of
+#: the other tiers fit, so none may ever be missing.
 ENTRIES: Final = {Tier.RAM: 400, Tier.SHM: 120, Tier.DISK: 120}
 #: Budgets for these entries.
 BUDGETS: Final = {"ram": "8MiB", "shm": "16MiB", "disk": "16MiB"}
@@ -31,7 +31,7 @@ def key(tier: Tier, number: int) -> Key:
 
 
 def payload_bytes(number: int) -> int:
-    """From less than a slab to 200 KB; no whole number of slabs."""
+    """From less than a slab to 200 KB; never a whole number of slabs."""
     return _LEAST_BYTES + number * _STEP_BYTES % 200_000
 
 

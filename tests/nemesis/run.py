@@ -1,4 +1,4 @@
-"""The nemesis: does harm to workers, daemon and files, and holds what it finds against history."""
+"""The nemesis harms workers, the daemon and files, and checks the survivors against the history."""
 
 from __future__ import annotations
 
@@ -26,41 +26,41 @@ from tests.support.warm import WARM
 from .history import History
 from .keyspace import BUDGETS, DURABLE, ENTRIES, key, payload
 
-#: So short that a stopped worker loses its session.
+#: The heartbeat is so short that a stopped worker loses its session.
 _FLAGS: Final = ("--sessions.heartbeat=500ms", "--server.drain_timeout=2s")
-#: Between two kinds of harm, and while a worker is stopped, the workers do at most so much.
+#: The most operations of the workers between two faults, and while a worker is stopped.
 _MOST_OPERATIONS: Final = 40
 _MOST_OPERATIONS_OF_A_STOP: Final = 500
-_SAYS_WITHIN_S: Final = 60.0
-#: Bits that are flipped at once.
+_REPORT_WITHIN_S: Final = 60.0
+#: The number of bits that are flipped at once.
 _FLIPS_AT_ONCE: Final = 20
-#: What the daemon's log calls the end of an entry that was damaged.
+#: The log events of a damaged entry that is dropped.
 _DAMAGE: Final = ("entry_damaged", "entry_dropped")
 _DEADLINE_MS: Final = 30_000
 
 
 class Faults(NamedTuple):
-    """How often each is done."""
+    """How often each fault is done."""
 
     kill_daemon: int = 10
     end_daemon: int = 2
     kill_worker: int = 10
     stop_worker: int = 10
-    #: Bits, half of them while the daemon runs.
+    #: The number of bits. Half of them are flipped while the daemon runs.
     flip: int = 0
 
 
 @dataclass
 class Report:
-    """What a run showed."""
+    """The results of a run."""
 
     history: History
     done: Counter[str] = field(default_factory=Counter)
     lost: list[str] = field(default_factory=list)
-    #: Lost because of flipped bits: at most one for each flip.
+    #: Entries lost because of flipped bits: at most one for each flip.
     damaged: int = 0
     problems: list[str] = field(default_factory=list)
-    #: From the start of a daemon until it serves.
+    #: The time from the start of each daemon until it served.
     starts_s: list[float] = field(default_factory=list)
 
     @property
@@ -86,25 +86,25 @@ class Report:
 
 
 class _Worker:
-    """A process, and a thread that reads what it says."""
+    """A worker process, and a thread that reads its reports."""
 
-    def __init__(self, address: str, seed: int, said: queue.SimpleQueue[str]) -> None:
+    def __init__(self, address: str, seed: int, reports: queue.SimpleQueue[str]) -> None:
         self.process = subprocess.Popen(
             [*WARM, "-m", "tests.nemesis.worker", address, str(seed)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._reader = threading.Thread(target=self._listen, args=(said,), daemon=True)
+        self._reader = threading.Thread(target=self._read_reports, args=(reports,), daemon=True)
         self._reader.start()
 
-    def _listen(self, said: queue.SimpleQueue[str]) -> None:
+    def _read_reports(self, reports: queue.SimpleQueue[str]) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            said.put(line)
+            reports.put(line)
 
     def end(self) -> None:
-        """At once."""
+        """Kill the process."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -115,18 +115,17 @@ class _Worker:
 
 
 class Damage:
-    """What the daemon said of entries that it dropped because they were damaged.
+    """The entries that the daemon dropped as damaged, according to its log.
 
-    It explains the loss of what was acknowledged to a call that began before. A call may say so
-    late: it was told that an entry is there, and the entry is found damaged before its line is
-    read.
+    A drop explains the loss of an entry that was acknowledged to a call which began before the
+    drop. The worker's report of that call may be read after the drop.
     """
 
     def __init__(self, log: Path) -> None:
         self._log = log
-        #: By key: when it was last dropped.
+        #: When each key was last dropped.
         self._dropped_s: dict[str, float] = {}
-        #: Drops of records so damaged that they show no key of ours: each may be any entry's.
+        #: When records were dropped whose key was damaged too: each may be of any entry.
         self._nameless_s: list[float] = []
         self._read_lines = 0
 
@@ -134,12 +133,12 @@ class Damage:
         names = {key(tier, number).hex() for tier in Tier for number in range(ENTRIES[tier])}
         lines = whole_lines(self._log)
         for line in lines[self._read_lines :]:
-            told = json.loads(line) if line[:1] == "{" else {}
-            if told.get("event") not in _DAMAGE:
+            event = json.loads(line) if line[:1] == "{" else {}
+            if event.get("event") not in _DAMAGE:
                 continue
-            at_s = datetime.fromisoformat(told["timestamp"]).timestamp()
-            if told["key"] in names:
-                self._dropped_s[told["key"]] = at_s
+            at_s = datetime.fromisoformat(event["timestamp"]).timestamp()
+            if event["key"] in names:
+                self._dropped_s[event["key"]] = at_s
             else:
                 self._nameless_s.append(at_s)
         self._read_lines = len(lines)
@@ -158,13 +157,13 @@ class _Nemesis:
         self.report = Report(History())
         self._daemon = daemon
         self._random = random
-        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reports: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seeds = iter(range(random.randrange(2**30), 2**31))
         self._workers = [self._worker() for _ in range(workers)]
         self._damage = Damage(daemon.log)
 
     def _worker(self) -> _Worker:
-        return _Worker(self._daemon.address, next(self._seeds), self._said)
+        return _Worker(self._daemon.address, next(self._seeds), self._reports)
 
     def go(self, faults: Faults) -> None:
         flips, rest = divmod(faults.flip, _FLIPS_AT_ONCE)
@@ -178,29 +177,29 @@ class _Nemesis:
         ]
         self._random.shuffle(plan)
         for step in plan:
-            self.listen(self._random.randrange(_MOST_OPERATIONS))
+            self.take_reports(self._random.randrange(_MOST_OPERATIONS))
             step()
             self.report.done[step.__name__] += 1
             if self.report.problems:
                 return
         self.verify()
 
-    def listen(self, wait_for: int = 0) -> None:
-        """Take down what the workers said, and wait until they did so many things."""
-        while wait_for > 0 or not self._said.empty():
+    def take_reports(self, wait_for: int = 0) -> None:
+        """Note all reports of the workers, and wait for at least `wait_for` reports."""
+        while wait_for > 0 or not self._reports.empty():
             try:
-                line = self._said.get(timeout=_SAYS_WITHIN_S)
+                line = self._reports.get(timeout=_REPORT_WITHIN_S)
             except queue.Empty:
-                self.report.problems.append(f"no worker did anything for {_SAYS_WITHIN_S:g} s")
+                self.report.problems.append(f"no worker did anything for {_REPORT_WITHIN_S:g} s")
                 return
             wait_for -= 1
-            if line.endswith("\n"):  # the last words of one that was killed may be cut off
+            if line.endswith("\n"):  # the last line of a killed worker may be cut off
                 self.report.history.add(json.loads(line))
         for worker in self._workers:
             if worker.process.poll() is not None:
                 self.report.problems.append(f"a worker ended: {worker.process.returncode}")
 
-    # ---- harm
+    # ---- faults
 
     def kill_daemon(self) -> None:
         self._check_alive()
@@ -222,7 +221,7 @@ class _Nemesis:
         process = self._random.choice(self._workers).process
         process.send_signal(signal.SIGSTOP)
         try:
-            self.listen(self._random.randrange(_MOST_OPERATIONS_OF_A_STOP))
+            self.take_reports(self._random.randrange(_MOST_OPERATIONS_OF_A_STOP))
         finally:
             process.send_signal(signal.SIGCONT)
 
@@ -251,7 +250,7 @@ class _Nemesis:
         self.report.done["flipped bits"] += _FLIPS_AT_ONCE
 
     def _files(self) -> list[Path]:
-        """Everything that the daemon keeps, but what only says that it runs."""
+        """All files of the daemon's tiers except lock files."""
         roots = (self._daemon.directory / "disk", self._daemon.shm_directory)
         return [
             path
@@ -260,7 +259,7 @@ class _Nemesis:
             if path.is_file() and path.suffix != ".lock"
         ]
 
-    # ---- what must hold
+    # ---- checks
 
     def _check_alive(self) -> None:
         try:
@@ -281,19 +280,20 @@ class _Nemesis:
         self.verify()
 
     def verify(self) -> None:
-        """Every acknowledged entry of a durable tier is there, and right, but what was flipped."""
-        self.listen()
+        """Check that all acknowledged entries of durable tiers are present and right. Flipped bits
+        explain losses."""
+        self.take_reports()
         history = self.report.history
         flipped = self.report.done["flipped bits"] > 0
         with Client(self._daemon.address, name="verifier", deadline_ms=_DEADLINE_MS) as client:
             for tier in DURABLE:
                 numbers = sorted(history.acknowledged.get(tier, {}))
                 present, corrupt, misses = self._present(client, tier, numbers)
-                # Read afterwards: workers that run meanwhile find damage too, and have it dropped.
+                # The log is read last, because running workers also find damage and report it.
                 self._damage.read()
                 for number in history.lost(tier, present):
                     begun_s = history.acknowledged[tier].pop(number)
-                    # What a reader noticed, the daemon is told, and says so later.
+                    # A reader has found the damage, and the daemon will log it later.
                     seen = flipped and number in corrupt
                     if seen or self._damage.explains(tier, number, begun_s):
                         self.report.damaged += 1
@@ -304,11 +304,11 @@ class _Nemesis:
     def _present(
         self, client: Client, tier: Tier, numbers: list[int]
     ) -> tuple[list[int], list[int], dict[int, str]]:
-        """What is there, what does not match its checksum, and why the rest is not there."""
+        """The present entries, those with a wrong checksum, and the reasons of all other misses."""
         present, corrupt = [], []
         misses: dict[int, str] = {}
         for number in numbers:
-            # One by one, for what is damaged takes its claim with it.
+            # One by one, because a damaged entry fails the whole claim.
             hit = client.longest_run([key(tier, number)], claim=False)
             if not hit:
                 misses[number] = str(hit.miss)
@@ -328,7 +328,7 @@ class _Nemesis:
 
 
 def run(random: random.Random, faults: Faults, *, workers: int) -> Report:
-    """One run on a daemon of its own, gone in the end."""
+    """Run once on a daemon of its own."""
     with ExitStack() as stack:
         daemon = stack.enter_context(private_daemon(*_FLAGS, **BUDGETS))
         nemesis = _Nemesis(daemon, random, workers)

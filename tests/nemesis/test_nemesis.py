@@ -1,4 +1,4 @@
-"""A short run finds nothing, and a history that shows harm is called bad."""
+"""A short run finds no problem, and reports of problems are bad."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .run import Damage, Faults, Report, run
 
 def test_a_short_run_finds_nothing() -> None:
     faults = Faults(kill_daemon=1, end_daemon=1, kill_worker=1, stop_worker=1, flip=40)
-    # The second goes on for twice as long while a worker is stopped.
+    # The other seed gives a run with twice the operations while a worker is stopped.
     report = run(random.Random(times(28, 7)), faults, workers=3)
     assert report.good, report.as_dict()
     assert report.history.counts["save"]
@@ -34,7 +34,7 @@ def test_wrong_bytes_are_noticed() -> None:
     assert not Report(history).good
 
 
-def test_what_was_acknowledged_and_is_gone_is_lost() -> None:
+def test_missing_acknowledged_entries_are_lost() -> None:
     history = History()
     history.add({"op": "save", "tier": int(Tier.DISK), "saved": [1, 2], "begun_s": 1.0})
     assert history.lost(Tier.DISK, [1, 2, 9]) == set()
@@ -46,13 +46,13 @@ def test_what_was_acknowledged_and_is_gone_is_lost() -> None:
     ("begun_s", "dropped_s", "explained"),
     [(1.0, (2.0,), True), (3.0, (2.0,), False), (3.0, (2.0, 4.0), True), (1.0, (), False)],
 )
-def test_damage_explains_what_was_acknowledged_to_a_call_that_began_before(
+def test_damage_explains_losses_of_calls_that_began_before_it(
     begun_s: float, dropped_s: tuple[float, ...], explained: bool, tmp_path: Path
 ) -> None:
     damage = Damage(_log(tmp_path, key(Tier.DISK, 79).hex(), dropped_s))
     damage.read()
     assert damage.explains(Tier.DISK, 79, begun_s) == explained
-    # A line that comes late says the same again.
+    # A late report of the same loss is explained as well.
     assert damage.explains(Tier.DISK, 79, begun_s) == explained
     assert not damage.explains(Tier.DISK, 80, begun_s)
 
@@ -69,9 +69,9 @@ def test_damage_without_a_key_explains_one_entry(tmp_path: Path) -> None:
 
 def _log(directory: Path, key_hex: str, dropped_s: tuple[float, ...]) -> Path:
     times = [datetime.fromtimestamp(at_s, UTC).isoformat() for at_s in dropped_s]
-    said = [{"event": "entry_damaged", "key": key_hex, "timestamp": at} for at in times]
+    drops = [{"event": "entry_damaged", "key": key_hex, "timestamp": at} for at in times]
     path = directory / "log"
-    path.write_text("".join(json.dumps(line) + "\n" for line in [{"event": "ready"}, *said]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in [{"event": "ready"}, *drops]))
     return path
 
 

@@ -1,8 +1,8 @@
-"""One inference worker of a run: saves and reads what its seed says, and checks every byte.
+"""One inference worker of a run: saves and reads at random from its seed, and checks every byte.
 
     python -m tests.nemesis.worker ADDRESS SEED
 
-Says on stdout what it did, one JSON object a line, until it is killed or its stdin ends.
+Prints a report of each operation as one line of JSON, until it is killed or its stdin ends.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from prefixd.client.local import staging
 from .keyspace import ENTRIES, key, payload, payload_bytes
 
 DEADLINE_MS = 2_000
-#: A worker's C code keeps the GIL at most so long: longer than a session lives without a
+#: The longest time that a worker's C code holds the GIL: longer than a session lasts without a
 #: heartbeat.
 _LONGEST_HOLD_S = 2.0
-#: Bytes of an entry that differ where bits were flipped in it; of another entry's nearly all do.
+#: The most bytes that differ when bits were flipped. In another entry, nearly all bytes differ.
 _MOST_FLIPPED = 20
 
 
 class Worker:
     def __init__(self, address: str, seed: int) -> None:
         self._random = random.Random(seed)
-        if seed % 2:  # every second one lends the daemon whatever it saves
+        if seed % 2:  # half of the workers lend the daemon the memory of every save
             staging.LEND_BYTES = 1
         self._client = Client(address, name=f"worker {seed}", deadline_ms=DEADLINE_MS)
         self._operations = [self._save, self._restore, self._look, self._view]
@@ -42,14 +42,14 @@ class Worker:
         tier = self._random.choice(list(ENTRIES))
         first = self._random.randrange(ENTRIES[tier])
         numbers = range(first, min(ENTRIES[tier], first + self._random.choice((1, 4, 16))))
-        begun_s = time.time()  # what the daemon's log says the time with
+        begun_s = time.time()  # the clock of the daemon's log
         try:
-            told = operation(tier, numbers)
+            result = operation(tier, numbers)
         except Exception:
-            told = {"op": "raised", "why": traceback.format_exc(), "by": operation.__name__}
-        took_s = time.time() - begun_s - float(told.pop("waited_s", 0.0))  # type: ignore[arg-type]
-        said = {"tier": int(tier), "begun_s": begun_s, "took_s": took_s} | told
-        print(json.dumps(said), flush=True)
+            result = {"op": "raised", "why": traceback.format_exc(), "by": operation.__name__}
+        took_s = time.time() - begun_s - float(result.pop("waited_s", 0.0))  # type: ignore[arg-type]
+        report = {"tier": int(tier), "begun_s": begun_s, "took_s": took_s} | result
+        print(json.dumps(report), flush=True)
 
     def _save(self, tier: Tier, numbers: range) -> dict[str, object]:
         items = [SaveItem(key(tier, number), payload(tier, number)) for number in numbers]
@@ -58,7 +58,7 @@ class Worker:
         return {
             "op": "save",
             "outcomes": [outcome.status.label for outcome in outcomes],
-            # Saved now or there before: the daemon vouches for both.
+            # Saved now or present before: the daemon acknowledges both.
             "saved": [number for number, outcome in pairs if outcome.ok],
         }
 
@@ -84,13 +84,13 @@ class Worker:
         return {"outcomes": ["hit"] * sum(result.restored) + misses, "wrong": wrong}
 
     def _view(self, tier: Tier, numbers: range) -> dict[str, object]:
-        """Looked at, perhaps for longer than the session lasts, and copied; good if the release
-        says so."""
+        """View entries, perhaps for longer than the session lasts, and copy the views. The copies
+        count if the release succeeds."""
         hit = self._client.claim([key(tier, number) for number in numbers])
         views = [hit.views(index) for index in range(len(hit))]
         waited_s = self._random.choice((0.0, 0.0, 0.01, self._random.uniform(0, _LONGEST_HOLD_S)))
         if waited_s:
-            # Holding the GIL: no heartbeat is sent meanwhile.
+            # This call holds the GIL, so no heartbeat is sent.
             ctypes.PyDLL(None).usleep(int(waited_s * 1e6))
         seen = [None if view is None else b"".join(view) for view in views]
         held = hit.release()
@@ -100,9 +100,9 @@ class Worker:
             if copy is None or copy == data:
                 continue
             if not held:
-                outcomes.append("other bytes, and told so")
+                outcomes.append("other bytes, claim reported lost")
             elif len(copy) == len(data) and _differing_bytes(copy, data) <= _MOST_FLIPPED:
-                outcomes.append("flipped bits")  # nobody checks a view
+                outcomes.append("flipped bits")  # views are not verified
             else:
                 wrong.append(number)
         return {"op": "view", "outcomes": outcomes, "wrong": wrong, "waited_s": waited_s}
@@ -113,7 +113,7 @@ def _differing_bytes(one: bytes, other: bytes) -> int:
 
 
 def _right(hit: Hit, tier: Tier, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-    """What the entries of a hit have to be."""
+    """The numbers and the right payloads of the entries of a hit."""
     by_key = {key(tier, number): number for number in numbers}
     found = [by_key[entry.key] for entry in hit.entries]
     for number, entry in zip(found, hit.entries, strict=True):

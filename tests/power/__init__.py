@@ -1,2 +1,2 @@
-"""Power losses: what a daemon wrote and synced is recorded, and every state in which a device may
-be left is started on."""
+"""Power losses: records what a daemon writes and syncs, and starts daemons on states in which a
+power loss may leave the device."""

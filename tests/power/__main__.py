@@ -1,9 +1,9 @@
-"""Power losses: a recorded daemon, and a start on what each of them may have left.
+"""Records daemons, and starts daemons on the files that power losses may have left.
 
     python -m tests.power --losses 200
 
-Prints what happened as JSON. Exit status 1: an acknowledged save was not there, something wrong
-was, or a start failed.
+Prints the results as JSON. Exit status 1: an acknowledged entry was lost, wrong bytes were served,
+or a start failed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,13 @@ from .losses import Losses, Report, record
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.power", description=__doc__)
     parser.add_argument("--losses", type=int, default=200)
-    parser.add_argument("--operations", type=int, default=120, help="of a client, recorded")
-    parser.add_argument("--recordings", type=int, default=2, help="that the losses are shared by")
+    parser.add_argument("--operations", type=int, default=120, help="recorded client operations")
+    parser.add_argument(
+        "--recordings",
+        type=int,
+        default=2,
+        help="number of recordings that the losses are divided among",
+    )
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     arguments = parser.parse_args()
     rng, begun_s, report = random.Random(arguments.seed), time.monotonic(), Report()
@@ -31,8 +36,8 @@ def main() -> None:
         losses.by_daemon(each + (number < arguments.losses % arguments.recordings), again_each=4)
         report.counts += losses.report.counts
         report.problems += losses.report.problems
-    told = {"seed": arguments.seed, "took_s": round(time.monotonic() - begun_s)}
-    json.dump({**told, **report.counts, "problems": report.problems}, sys.stdout, indent=2)
+    run = {"seed": arguments.seed, "took_s": round(time.monotonic() - begun_s)}
+    json.dump({**run, **report.counts, "problems": report.problems}, sys.stdout, indent=2)
     print()
     sys.exit(bool(report.problems))
 

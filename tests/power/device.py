@@ -1,12 +1,12 @@
-"""What a device may hold when the power goes, from what was recorded until then.
+"""The files that a device may hold after a power loss, derived from the recorded calls.
 
-- A write is safe once a sync of its file began after it had ended, and has ended. Of every other
-  one that has begun each sector, of 512 or 4,096 bytes, may be there or not: a sector holds what
-  it held at some time since the last such sync, whatever its neighbours do.
-- The length of a file is safe like its bytes. Otherwise it is one that it had since.
-- A name is safe once its directory was synced after it was made, changed or removed. Of the
-  later changes of one directory the first few hold: file systems keep their order. Directories
-  know nothing of each other, nor of the bytes of their files.
+- A write is safe once a sync of its file that began after the write had ended has completed. Every
+  sector (512 or 4,096 bytes) of any other write may or may not be stored: independently of its
+  neighbours, a sector holds what it held at some time since the last such sync.
+- The length of a file becomes safe like its bytes. Until then, it may be any length since.
+- A name is safe once its directory was synced after the name was created, changed or removed. Of
+  the later changes in one directory, a loss keeps the first few, as file systems keep their order.
+  Changes in different directories are independent of each other and of the bytes of files.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from typing import Final
 from .recording import Event, Kind
 
 _NAMES: Final = (Kind.CREATE, Kind.RENAME, Kind.UNLINK, Kind.MKDIR, Kind.RMDIR)
-#: How a loss chooses among what is not safe.
+#: Which unsafe changes survive a loss.
 CHOICES: Final = ("nothing", "everything", "some", "few", "most", "the first", "all but one")
 
 
 @dataclass(eq=False)
 class _Change:
-    """Of a file: `data` at `offset_bytes` (if any), and the length afterwards (if it is set)."""
+    """A change of a file: `data` (may be empty) written at `offset_bytes`, and the length that the
+    change sets, if any."""
 
     offset_bytes: int
     data: bytes
     size_bytes: int | None
-    #: at least this long afterwards
+    #: the file has at least this length afterwards
     least_bytes: int
     ended: bool = False
 
@@ -68,23 +69,23 @@ class _NameChange:
 
 
 class Device:
-    """The files below a directory, call by call."""
+    """The files below a directory, updated call by call."""
 
     def __init__(self) -> None:
-        #: by inode; numbers are used again
+        #: by inode number, which file systems use again
         self._files: dict[int, _File] = {}
         self._names: dict[str, _File] = {}
         self._directories: set[str] = {""}
         self._pending_names: list[_NameChange] = []
-        #: what has begun, by number
+        #: calls that have not ended, by number
         self._changes: dict[int, tuple[_File, _Change]] = {}
         self._name_changes: dict[int, _NameChange] = {}
-        #: by number of a sync: what it will have made safe
+        #: the changes that each unfinished sync makes safe when it succeeds, by its number
         self._syncs: dict[int, tuple[_File | None, list[object]]] = {}
 
     @classmethod
     def of(cls, root: Path) -> Device:
-        """What is below `root` now, all of it safe."""
+        """A device with the files now below `root`, all of them safe."""
         device = cls()
         for path in sorted(root.rglob("*")):
             name = str(path.relative_to(root))
@@ -95,10 +96,10 @@ class Device:
                 device._files[path.stat().st_ino] = device._names[name]
         return device
 
-    # ---- what happens
+    # ---- recorded calls
 
     def add(self, event: Event) -> None:
-        """The next record. Files whose making was not recorded are nobody's."""
+        """Apply the next record. Writes to files whose creation was not recorded are ignored."""
         if event.kind is Kind.MARK:
             return
         if event.kind is Kind.END:
@@ -121,7 +122,7 @@ class Device:
             change = _Change(start, bytes(length), None, 0)
         else:
             assert event.kind is Kind.RESIZE
-            # What is cut off reads as zeros if the file is long again.
+            # The cut-off part reads as zeros if the file grows again.
             longest = max([len(file.safe), *(c.least_bytes for c in file.pending)])
             change = _Change(start, bytes(max(0, longest - start)), start, 0)
         file.pending.append(change)
@@ -194,15 +195,15 @@ class Device:
         elif first in names:
             names[second[0]] = names.pop(first)
 
-    # ---- what is left of it
+    # ---- losses
 
     @property
     def unsafe(self) -> int:
-        """Changes that a loss now may undo."""
+        """The number of changes that a loss now may undo."""
         return len(self._pending_names) + sum(len(file.pending) for file in self._files.values())
 
     def written(self) -> dict[str, bytes]:
-        """Every file as if nothing were lost: what the running machine sees."""
+        """All files without a loss, as the running machine sees them."""
         return self.lost(random.Random(0), "everything", 4096)
 
     def lost(self, rng: random.Random, choice: str, sector_bytes: int) -> dict[str, bytes]:
@@ -216,25 +217,25 @@ class Device:
         for name, file in names.items():
             parents = {str(parent) for parent in PurePosixPath(name).parents} - {"."}
             if parents <= directories:
-                found[name] = _left_of(file, rng, choice, sector_bytes)
+                found[name] = _after_loss(file, rng, choice, sector_bytes)
         return found
 
 
-def _first(rng: random.Random, choice: str, many: int) -> int:
+def _first(rng: random.Random, choice: str, count: int) -> int:
     if choice == "nothing":
         return 0
     if choice in ("everything", "all but one"):
-        return many
-    return rng.randint(0, many)
+        return count
+    return rng.randint(0, count)
 
 
-def _left_of(file: _File, rng: random.Random, choice: str, sector_bytes: int) -> bytes:
+def _after_loss(file: _File, rng: random.Random, choice: str, sector_bytes: int) -> bytes:
     pending = file.pending
     if choice == "the first":
         pending = pending[: rng.randint(0, len(pending))]
     missing = rng.randrange(len(pending)) if choice == "all but one" and pending else -1
     part = {"nothing": 0.0, "few": 0.05, "some": 0.5, "most": 0.95}.get(choice, 1.0)
-    # Each sector: how many of the changes that touch it, in their order.
+    # The changes of each sector, in order. A loss keeps a random number of them.
     touching: dict[int, list[_Change]] = {}
     for number, change in enumerate(pending):
         if number == missing:
@@ -251,9 +252,9 @@ def _left_of(file: _File, rng: random.Random, choice: str, sector_bytes: int) ->
     longest = max(sizes)
     _resized(data, longest)
     for sector, changes in touching.items():
-        many = sum(rng.random() < part for _ in changes) if part < 1 else len(changes)
+        count = sum(rng.random() < part for _ in changes) if part < 1 else len(changes)
         low, high = sector * sector_bytes, (sector + 1) * sector_bytes
-        for change in changes[:many]:
+        for change in changes[:count]:
             start = max(low, change.offset_bytes)
             end = min(high, change.offset_bytes + len(change.data), longest)
             if start < end:
@@ -264,7 +265,7 @@ def _left_of(file: _File, rng: random.Random, choice: str, sector_bytes: int) ->
 
 
 def build(files: dict[str, bytes], root: Path) -> None:
-    """Make them below `root`, which is empty."""
+    """Create the files below `root`, which is empty."""
     for name, data in files.items():
         path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)

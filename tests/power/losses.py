@@ -1,4 +1,4 @@
-"""Records a daemon, and starts on what a power loss may have left of it."""
+"""Records a daemon, and recovers the files that a power loss may have left."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLAGS: Final = (
     f"--disk.max_budget={BUDGET_BYTES}",
 )
 SECTORS_BYTES: Final = (512, 4096)
-#: Of the directory that is recorded. Above it is what a daemon makes by itself.
+#: The part of the recorded directory that is checked. The daemon's other files lie beside it.
 TIER: Final = "disk"
 
 
@@ -50,13 +50,13 @@ class Recorded:
     """A run of a daemon, or of a recovery."""
 
     events: list[Event]
-    #: what was there before, all of it safe
+    #: the files from before the recording, all of them safe
     before: Path | None
     history: History
 
 
 def record(rng: random.Random, operations: int) -> Recorded:
-    """Let a daemon work; everything it did to its files has to be known, byte for byte."""
+    """Record a daemon under a workload. Checks that the records explain its files byte for byte."""
     with temporary_directories() as (directory, shm_directory):
         recording = Recording(shm_directory, directory)
         (shm_directory / "tier").mkdir()
@@ -72,30 +72,30 @@ def record(rng: random.Random, operations: int) -> Recorded:
 
 
 def check_complete(events: list[Event], device: Device, root: Path, below: str) -> None:
-    """Raises AssertionError unless the records lead to the files that are there."""
+    """Raises AssertionError unless the records reproduce the files below `root`."""
     for event in events:
         device.add(event)
     written = {name: data for name, data in device.written().items() if name.startswith(below)}
-    there = {
+    actual = {
         str(path.relative_to(root)): path.read_bytes()
         for path in (root / below).rglob("*")
         if path.is_file()
     }
-    assert written.keys() == there.keys(), f"{written.keys() ^ there.keys()} were not recorded"
-    for name, data in there.items():
-        assert written[name] == data, f"some of what was written to {name} was not recorded"
+    assert written.keys() == actual.keys(), f"{written.keys() ^ actual.keys()} were not recorded"
+    for name, data in actual.items():
+        assert written[name] == data, f"a write to {name} was not recorded"
 
 
 @dataclass
 class Report:
-    """What came of the losses."""
+    """The results of losses."""
 
     counts: Counter[str] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
 
 
 class Losses:
-    """Losses at places of one recording."""
+    """Power losses at random records of one recording."""
 
     def __init__(self, recorded: Recorded, rng: random.Random) -> None:
         self.report = Report()
@@ -104,20 +104,20 @@ class Losses:
         self.report.counts["records"] = len(recorded.events)
         self.report.counts["acknowledged saves"] = recorded.history.acknowledged
 
-    def places(self, many: int) -> list[int]:
-        """Where to cut: behind so many records, in order. What comes before the first save is
-        tried as well."""
+    def places(self, count: int) -> list[int]:
+        """Random numbers of records after which the power is lost, in order. They include records
+        before the first save."""
         cuts = [
             index + 1
             for index, event in enumerate(self._recorded.events)
             if event.kind is not Kind.MARK
         ]
-        return sorted(self._rng.sample(cuts, min(many, len(cuts))))
+        return sorted(self._rng.sample(cuts, min(count, len(cuts))))
 
-    def images(self, many: int) -> Iterator[tuple[str, int, dict[str, bytes]]]:
-        """A name, the last mark before it, and the files, for so many losses."""
+    def images(self, count: int) -> Iterator[tuple[str, int, dict[str, bytes]]]:
+        """For each loss: its name, the last mark before it, and the files that it leaves."""
         device, done, mark = Device(), 0, 0
-        for number, place in enumerate(self.places(many)):
+        for number, place in enumerate(self.places(count)):
             for event in self._recorded.events[done:place]:
                 device.add(event)
                 if event.kind is Kind.MARK:
@@ -126,36 +126,36 @@ class Losses:
             choice = CHOICES[number % len(CHOICES)]
             sector_bytes = self._rng.choice(SECTORS_BYTES)
             self.report.counts["losses"] += 1
-            self.report.counts["changes that were not safe"] += device.unsafe
-            name = f"behind record {place}, {choice} kept in sectors of {sector_bytes}"
+            self.report.counts["changes that a loss could undo"] += device.unsafe
+            name = f"after record {place}, {choice} kept in sectors of {sector_bytes}"
             yield name, mark, device.lost(self._rng, choice, sector_bytes)
 
     def judge(self, name: str, mark: int, found: dict[Key, bytes], problems: list[str]) -> None:
-        """Take down what a start after a loss served, and what it said."""
-        self.report.counts["entries that came back"] += len(found)
+        """Judge the entries that were served after a loss, and the problems that were reported."""
+        self.report.counts["recovered entries"] += len(found)
         wrong = problems + self._recorded.history.problems(found, mark)
         self.report.problems += [f"{name}: {problem}" for problem in wrong]
 
     # ---- the store alone
 
-    def by_store(self, many: int) -> None:
+    def by_store(self, count: int) -> None:
         """Recover with the store, in this process."""
-        for name, mark, files in self.images(many):
+        for name, mark, files in self.images(count):
             with temporary_directories() as (directory, _):
                 build(files, directory)
                 self.judge(name, mark, *recovered(directory / TIER))
 
     # ---- the daemon
 
-    def by_daemon(self, many: int, again_each: int = 0) -> None:
-        """Start a daemon on each, and read with a client. Of every `again_each`th the recovery is
-        recorded, and the power lost in it again."""
+    def by_daemon(self, count: int, again_each: int = 0) -> None:
+        """Start a daemon after each loss, and read with a client. The recovery from every
+        `again_each`th loss is also recorded and interrupted by further losses."""
         numbers = sorted(self._recorded.history.attempts)
-        for count, (name, mark, files) in enumerate(self.images(many)):
+        for number, (name, mark, files) in enumerate(self.images(count)):
             with temporary_directories() as (directory, shm_directory):
                 build(files, directory)
-                if again_each and count % again_each == 0:
-                    self._again(name, mark, files)
+                if again_each and number % again_each == 0:
+                    self._lose_power_during_recovery(name, mark, files)
                 with daemon_at(directory, shm_directory) as daemon:
                     daemon.start()
                     with daemon.admin() as admin:
@@ -164,7 +164,9 @@ class Losses:
                         assert client.wait_connected()
                         self.judge(name, mark, read_all(client, numbers), problems)
 
-    def _again(self, name: str, mark: int, files: dict[str, bytes], many: int = 3) -> None:
+    def _lose_power_during_recovery(
+        self, name: str, mark: int, files: dict[str, bytes], count: int = 3
+    ) -> None:
         """Lose the power while the store recovers from a loss."""
         with temporary_directories() as (directory, log_directory):
             build(files, directory)
@@ -178,7 +180,7 @@ class Losses:
                 )
             events = recording.events()
             recording.close()
-            places = sorted(self._rng.sample(range(len(events)), min(many, len(events))))
+            places = sorted(self._rng.sample(range(len(events)), min(count, len(events))))
             done = 0
             for place in places:
                 for event in events[done:place]:
@@ -190,17 +192,19 @@ class Losses:
                 with temporary_directories() as (other, _):
                     build(left, other)
                     found, problems = recovered(other / TIER)
-                    self.judge(f"{name}; then behind {place} of it", mark, found, problems)
+                    self.judge(
+                        f"{name}; then after record {place} of the recovery", mark, found, problems
+                    )
             for event in events[done:]:
                 device.add(event)
             check_complete([], device, directory, TIER)
 
 
 def recovered(directory: Path) -> tuple[dict[Key, bytes], list[str]]:
-    """Everything that the store in a directory finds, and what is wrong with it.
+    """The entries that the store in a directory recovers, and the problems that it finds.
 
-    The bytes of an entry are safe before its record is written: so whatever has a record has to be
-    right, even if nobody was told that it was saved.
+    The bytes of an entry are safe before its record is written. So every entry with a record has
+    to be right, even if its save was never acknowledged.
     """
     store = DiskStore(directory, BUDGET_BYTES, SLAB_BYTES)
     found, problems = {}, []

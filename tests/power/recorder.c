@@ -1,12 +1,12 @@
-/* Records what a process does to the files below a directory: every write with its bytes, every
- * sync, every name. Preloaded into the daemon and inherited by its processes.
+/* Records all changes of the files below a directory: writes with their bytes, syncs, and changes
+ * of names. Preloaded into the daemon and inherited by its processes.
  *
  *     PREFIXD_POWER_ROOT  the directory, absolute
  *     PREFIXD_POWER_LOG   the file that gets the records
  *
- * A record is appended before a call begins (with a number of its own) and another one when it
- * has ended, each with one write to a file that is open for appending: so their order is one that
- * was seen, over all threads and processes. tests/power/recording.py reads them.
+ * One record is appended before a call begins, and one after it has ended. The call's number joins
+ * the two. Each record is one write in append mode, so the log has a consistent order over all
+ * threads and processes. tests/power/recording.py reads it.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -28,7 +28,7 @@ struct record {
     uint32_t magic, kind;
     uint64_t number, inode;
     int64_t offset, result;
-    uint64_t length; /* of what follows: bytes that are written, or names */
+    uint64_t length; /* of the data that follows: written bytes, or names */
 };
 
 static char root[4096];
@@ -53,7 +53,7 @@ static void emit(int kind, uint64_t number, uint64_t inode, int64_t offset, int6
     struct iovec parts[2] = {{&record, sizeof record}, {(void *)data, length}};
     int before = errno;
     if (REAL(writev)(log_fd, parts, length ? 2 : 1) != (ssize_t)(sizeof record + length))
-        abort(); /* a record that is missing would make every verdict worthless */
+        abort(); /* with a missing record, every verdict would be worthless */
     errno = before;
 }
 
@@ -72,7 +72,7 @@ __attribute__((constructor)) static void begin(void)
     log_fd = REAL(open)(path, O_WRONLY | O_APPEND | O_CLOEXEC);
 }
 
-/* The path of a descriptor, without the root; NULL: it is not below it. */
+/* The path of a descriptor relative to the root. NULL: it is outside the root. */
 static const char *below_root(int fd, char *room, size_t length)
 {
     char link[64];
@@ -89,7 +89,7 @@ static const char *below_root(int fd, char *room, size_t length)
     return NULL;
 }
 
-/* The inode of what is recorded; 0: it is something else. */
+/* The inode of a recorded file or directory. 0: it is not recorded. */
 static uint64_t recorded(int fd)
 {
     struct stat found;
@@ -103,7 +103,7 @@ static uint64_t recorded(int fd)
     return inode;
 }
 
-/* A path relative to the root; NULL: it is not below it. */
+/* A path relative to the root. NULL: it is outside the root. */
 static const char *named(int at, const char *path, char *room, size_t length)
 {
     if (log_fd < 0 || !path)
@@ -251,7 +251,7 @@ POSIX_FALLOCATE(posix_fallocate64, off64_t)
         if (!inode)                                                                       \
             return REAL(name)(fd, mode, start, length);                                   \
         if (mode && mode != (FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE))                 \
-            abort(); /* of a kind that the reader does not know */                        \
+            abort(); /* the reader does not know this mode */                        \
         BEGUN(mode ? PUNCH : EXTEND, inode, start, length, NULL, 0);                      \
         int result = REAL(name)(fd, mode, start, length);                                 \
         ENDED(result);                                                                    \
@@ -336,7 +336,7 @@ int renameat(int from_at, const char *from, int to_at, const char *to)
     if (!before && !after)
         return REAL(renameat)(from_at, from, to_at, to);
     if (!before || !after)
-        abort(); /* a file comes from elsewhere: the reader would not know its bytes */
+        abort(); /* the reader would not know the bytes of a file from outside the root */
     size_t length = strlen(before) + 1 + strlen(after);
     memcpy(both, before, strlen(before) + 1);
     memcpy(both + strlen(before) + 1, after, strlen(after));

@@ -1,4 +1,4 @@
-"""What `recorder.c` wrote down, and how it is put under a process."""
+"""Preloads `recorder.c` into processes and reads its log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SOURCE: Final = Path(__file__).with_name("recorder.c")
 
 
 class Kind(IntEnum):
-    """As in `recorder.c`; MARK is ours."""
+    """The kinds of records in `recorder.c`, and MARK, which only this module writes."""
 
     WRITE = 1
     RESIZE = 2
@@ -37,15 +37,15 @@ class Kind(IntEnum):
 
 
 class Event(NamedTuple):
-    """A call that began, or (END) the end of the one with the same number."""
+    """The beginning of a call, or (END) the end of the call with the same number."""
 
     kind: Kind
     number: int
     inode: int
     offset_bytes: int
-    #: of an END what the call returned, of an EXTEND or PUNCH the length
+    #: END: the return value of the call; EXTEND and PUNCH: the length
     result: int
-    #: bytes, names, or what a mark says
+    #: written bytes, names, or the text of a mark
     data: bytes
 
 
@@ -61,7 +61,7 @@ class Recording:
 
     @contextmanager
     def preloaded(self) -> Iterator[None]:
-        """Processes that are started meanwhile are recorded, with those that they start."""
+        """Record all processes that are started in this context, and their children."""
         added = {
             "LD_PRELOAD": str(recorder()),
             "PREFIXD_POWER_LOG": str(self.path),
@@ -78,10 +78,10 @@ class Recording:
                 else:
                     os.environ[name] = value
 
-    def mark(self, said: str) -> int:
-        """Something that happened elsewhere, in its place. Returns the number of the mark."""
+    def mark(self, text: str) -> int:
+        """Insert a mark among the records. Returns its number."""
         self._marks += 1
-        data = said.encode()
+        data = text.encode()
         head = _RECORD.pack(_MAGIC, Kind.MARK, self._marks, 0, 0, 0, len(data))
         assert os.write(self._fd, head + data) == len(head) + len(data)
         return self._marks
@@ -90,7 +90,7 @@ class Recording:
         os.close(self._fd)
 
     def events(self) -> list[Event]:
-        """Everything so far. Raises AssertionError for a log that makes no sense."""
+        """All records so far. Raises AssertionError if the log is malformed."""
         log, found, at = memoryview(self.path.read_bytes()), [], 0
         while at < len(log):
             magic, kind, number, inode, offset, result, length = _RECORD.unpack_from(log, at)
@@ -106,13 +106,13 @@ class Recording:
 
 @functools.cache
 def compiler() -> str | None:
-    """A C compiler, if there is one."""
+    """The path of a C compiler, if one is installed."""
     return next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 
 
 @functools.cache
 def recorder() -> Path:
-    """The library, compiled once a process; it is gone with it."""
+    """The path of the library, which is compiled once per process and removed at its end."""
     found = compiler()
     assert found is not None
     keep = _compiled_directory()

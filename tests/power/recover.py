@@ -1,4 +1,4 @@
-"""Recovers the disk tier in a directory and ends, for somebody who records it.
+"""Recovers the disk tier in a directory and exits. `losses.py` records this process.
 
 python -m tests.power.recover DIRECTORY
 """

@@ -1,4 +1,4 @@
-"""Some losses find nothing, and planted mistakes are found; `python -m tests.power` for more."""
+"""A few losses cause no problem, and planted mistakes are found. See also `tests.power`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .losses import Losses, Recorded, check_complete, record
 from .recording import Event, Kind, compiler
 from .workload import History, _Attempt, key, payload
 
-pytestmark = pytest.mark.skipif(compiler() is None, reason="recording takes a C compiler")
+pytestmark = pytest.mark.skipif(compiler() is None, reason="recording needs a C compiler")
 
 PAGE = 4096
 OPERATIONS = 45
@@ -36,11 +36,11 @@ def test_a_loss_anywhere_costs_nothing_that_was_acknowledged(recorded: Recorded)
     assert losses.report.problems == []
     counts = losses.report.counts
     assert counts["acknowledged saves"] > OPERATIONS / 2
-    assert counts["entries that came back"] > counts["losses"]
-    assert counts["changes that were not safe"] > counts["losses"]
+    assert counts["recovered entries"] > counts["losses"]
+    assert counts["changes that a loss could undo"] > counts["losses"]
 
 
-def test_a_daemon_starts_on_what_is_left(recorded: Recorded) -> None:
+def test_a_daemon_starts_after_a_loss(recorded: Recorded) -> None:
     losses = Losses(recorded, random.Random(2))
     losses.by_daemon(3, again_each=2)
     assert losses.report.problems == []
@@ -49,27 +49,27 @@ def test_a_daemon_starts_on_what_is_left(recorded: Recorded) -> None:
 
 @pytest.mark.parametrize("pattern", ["disk/arena", "disk/records-*", "disk", ""])
 def test_a_sync_that_is_left_out_is_noticed(recorded: Recorded, pattern: str) -> None:
-    """As if the daemon did not sync its payloads, its records, its names, or that of the tier."""
-    left_out = {
+    """As if the daemon did not sync payloads, records, names of files, or the name of the tier."""
+    omitted = {
         event.number
         for event in recorded.events
         if event.kind is Kind.SYNC and fnmatchcase(event.data.decode(), pattern)
     }
-    assert left_out
-    without = [event for event in recorded.events if event.number not in left_out]
+    assert omitted
+    without = [event for event in recorded.events if event.number not in omitted]
     losses = Losses(Recorded(without, None, recorded.history), random.Random(3))
     losses.by_store(12)
     assert losses.report.problems
 
 
-def test_the_recording_had_room_used_again_and_files_changing_places(recorded: Recorded) -> None:
+def test_the_recording_covers_reused_extents_and_renamed_files(recorded: Recorded) -> None:
     assert any(event.kind is Kind.RENAME for event in recorded.events)
     written = [event for event in recorded.events if event.kind is Kind.WRITE]
-    places = [(event.inode, event.offset_bytes) for event in written]
-    assert len(set(places)) < len(places)
+    extents = [(event.inode, event.offset_bytes) for event in written]
+    assert len(set(extents)) < len(extents)
 
 
-def test_what_was_not_recorded_is_noticed(recorded: Recorded, tmp_path: Path) -> None:
+def test_unrecorded_writes_are_noticed(recorded: Recorded, tmp_path: Path) -> None:
     device = Device()
     for event in recorded.events:
         device.add(event)
@@ -86,7 +86,7 @@ def test_what_was_not_recorded_is_noticed(recorded: Recorded, tmp_path: Path) ->
 
 
 class Calls:
-    """Calls as the recorder writes them down."""
+    """Recorded calls on a device."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -118,7 +118,7 @@ class Calls:
                 yield files["file"]
 
 
-def test_what_was_synced_is_there_and_the_rest_may_be_torn() -> None:
+def test_synced_bytes_survive_and_others_may_be_torn() -> None:
     calls = Calls()
     calls.both(Kind.WRITE, data=b"a" * 2 * PAGE)
     assert set(calls.left()) == {b""}
@@ -134,14 +134,14 @@ def test_what_was_synced_is_there_and_the_rest_may_be_torn() -> None:
     assert set(calls.left("everything")) == {b"b" * 2 * PAGE}
 
 
-def test_a_sector_holds_one_of_the_things_that_it_held() -> None:
+def test_a_sector_holds_one_of_its_contents_since_the_sync() -> None:
     calls = Calls()
     for letter in (b"a", b"b", b"c"):
         calls.both(Kind.WRITE, data=letter * 512)
     assert {data[:1] for data in calls.left("some") if data} >= {b"a", b"b", b"c"}
 
 
-def test_a_sync_is_only_of_what_had_ended_before_it() -> None:
+def test_a_sync_covers_only_writes_that_had_ended_before_it() -> None:
     calls = Calls()
     writing = calls.begin(Kind.WRITE, data=b"a" * 512)
     syncing = calls.begin(Kind.SYNC)
@@ -200,19 +200,19 @@ def test_a_history_tells_lost_from_evicted_and_old_from_new() -> None:
     history.attempts[1] = [_Attempt(1, begun=1, acknowledged=2), _Attempt(2, 7, 8)]
     first, second = {key(1): payload(1, 1)}, {key(1): payload(1, 2)}
     assert history.problems({}, 1) == history.problems(first, 1) == []
-    assert history.problems({}, 2) == ["entry 1 was acknowledged and is not there"]
-    assert history.problems(second, 2), "it was not begun"
+    assert history.problems({}, 2) == ["entry 1 was acknowledged but is lost"]
+    assert history.problems(second, 2), "the second save had not begun"
     history.removed[1] = [5]
     assert history.problems({}, 4)
     assert (
         history.problems({}, 5) == history.problems(first, 6) == history.problems(second, 7) == []
     )
-    assert history.problems(first, 8), "an older one"
+    assert history.problems(first, 8), "older than an acknowledged save"
     assert history.problems({}, 8)
     assert history.problems({Key(bytes(32)): b""}, 0)
 
 
-def test_there_is_a_choice_of_every_kind() -> None:
+def test_every_choice_leaves_different_files() -> None:
     calls = Calls()
     for letter in b"abcdefgh":
         calls.both(Kind.WRITE, data=bytes([letter]) * PAGE, offset=(letter - 97) * PAGE)

@@ -1,4 +1,4 @@
-"""From a plan to its parts: each tier gets the planned store and ledger."""
+"""Assembly of the daemon's parts: each tier gets the planned store and ledger."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_every_tier_has_its_store(tmp_path: Path, closing: ExitStack) -> None:
         assert type(store) is KINDS[tier]
         assert store.tier is tier
         assert store.slab_bytes == tier_plan.slab_bytes
-        # A tier takes its budget in total, records included.
+        # The budget of a tier includes its records.
         rest_bytes = tier_plan.budget_bytes - store.arena.size_bytes
         if isinstance(store, ShmStore | DiskStore):
             rest_bytes -= store.record_bytes(store.arena.size_bytes // store.slab_bytes)
@@ -62,7 +62,7 @@ def test_every_tier_has_its_store(tmp_path: Path, closing: ExitStack) -> None:
 
 
 @pytest.mark.parametrize("yes", [True, False])
-def test_stores_check_and_sync_as_they_are_told(
+def test_stores_check_and_sync_as_configured(
     tmp_path: Path, closing: ExitStack, *, yes: bool
 ) -> None:
     planned = plan(tmp_path)
@@ -77,7 +77,7 @@ def test_stores_check_and_sync_as_they_are_told(
     assert (shm.verify_payloads, disk.verify_payloads) == (yes, False)
 
 
-def test_what_the_system_does_not_give_is_a_store_error(tmp_path: Path) -> None:
+def test_missing_resources_are_store_errors(tmp_path: Path) -> None:
     (tmp_path / "shm").write_text("this is no directory")
     (tmp_path / "disk").write_text("nor is this")
     planned = plan(tmp_path)
@@ -86,7 +86,7 @@ def test_what_the_system_does_not_give_is_a_store_error(tmp_path: Path) -> None:
             assembly.make_store(planned.tiers[tier], verify_at_start=True, sync=True)
 
 
-def test_books_are_as_configured(tmp_path: Path, closing: ExitStack) -> None:
+def test_ledgers_are_as_configured(tmp_path: Path, closing: ExitStack) -> None:
     planned = plan(
         tmp_path, "--shm.policy=fifo", "--shm.max_entries=7", "--disk.max_in_flight=1MiB"
     )
@@ -100,9 +100,9 @@ def test_books_are_as_configured(tmp_path: Path, closing: ExitStack) -> None:
     assert (ram.policy.name, shm.policy.name, disk.policy.name) == ("lru", "fifo", "lru")
     assert (ram.max_entries, shm.max_entries, disk.max_entries) == (0, 7, 1_000_000)
     assert (ram.budget_bytes, shm.budget_bytes, disk.budget_bytes) == (2**20, 2**21, 3 * 2**20)
-    # An arena has no room before it is secured, and its header is never available.
+    # No memory is available before it is secured, and the header of an arena never is.
     assert (ram.limit_bytes, shm.limit_bytes, disk.limit_bytes) == (0, 0, 0)
-    # Waiting does not help an entry that is larger than the arena, though the budget is larger.
+    # An entry larger than the arena never fits, even if the budget is larger.
     for ledger, store in zip((ram, shm, disk), stores, strict=True):
         assert ledger.admission(store.size_bytes - store.header_bytes) is Admission.NO_ROOM
         assert ledger.admission(store.size_bytes - store.header_bytes + 1) is Admission.TOO_LARGE
@@ -112,7 +112,7 @@ def test_books_are_as_configured(tmp_path: Path, closing: ExitStack) -> None:
     assert ram.max_reserved_bytes == shm.max_reserved_bytes == 0
 
 
-def test_the_state_has_the_tiers_that_there_are(tmp_path: Path, closing: ExitStack) -> None:
+def test_the_state_has_all_tiers(tmp_path: Path, closing: ExitStack) -> None:
     planned = plan(tmp_path, "--shm.budget=0", "--server.curve_keys=5", "--sessions.max_sessions=3")
     stores = {}
     for tier, tier_plan in planned.tiers.items():

@@ -1,4 +1,4 @@
-"""Certificates that change while the daemon runs, and expired ones."""
+"""Certificates that are replaced while the daemon runs, and expired ones."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Files:
-    """The files that the options name, which a test replaces."""
+    """The files that the options name. Tests replace them."""
 
     def __init__(self, directory: Path) -> None:
         self.cert, self.key = directory / "cert.pem", directory / "key.pem"
         self.client_ca = directory / "client-ca.pem"
 
-    def be(self, authority: Authority, *, days: int = 2) -> None:
-        """A certificate that this one signed, and clients as well."""
+    def write(self, authority: Authority, *, days: int = 2) -> None:
+        """Write a daemon certificate signed by this authority, and trust its clients."""
         certificate, key = authority.sign("daemon", days=days)
         shutil.copy(certificate, self.cert)
         shutil.copy(key, self.key)
@@ -74,9 +74,9 @@ class Files:
 
 @pytest.fixture
 def files(tmp_path: Path, old: Authority) -> Files:
-    made = Files(tmp_path)
-    made.be(old)
-    return made
+    files = Files(tmp_path)
+    files.write(old)
+    return files
 
 
 @contextmanager
@@ -86,22 +86,22 @@ def daemon_with(files: Files, *flags: str) -> Iterator[DaemonProcess]:
         yield daemon
 
 
-def reloaded(daemon: DaemonProcess) -> None:
-    """Reload with a signal, and wait until it is done."""
+def reload(daemon: DaemonProcess) -> None:
+    """Reload with a signal, and wait until options changed."""
     count = len(daemon.logged("option_changed"))
     os.kill(daemon.pid, signal.SIGHUP)
     eventually(lambda: len(daemon.logged("option_changed")) > count)
 
 
-class Far:
-    """A client on another host, whose own files are replaced as well."""
+class RemoteClient:
+    """A client on another host, with its own files."""
 
     def __init__(self, directory: Path, authority: Authority) -> None:
         directory.mkdir()
         self._ca, self._cert, self._key = (directory / name for name in ("ca", "cert", "key"))
-        self.be(authority)
+        self.write(authority)
 
-    def be(self, authority: Authority) -> None:
+    def write(self, authority: Authority) -> None:
         cert, key = authority.sign("client")
         for source, target in (
             (authority.certificate, self._ca),
@@ -119,7 +119,7 @@ class Far:
             yield client, transport
 
 
-def moves(client: Client) -> None:
+def save_and_restore(client: Client) -> None:
     """Save and restore over the data socket, with a session over gRPC."""
     of = Key(os.urandom(32))
     assert client.save(of, DATA, tier=Tier.RAM, reason=SaveReason.EVICT).ok
@@ -130,44 +130,46 @@ def moves(client: Client) -> None:
 def test_new_connections_get_new_certificates_and_old_ones_live_on(
     tmp_path: Path, files: Files, old: Authority, new: Authority
 ) -> None:
-    """On both ports, for the certificates of both sides."""
-    of_before, moved, after = (Far(tmp_path / name, old) for name in ("before", "moved", "after"))
+    """On both ports, and for the certificates of daemon and client."""
+    far_before, moved, after = (
+        RemoteClient(tmp_path / name, old) for name in ("before", "moved", "after")
+    )
     with (
         daemon_with(files) as daemon,
-        of_before.client(daemon) as (before, _),
+        far_before.client(daemon) as (before, _),
         moved.client(daemon) as (moving, transport),
     ):
         for client in (before, moving):
             client.wait_connected()
-            moves(client)
-        files.be(new)
+            save_and_restore(client)
+        files.write(new)
         with after.client(daemon) as (client, _):
             client.wait_connected()
-            moves(client)  # the daemon was not told to reload
-        reloaded(daemon)
+            save_and_restore(client)  # the daemon has not reloaded yet
+        reload(daemon)
         changed = {"server.tls_cert", "server.tls_key", "server.tls_client_ca"}
-        # One line after the other.
+        # The lines appear one by one.
         eventually(lambda: {line["option"] for line in daemon.logged("option_changed")} == changed)
         with after.client(daemon) as (client, _):
             assert not client.wait_connected(deadline_ms=1_000)
-        after.be(new)
+        after.write(new)
         with after.client(daemon) as (client, _):
             client.wait_connected()
-            moves(client)
+            save_and_restore(client)
         for client in (before, moving):
-            moves(client)
-        # A session that continues opens connections with the current files of its client.
-        moved.be(new)
+            save_and_restore(client)
+        # An open session makes new connections with the current files of its client.
+        moved.write(new)
         assert transport.current is not None
         assert transport.current.data is not None
         with transport.current.data.connection(1.0):
-            moves(moving)
+            save_and_restore(moving)
 
 
-def test_what_is_wrong_is_refused_by_its_name_and_the_old_stays(
+def test_wrong_files_are_refused_by_name_and_the_old_ones_stay(
     tmp_path: Path, files: Files, old: Authority, new: Authority
 ) -> None:
-    far = Far(tmp_path / "far", old)
+    far = RemoteClient(tmp_path / "far", old)
     _, another_key = new.sign("another")
     with daemon_with(files) as daemon:
         before = {path: path.read_bytes() for path in (files.cert, files.key, files.client_ca)}
@@ -184,15 +186,15 @@ def test_what_is_wrong_is_refused_by_its_name_and_the_old_stays(
             assert option in daemon.logged("reload_refused")[-1]["problem"]
             with far.client(daemon) as (client, _):
                 client.wait_connected()
-                moves(client)
+                save_and_restore(client)
             path.write_bytes(before[path])
         assert not daemon.logged("option_changed")
 
 
-def test_what_differs_is_shown_before_it_is_used(files: Files, new: Authority) -> None:
+def test_changed_files_are_shown_before_they_are_used(files: Files, new: Authority) -> None:
     with daemon_with(files) as daemon, daemon.admin() as admin:
         assert not admin.configure(apply=False).changed
-        files.be(new)
+        files.write(new)
         for apply in (False, True):
             changed = {each.option: each for each in admin.configure(apply=apply).changed}
             assert all(each.live for each in changed.values())
@@ -204,8 +206,10 @@ def test_what_differs_is_shown_before_it_is_used(files: Files, new: Authority) -
         assert not any(text in str(changed) for text in files.key.read_text().splitlines()[1:-1])
 
 
-def test_one_that_is_over_is_told_until_it_is_replaced(files: Files, old: Authority) -> None:
-    files.be(old, days=-1)
+def test_an_expired_certificate_is_reported_until_it_is_replaced(
+    files: Files, old: Authority
+) -> None:
+    files.write(old, days=-1)
     metrics = "--server.metrics=127.0.0.1:0"
     with daemon_with(files, metrics) as daemon, daemon.admin() as admin:
         name = "certificate server.tls_cert"
@@ -217,26 +221,26 @@ def test_one_that_is_over_is_told_until_it_is_replaced(files: Files, old: Author
         family = 'prefixd_certificate_ends_timestamp_seconds{option="server.tls_cert"}'
         (sample,) = (line for line in shown if line.startswith(family))
         assert float(sample.split()[-1]) == ends_s(files.cert)
-        files.be(old, days=30)
-        reloaded(daemon)
+        files.write(old, days=30)
+        reload(daemon)
         assert name not in admin.stats().notices
 
 
 def ends_s(certificate: Path) -> int:
-    """The end of a certificate according to openssl."""
-    said = subprocess.run(
+    """When a certificate expires, according to openssl."""
+    output = subprocess.run(
         ["openssl", "x509", "-enddate", "-noout", "-in", certificate],
         check=True,
         capture_output=True,
         text=True,
     ).stdout.strip()
-    ends = datetime.strptime(said.removeprefix("notAfter="), "%b %d %H:%M:%S %Y GMT")
+    ends = datetime.strptime(output.removeprefix("notAfter="), "%b %d %H:%M:%S %Y GMT")
     return int(ends.replace(tzinfo=UTC).timestamp())
 
 
 @pytest.mark.parametrize("days", [-1, 1, 400, 40_000])
-def test_when_it_ends_is_what_openssl_says(old: Authority, days: int) -> None:
-    """Certificates store two digits of the year until 2049, and four after that."""
+def test_expiry_dates_equal_those_of_openssl(old: Authority, days: int) -> None:
+    """Certificates store years with two digits until 2049, and with four after that."""
     certificate, _ = old.sign("some", days=days)
     authority = old.certificate.read_bytes()
     assert list(module._ends_s(certificate.read_bytes() + b"\n# more\n" + authority)) == [
@@ -245,37 +249,39 @@ def test_when_it_ends_is_what_openssl_says(old: Authority, days: int) -> None:
     ]
 
 
-def test_what_is_no_certificate_has_no_end() -> None:
+def test_an_invalid_certificate_has_no_expiry_date() -> None:
     for body in (b"", b"AAAA", b"MAAwAA==", b"MIIBAA==", b"\xff"):
         pem = b"-----BEGIN CERTIFICATE-----\n" + body + b"\n-----END CERTIFICATE-----\n"
         assert list(module._ends_s(pem)) == []
 
 
 @in_loop
-async def test_it_is_told_a_week_before_and_once(tmp_path: Path, files: Files) -> None:
-    made = Certificates(load_config(files.flags, {}).server)
-    (ends,) = {made.material.ends_s["server.tls_cert"]}
+async def test_an_expiring_certificate_is_reported_once_a_week_before(
+    tmp_path: Path, files: Files
+) -> None:
+    certificates = Certificates(load_config(files.flags, {}).server)
+    (ends,) = {certificates.material.ends_s["server.tls_cert"]}
     clock = ManualClock()
     async with running(tmp_path, clock=clock) as daemon:
         core = daemon.core
 
-        def looked_at(before_end_s: float) -> list[str]:
+        def problems_logged(before_end_s: float) -> list[str]:
             clock.forward(ends - before_end_s - clock.now_ns() / 1e9)
             with capture_logs() as logs:
-                made.look(core)
+                certificates.look(core)
             return [line["problem"] for line in logs if "tls_cert" in line["part"]]
 
-        assert looked_at(SOON_NS / 1e9 + 1) == []
+        assert problems_logged(SOON_NS / 1e9 + 1) == []
         assert "certificate server.tls_cert" not in core.health.notices
-        (soon,) = looked_at(SOON_NS / 1e9 - 1)
+        (soon,) = problems_logged(SOON_NS / 1e9 - 1)
         assert soon.startswith("it ends at 20")
-        assert looked_at(60) == [], "that is known"
-        (over,) = looked_at(-1)
+        assert problems_logged(60) == [], "the warning was repeated"
+        (over,) = problems_logged(-1)
         assert over.startswith("it ended at 20")
         assert core.health.notices["certificate server.tls_cert"] == over
 
 
-def test_a_key_with_a_password_is_refused_and_not_asked_for(files: Files) -> None:
+def test_a_key_with_a_password_is_refused_without_a_prompt(files: Files) -> None:
     encrypt = ["openssl", "ec", "-aes256", "-passout", "pass:secret"]
     subprocess.run([*encrypt, "-in", files.key, "-out", files.key], check=True, capture_output=True)
     with pytest.raises(ConfigError, match=r"server\.tls_key: these files do not work for TLS"):
@@ -285,8 +291,8 @@ def test_a_key_with_a_password_is_refused_and_not_asked_for(files: Files) -> Non
 def test_other_tokens_are_shown_as_numbers(tmp_path: Path, files: Files) -> None:
     tokens, secrets = tmp_path / "tokens", ["one-" * 10, "two-" * 10, "three-" * 10]
 
-    def write(*some: str) -> None:
-        tokens.write_text("".join(f"read a-{n} {token}\n" for n, token in enumerate(some)))
+    def write(*written: str) -> None:
+        tokens.write_text("".join(f"read a-{n} {token}\n" for n, token in enumerate(written)))
         tokens.chmod(0o600)
 
     write(*secrets[:2])

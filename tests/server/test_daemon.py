@@ -1,4 +1,4 @@
-"""`prefixd` as a process until it serves: what it prints, what it repairs, and when it refuses to
+"""The start of the process `prefixd`: what it prints, what it repairs, and when it refuses to
 start. A refusal is one sentence and an exit status, and changes nothing."""
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tests.support.running import key, payload
 DATA = payload(1)
 SURVIVING = (Tier.SHM, Tier.DISK)
 #: Drops root's privilege to write anywhere.
-LIKE_ANYBODY = python("import ctypes; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # CAP_DAC_OVERRIDE")
+UNPRIVILEGED = python("import ctypes; ctypes.CDLL(None).prctl(24, 1, 0, 0, 0)  # CAP_DAC_OVERRIDE")
 #: Makes large files fail, as on a full device.
 WITH_SMALL_FILES = python("import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (2**19, 2**19))")
 
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """Not started yet."""
-    with daemon_process() as made:
-        yield made
+    """A daemon that is not started yet."""
+    with daemon_process() as process:
+        yield process
 
 
 async def fill(daemon: DaemonProcess) -> None:
@@ -50,8 +50,8 @@ async def fill(daemon: DaemonProcess) -> None:
     assert await asyncio.to_thread(daemon.stop) == 0
 
 
-async def found(daemon: DaemonProcess, tier: Tier) -> list[int]:
-    """The entries of `fill` that are still there, with their bytes."""
+async def restorable(daemon: DaemonProcess, tier: Tier) -> list[int]:
+    """The entries of `fill` that can still be restored with the right bytes."""
     numbers = []
     async with daemon.client() as client:
         session = await client.open()
@@ -68,7 +68,7 @@ async def found(daemon: DaemonProcess, tier: Tier) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("flag", "said"),
+    ("flag", "expected"),
     [
         ("--version", f"prefixd {__version__}\n"),
         ("--help", "--server.address"),
@@ -76,12 +76,10 @@ async def found(daemon: DaemonProcess, tier: Tier) -> list[int]:
         ("--check-config", "The configuration is good.\n"),
     ],
 )
-def test_what_only_prints_ends_well_and_touches_nothing(
-    tmp_path: Path, flag: str, said: str
-) -> None:
+def test_flags_that_only_print_touch_nothing(tmp_path: Path, flag: str, expected: str) -> None:
     ended = DaemonProcess(tmp_path, tmp_path / "shm", FLAGS).attempt(flag)
     assert (ended.status, ended.err) == (0, "")
-    assert said in ended.out
+    assert expected in ended.out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -100,7 +98,7 @@ def test_a_bad_configuration_is_status_2_and_names_everything(tmp_path: Path) ->
     assert list(tmp_path.iterdir()) == [file]
 
 
-# ---- things in use
+# ---- resources in use
 
 
 @pytest.mark.parametrize("option", ["server.tcp", "server.metrics"])
@@ -162,7 +160,7 @@ async def test_a_socket_that_a_dead_daemon_left_is_no_obstacle(daemon: DaemonPro
         assert socket_file.is_socket()
     daemon.start()
     assert daemon.stop() == 0
-    assert not socket_file.exists(), "one that ends in order leaves none"
+    assert not socket_file.exists(), "an orderly end left the socket"
 
 
 @pytest.mark.parametrize("option", ["server.tcp", "server.data", "server.metrics"])
@@ -175,32 +173,32 @@ def test_a_port_in_use_is_named(daemon: DaemonProcess, option: str) -> None:
     assert address in ended.complaint
 
 
-# ---- unusable places
+# ---- unusable paths
 
 
-def test_what_is_in_the_place_of_the_socket_and_is_none_stays(daemon: DaemonProcess) -> None:
+def test_a_file_in_place_of_the_socket_is_kept(daemon: DaemonProcess) -> None:
     notes = daemon.directory / "d.sock"
-    notes.write_text("of somebody")
+    notes.write_text("of another program")
     ended = daemon.attempt()
     assert ended.status == 1
     assert f"{notes} is there and is no socket" in ended.complaint
-    assert notes.read_text() == "of somebody"
+    assert notes.read_text() == "of another program"
 
 
 @pytest.mark.parametrize("option", ["server.address", "shm.directory", "disk.directory"])
 @pytest.mark.parametrize("how", ["below a file", "not ours to write"])
-def test_a_place_that_cannot_be_used_is_named(daemon: DaemonProcess, option: str, how: str) -> None:
+def test_an_unusable_directory_is_named(daemon: DaemonProcess, option: str, how: str) -> None:
     place = daemon.directory / "place"
     if how == "below a file":
         place.write_text("this is no directory")
     else:
         place.mkdir(mode=0o500)
-    ended = daemon.attempt(f"--{option}={place / 'here'}", before=LIKE_ANYBODY)
+    ended = daemon.attempt(f"--{option}={place / 'here'}", before=UNPRIVILEGED)
     assert ended.status == 1
     assert str(place) in ended.complaint
 
 
-def test_a_directory_of_somebody_else_is_not_used(daemon: DaemonProcess) -> None:
+def test_a_directory_of_another_user_is_refused(daemon: DaemonProcess) -> None:
     if os.geteuid():
         pytest.skip("only root can give a directory away")
     os.chown(daemon.shm_directory, 4242, -1)
@@ -227,10 +225,10 @@ def directory_of(daemon: DaemonProcess, tier: Tier) -> Path:
     [(Tier.SHM, "usage/data.mdb"), (Tier.DISK, "data.mdb")],
     ids=["shm", "disk"],
 )
-def test_what_an_earlier_version_left_is_named_and_kept(
+def test_files_of_an_earlier_version_are_named_and_kept(
     daemon: DaemonProcess, tier: Tier, name: str
 ) -> None:
-    """Its entries may be valuable, so the daemon does not delete them."""
+    """The entries may be valuable, so the daemon does not delete them."""
     file = directory_of(daemon, tier) / name
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_bytes(b"of before")
@@ -250,48 +248,48 @@ async def test_a_tier_of_other_slabs_is_named_and_kept(daemon: DaemonProcess) ->
         assert f"{directory_of(daemon, tier)} was made with slabs of" in ended.complaint
     daemon.start()
     for tier in SURVIVING:
-        assert await found(daemon, tier) == list(range(20))
+        assert await restorable(daemon, tier) == list(range(20))
 
 
 def records_file(daemon: DaemonProcess, tier: Tier) -> Path:
-    """The one that holds."""
+    """The file with the records."""
     found = list(directory_of(daemon, tier).glob("records-*.mdb"))
     if not found:
         return directory_of(daemon, tier) / RECORDS_FILE
     return max(found, key=lambda path: int(path.stem.partition("-")[2]))
 
 
-def something_else(good: bytes) -> bytes:
+def unrelated_bytes(good: bytes) -> bytes:
     return (b"these are no records\n" * len(good))[: len(good)]
 
 
 def cut_short(good: bytes) -> bytes:
-    """Within the last record."""
+    """Cut within the last record."""
     return good[: good.rindex(b"PFXE") + 64]
 
 
 def bad_sectors(good: bytes) -> bytes:
-    """Every second one: the records of four entries lie in each."""
+    """Damage every second sector. Each has the records of four entries."""
     return b"".join(
         good[place : place + 512] if place // 512 % 2 else b"\xa5" * 512
         for place in range(0, len(good), 512)
     )
 
 
-SPOILS = (something_else, cut_short, bad_sectors)
+DAMAGES = (unrelated_bytes, cut_short, bad_sectors)
 
 
 @in_loop
 async def test_damaged_records_cost_their_entries_and_no_start(daemon: DaemonProcess) -> None:
     await fill(daemon)
     good = {tier: records_file(daemon, tier).read_bytes() for tier in SURVIVING}
-    for spoil in SPOILS:
+    for damage in DAMAGES:
         for tier in SURVIVING:
-            records_file(daemon, tier).write_bytes(spoil(good[tier]))
+            records_file(daemon, tier).write_bytes(damage(good[tier]))
         daemon.start()
-        assert len(await found(daemon, Tier.SHM)) < 20
-        # LMDB leaves copies of pages that it changes, and they are valid, too.
-        assert len(await found(daemon, Tier.DISK)) < 20 + (spoil is not something_else)
+        assert len(await restorable(daemon, Tier.SHM)) < 20
+        # LMDB keeps old copies of changed pages, which are valid too.
+        assert len(await restorable(daemon, Tier.DISK)) < 20 + (damage is not unrelated_bytes)
         assert daemon.stop() == 0
 
 
@@ -300,10 +298,10 @@ async def test_damaged_usage_costs_nothing_but_hints(daemon: DaemonProcess) -> N
     await fill(daemon)
     for tier in SURVIVING:
         file = directory_of(daemon, tier) / USAGE_FILE
-        file.write_bytes(something_else(file.read_bytes()))
+        file.write_bytes(unrelated_bytes(file.read_bytes()))
     daemon.start()
     for tier in SURVIVING:
-        assert await found(daemon, tier) == list(range(20))
+        assert await restorable(daemon, tier) == list(range(20))
 
 
 RECORDS_OF = """
@@ -328,7 +326,7 @@ async def test_records_of_a_later_version_are_named_and_not_taken_back(
     assert len(dropped) == 20 * len(SURVIVING)
     assert all("format 2" in line["why"] for line in dropped)
     for tier in SURVIVING:
-        assert await found(daemon, tier) == []
+        assert await restorable(daemon, tier) == []
     assert daemon.stop() == 0
     await fill(daemon)
 
@@ -347,6 +345,6 @@ async def test_payloads_that_were_cut_off_are_not_served(daemon: DaemonProcess) 
     dropped = [line for line in daemon.logged("entry_dropped") if line["tier"] == "disk"]
     assert len(dropped) == 10
     assert all("beyond" in line["why"] for line in dropped)
-    assert await found(daemon, Tier.DISK) == [n for n in range(20) if places[n] < middle]
-    assert await found(daemon, Tier.SHM) == list(range(20))
+    assert await restorable(daemon, Tier.DISK) == [n for n in range(20) if places[n] < middle]
+    assert await restorable(daemon, Tier.SHM) == list(range(20))
     assert await asyncio.to_thread(daemon.stop) == 0

@@ -1,4 +1,4 @@
-"""`prefixd` as a process that serves: its health, and how it stops."""
+"""The running process `prefixd`: its health, and how it stops."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ DATA = payload(1, 100_000)
 
 @pytest.fixture
 def daemon() -> Iterator[DaemonProcess]:
-    """Not started yet."""
-    with daemon_process() as made:
-        yield made
+    """A daemon that is not started yet."""
+    with daemon_process() as process:
+        yield process
 
 
-async def half_saved(session: OpenSession, number: int, tier: Tier = Tier.DISK) -> Any:
-    """A save whose first half the daemon has."""
+async def begin_save(session: OpenSession, number: int, tier: Tier = Tier.DISK) -> Any:
+    """Begin a save and send its first half."""
     cache, admin = session.daemon.cache, session.daemon.admin
     call = cache.Save()
     half = pb.WritePart(data=DATA[:50_000])
@@ -73,7 +73,7 @@ async def half_saved(session: OpenSession, number: int, tier: Tier = Tier.DISK) 
 
 
 async def finish(call: Any) -> int:
-    """Send the second half; the status of the save."""
+    """Send the second half of a save. Returns its status."""
     rest = part(0, DATA[50_000:], offset=50_000, payload_crc32c=part(0, DATA).payload_crc32c)
     await call.write(pb.SaveRequest(parts=[rest]))
     await call.done_writing()
@@ -82,7 +82,7 @@ async def finish(call: Any) -> int:
 
 
 async def draining(client: Outside) -> Refused:
-    """The error of calls after the daemon was asked to stop."""
+    """The error of a new call while the daemon stops."""
     while True:
         try:
             await client.lookup(key(1))
@@ -95,14 +95,12 @@ async def draining(client: Outside) -> Refused:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @in_loop
-async def test_a_stop_lets_what_moves_come_to_its_end(
-    daemon: DaemonProcess, number: signal.Signals
-) -> None:
+async def test_a_stop_lets_transfers_finish(daemon: DaemonProcess, number: signal.Signals) -> None:
     daemon.start()
     async with daemon.client() as client:
         session = await client.open()
         await session.save({key(2): DATA}, Tier.SHM)
-        saving = await half_saved(session, 1)
+        saving = await begin_save(session, 1)
         os.kill(daemon.pid, number)
         refused = await draining(client)
         assert (refused.code, refused.name) == (grpc.StatusCode.UNAVAILABLE, "draining")
@@ -119,8 +117,8 @@ async def test_a_stop_lets_what_moves_come_to_its_end(
         # The session is still open and the save continues.
         await session.beat()
         assert await finish(saving) == pb.SAVE_STATUS_SAVED
-        said = [event.WhichOneof("kind") for event in await rest_of(session.call)]
-        assert said == ["draining"]
+        kinds = [event.WhichOneof("kind") for event in await rest_of(session.call)]
+        assert kinds == ["draining"]
         assert await asyncio.to_thread(daemon.wait) == 0
     assert not (daemon.directory / "d.sock").exists()
     daemon.start()
@@ -140,7 +138,7 @@ async def test_a_save_that_never_ends_does_not_keep_the_daemon(how: str) -> None
         daemon.start()
         async with daemon.client() as client:
             session = await client.open()
-            saving = await half_saved(session, 1)
+            saving = await begin_save(session, 1)
             os.kill(daemon.pid, signal.SIGTERM)
             if how == "second signal":
                 await draining(client)
@@ -156,7 +154,7 @@ async def test_a_save_that_never_ends_does_not_keep_the_daemon(how: str) -> None
 
 
 @in_loop
-async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonProcess) -> None:
+async def test_waiters_are_answered_when_the_daemon_stops(daemon: DaemonProcess) -> None:
     daemon.start()
     async with daemon.client() as client:
         saver, session = await client.open(), await client.open()
@@ -173,7 +171,7 @@ async def test_whoever_waits_is_answered_when_the_daemon_stops(daemon: DaemonPro
         found, *others = await asyncio.gather(*waiting, return_exceptions=True)
         assert [one.presence for one in found] == [pb.PRESENCE_ABSENT]
         for one in others:
-            # The save that it waited for has failed with its session, or its own session has ended.
+            # The awaited save failed with its session, or the waiter's own session ended.
             assert not isinstance(one, BaseException) or one.retry == "1"
         assert await asyncio.to_thread(daemon.wait) == 0
 
@@ -191,7 +189,7 @@ daemon.main(sys.argv[1:])
 """
 
 
-def test_a_stop_before_it_serves_is_one_too(daemon: DaemonProcess) -> None:
+def test_a_daemon_can_be_stopped_before_it_serves(daemon: DaemonProcess) -> None:
     daemon.run_with(STOPPED_EARLY)
     ended = daemon.attempt()
     assert ended.status == 0
@@ -216,7 +214,7 @@ daemon.main(sys.argv[1:])
 
 
 @in_loop
-async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
+async def test_wrong_accounting_ends_the_daemon_with_status_1() -> None:
     """Immediately, because its state can't be trusted. Its supervisor restarts it."""
     with daemon_process("--server.drain_timeout=1h") as daemon:
         daemon.run_with(BREAKS)
@@ -224,7 +222,7 @@ async def test_books_that_do_not_balance_end_the_daemon_with_status_1() -> None:
         async with daemon.client() as client:
             session = await client.open()
             await session.save({key(2): DATA}, Tier.DISK)
-            saving = await half_saved(session, 1)
+            saving = await begin_save(session, 1)
             with pytest.raises(Refused, match="on purpose"):
                 await answer(client.admin.Evict(pb.EvictRequest(free_bytes=1)))
             assert await asyncio.to_thread(daemon.wait) == 1
@@ -250,7 +248,7 @@ daemon.main(sys.argv[1:])
 """
 
 
-def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> None:
+def test_a_daemon_ends_when_its_health_watcher_dies(daemon: DaemonProcess) -> None:
     """Otherwise the reported health would stay good whatever happens."""
     daemon.run_with(WATCHES_NO_MORE)
     ended = daemon.attempt("--server.drain_timeout=50ms")
@@ -262,7 +260,7 @@ def test_a_daemon_whose_health_nobody_watches_ends(daemon: DaemonProcess) -> Non
 # ---- health
 
 
-#: Writes to the disk tier fail as long as a file says so.
+#: Writes to the disk tier fail while a marker file exists.
 FAILS = """
 import os, sys
 from prefixd.server import daemon
@@ -290,7 +288,7 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
 
 
 @in_loop
-async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
+async def test_a_failing_device_is_reported_everywhere_until_it_recovers() -> None:
     with daemon_process("--server.metrics=127.0.0.1:0") as daemon:
         daemon.run_with(FAILS)
         daemon.start()
@@ -321,17 +319,17 @@ async def test_an_illness_shows_everywhere_and_goes_by_itself() -> None:
 def test_the_log_says_in_numbers_what_each_tier_has() -> None:
     with daemon_process("--ram.budget=256KiB", "--disk.budget=0") as daemon:
         daemon.start()
-        said = {line["tier"]: line for line in daemon.logged("budget")}
-        assert list(said) == ["ram", "shm", "disk"]
-        assert (said["ram"]["budget_bytes"], said["ram"]["why"]) == (2**18, "configured")
-        assert (said["disk"]["budget_bytes"], said["disk"]["why"]) == (0, "switched off")
-        assert said["shm"]["budget_bytes"] == 2**20
-        assert Path(said["shm"]["directory"]).is_dir()
+        budgets = {line["tier"]: line for line in daemon.logged("budget")}
+        assert list(budgets) == ["ram", "shm", "disk"]
+        assert (budgets["ram"]["budget_bytes"], budgets["ram"]["why"]) == (2**18, "configured")
+        assert (budgets["disk"]["budget_bytes"], budgets["disk"]["why"]) == (0, "switched off")
+        assert budgets["shm"]["budget_bytes"] == 2**20
+        assert Path(budgets["shm"]["directory"]).is_dir()
 
 
 @in_loop
 async def test_a_device_that_gets_full_later_costs_nothing(daemon: DaemonProcess) -> None:
-    """A tier allocates all its room at the start, so here its arena is made unable to grow."""
+    """A tier allocates all its memory at the start, so the test keeps its arena from growing."""
     daemon.start()
     arena = daemon.directory / "disk" / ARENA_FILE
     async with daemon.client() as client:
@@ -354,7 +352,7 @@ async def test_a_device_that_gets_full_later_costs_nothing(daemon: DaemonProcess
 
 
 @in_loop
-async def test_a_log_that_nobody_takes_any_more_is_no_reason_to_fail(
+async def test_the_daemon_survives_a_closed_log(
     daemon: DaemonProcess,
 ) -> None:
     process = subprocess.Popen(
@@ -379,7 +377,7 @@ async def test_a_log_that_nobody_takes_any_more_is_no_reason_to_fail(
 
 
 @in_loop
-async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
+async def test_the_daemon_listens_at_all_addresses_and_describes_itself() -> None:
     with daemon_process("--server.tcp=127.0.0.1:0", "--server.socket_mode=0660") as daemon:
         daemon.start()
         assert (daemon.directory / "d.sock").stat().st_mode & 0o777 == 0o660
@@ -401,8 +399,8 @@ async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
             ):
                 stub = reflection_pb2_grpc.ServerReflectionStub(channel)
                 request = reflection_pb2.ServerReflectionRequest(list_services="")
-                (said,) = await answer(stub.ServerReflectionInfo(stream([request])))
-                names = {service.name for service in said.list_services_response.service}
+                (response,) = await answer(stub.ServerReflectionInfo(stream([request])))
+                names = {service.name for service in response.list_services_response.service}
                 assert {here, "grpc.health.v1.Health"} <= names
                 assert elsewhere not in names
             # Workers can neither list nor evict entries.
@@ -414,10 +412,10 @@ async def test_it_listens_wherever_it_is_told_to_and_says_what_it_is() -> None:
 
 
 @in_loop
-async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
+async def test_missing_memory_is_requested_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It serves with the memory that it has, and reports that it needs more."""
+    """The daemon serves with the memory that it has, and reports that it needs more."""
     segment_bytes, room_bytes = 64 * 1024, 256 * 1024
     allocate = os.posix_fallocate
 
@@ -453,7 +451,7 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
                 why = core.notices()[f"{store.tier.label} arena"]
                 assert why.startswith(f"{format_bytes(secured_bytes)} of ")
                 assert "no more room" in why
-            assert core.unhealthy() == {}, "what it has, it serves"
+            assert core.unhealthy() == {}, "the daemon does not serve the memory that it has"
             assert core.state.check() == []
             room_bytes = 512 * 1024
             while ledgers[Tier.SHM].limit_bytes < room_bytes - stores[1].header_bytes:
@@ -467,4 +465,6 @@ async def test_memory_that_there_is_no_room_for_yet_is_asked_for_again(
                 assert ledgers[store.tier].limit_bytes == room
             assert core.state.check() == []
     smaller = [line for line in logs if line["event"] == "arena_smaller"]
-    assert sorted(line["tier"] for line in smaller) == ["disk", "ram", "shm"], "one warning each"
+    assert sorted(line["tier"] for line in smaller) == ["disk", "ram", "shm"], (
+        "not one warning for each tier"
+    )

@@ -1,4 +1,4 @@
-"""All lines have one format, whether from the daemon or from a library."""
+"""All log lines have one format, whether from the daemon or from a library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture(autouse=True)
 def _as_before() -> Iterator[None]:
-    """Logging is configured for the whole process, so restore it."""
+    """Restore the logging configuration, which is that of the whole process."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -38,7 +38,7 @@ def json_lines(stream: io.StringIO) -> list[dict[str, Any]]:
     return [json.loads(line) for line in stream.getvalue().splitlines()]
 
 
-def test_json_when_nobody_watches() -> None:
+def test_json_without_a_terminal() -> None:
     stream = io.StringIO()
     configure_logs("info", stream=stream)
     structlog.get_logger("prefixd.loop").warning("index_failed", changes=3, path=Path("/x"))
@@ -64,7 +64,7 @@ def test_json_when_nobody_watches() -> None:
         (io.StringIO(), "console", False, False),
     ],
 )
-def test_the_form_follows_the_stream_unless_it_is_said(
+def test_the_format_follows_the_stream_unless_configured(
     stream: io.StringIO, format: Format, as_json: bool, colors: bool
 ) -> None:
     configure_logs("info", format, stream)
@@ -76,7 +76,7 @@ def test_the_form_follows_the_stream_unless_it_is_said(
     assert text.count("\n") == 1
 
 
-def test_what_libraries_say_comes_out_alike() -> None:
+def test_lines_of_libraries_have_the_same_format() -> None:
     stream = io.StringIO()
     configure_logs("info", "json", stream)
     logging.getLogger("grpc").error("no %s of %d", "route", 5, extra={"peer": "p"})
@@ -114,7 +114,7 @@ def test_the_level_holds_for_all(level: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["json", "console"])
-def test_a_traceback_is_there_and_shows_no_variables(format: Format) -> None:
+def test_tracebacks_are_logged_without_variables(format: Format) -> None:
     stream = io.StringIO()
     configure_logs("info", format, stream)
     secret = "the tokens of somebody"

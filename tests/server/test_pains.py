@@ -17,7 +17,7 @@ PAYLOAD_BYTES = 20_000
 
 @pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK])
 @in_loop
-async def test_what_a_restart_finds_counts_against_the_budget(tmp_path: Path, tier: Tier) -> None:
+async def test_recovered_entries_count_against_the_budget(tmp_path: Path, tier: Tier) -> None:
     """LMCache#4564: after a restart usage started at zero, and the disk exceeded its budget."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -33,7 +33,9 @@ async def test_what_a_restart_finds_counts_against_the_budget(tmp_path: Path, ti
         session = await daemon.open()
         (status,) = await session.save({key(1000): payload(1, PAYLOAD_BYTES)}, tier)
         assert status == pb.SAVE_STATUS_SAVED
-        assert daemon.tables.tier_counters[tier].evictions == 1, "it was full, and knew it"
+        assert daemon.tables.tier_counters[tier].evictions == 1, (
+            "the recovered entries were not counted"
+        )
         assert ledger.published_bytes <= ledger.limit_bytes
         await daemon.assert_sound()
 
@@ -47,13 +49,13 @@ async def test_entries_are_counted_as_well_as_their_bytes(tmp_path: Path) -> Non
             (status,) = await session.save({key(number): payload(number, 100)})
             assert status == pb.SAVE_STATUS_SAVED
             assert len(daemon.tables.entries) <= 4
-        there = await daemon.presence(*(key(number) for number in range(10)))
-        assert there == [pb.PRESENCE_ABSENT] * 6 + [pb.PRESENCE_PRESENT] * 4
+        presence = await daemon.presence(*(key(number) for number in range(10)))
+        assert presence == [pb.PRESENCE_ABSENT] * 6 + [pb.PRESENCE_PRESENT] * 4
         await daemon.assert_sound()
 
 
 @in_loop
-async def test_asking_for_what_is_there_keeps_nothing_there(tmp_path: Path) -> None:
+async def test_probes_keep_no_entry_from_eviction(tmp_path: Path) -> None:
     """Mooncake#2187: probes renewed leases, so nothing could be evicted during probing."""
     async with running(tmp_path, tiers=(Tier.RAM,)) as daemon:
         session = await daemon.open()

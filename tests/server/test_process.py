@@ -1,4 +1,4 @@
-"""Locks that keep two daemons apart, which a dead one never holds; and systemd's protocol."""
+"""Locks that keep two daemons apart and end with their daemon; systemd's protocol."""
 
 from __future__ import annotations
 
@@ -63,14 +63,14 @@ def test_directories_that_exist_are_left_as_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", ["socket", "shm", "disk"])
-def test_a_second_daemon_is_told_who_has_what(tmp_path: Path, shared: str) -> None:
+def test_the_refusal_of_a_second_daemon_names_the_first(tmp_path: Path, shared: str) -> None:
     places = {"socket": "run/a.sock", "shm": "shm", "disk": "disk"}
     others = {name: f"other-{place}" for name, place in places.items()}
     with lock_directories(config(tmp_path, **places)):
         second = config(tmp_path, **(others | {shared: places[shared]}))
         with pytest.raises(DirectoryInUse) as refused, lock_directories(second):
             pass
-        # The locks that it took before it was refused are free again.
+        # The refused attempt released the locks that it had taken.
         with lock_directories(config(tmp_path, **others)):
             pass
     message = str(refused.value)
@@ -93,7 +93,7 @@ def test_a_disk_tier_that_is_switched_off_needs_no_directory(tmp_path: Path) -> 
         assert not (tmp_path / "disk").exists()
 
 
-def test_the_note_says_who_has_it_and_is_gone_afterwards(tmp_path: Path) -> None:
+def test_the_note_names_the_holder_and_is_removed_afterwards(tmp_path: Path) -> None:
     with lock_directory(tmp_path, "unix:/a"):
         note = json.loads((tmp_path / LOCK_NAME).read_text())
         assert note["pid"] == os.getpid()
@@ -102,7 +102,7 @@ def test_the_note_says_who_has_it_and_is_gone_afterwards(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"pid": "x"}', '{"pid":1,"address":"a"}'])
-def test_a_note_that_says_nothing_is_no_reason_to_fail(tmp_path: Path, note: str) -> None:
+def test_an_invalid_note_is_no_error(tmp_path: Path, note: str) -> None:
     with lock_directory(tmp_path, "unix:/a"):
         (tmp_path / LOCK_NAME).write_text(note)
         with (
@@ -191,6 +191,6 @@ def test_the_watchdog_is_fed_from_the_loop(
 
     asyncio.run(feed())
     monkeypatch.setenv("WATCHDOG_PID", "1")
-    assert watchdog_interval_s() == 0, "it is meant for another process"
+    assert watchdog_interval_s() == 0, "the watchdog belongs to another process"
     monkeypatch.delenv("WATCHDOG_USEC")
     assert watchdog_interval_s() == 0

@@ -26,8 +26,8 @@ def _level_as_before() -> Iterator[None]:
     root.setLevel(level)
 
 
-class Written:
-    """A configuration file that is edited."""
+class ConfigFile:
+    """A configuration file that tests edit."""
 
     def __init__(self, directory: Path) -> None:
         self.path = directory / "prefixd.toml"
@@ -40,10 +40,10 @@ class Written:
         return load_config(["--config", str(self.path), "--shm.policy", "fifo"], {})
 
 
-def reloader(daemon: Running, written: Written) -> Reloader:
-    made = Reloader(written.load(), written.load, daemon.core, daemon.front.scrubber)
-    daemon.front.admin.configurer = made.configure
-    return made
+def make_reloader(daemon: Running, file: ConfigFile) -> Reloader:
+    reloader = Reloader(file.load(), file.load, daemon.core, daemon.front.scrubber)
+    daemon.front.admin.configurer = reloader.configure
+    return reloader
 
 
 CHANGED = """
@@ -62,14 +62,14 @@ policy = "arc"
 
 
 @in_loop
-async def test_what_can_change_does_and_the_rest_is_named(tmp_path: Path) -> None:
+async def test_live_options_change_and_the_others_are_named(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        written = Written(tmp_path)
-        reloader(daemon, written)
+        file = ConfigFile(tmp_path)
+        make_reloader(daemon, file)
         before = await answer(daemon.admin.Configure(pb.ConfigureRequest()))
         assert not before.changed
         assert before.running["sessions.max_pinned_share"] == "0.75"
-        written.write(CHANGED)
+        file.write(CHANGED)
         for apply in (False, True):
             found = await answer(daemon.admin.Configure(pb.ConfigureRequest(apply=apply)))
             changed = {each.option: each for each in found.changed}
@@ -79,7 +79,7 @@ async def test_what_can_change_does_and_the_rest_is_named(tmp_path: Path) -> Non
                 "sessions.max_pinned_share": True,
                 "sessions.unwritten_ttl": True,
                 "ram.budget": False,
-            }, "a flag wins over the file"
+            }, "a flag overrides the file"
             assert (changed["ram.budget"].running, changed["ram.budget"].configured) == (
                 "auto",
                 "1GiB",
@@ -90,23 +90,25 @@ async def test_what_can_change_does_and_the_rest_is_named(tmp_path: Path) -> Non
             assert (daemon.front.scrubber.bytes_per_second == 2**20) is apply
             assert (logging.getLogger().level == logging.ERROR) is apply
         after = await answer(daemon.admin.Configure(pb.ConfigureRequest()))
-        assert [each.option for each in after.changed] == ["ram.budget"], "the rest is as written"
+        assert [each.option for each in after.changed] == ["ram.budget"], (
+            "the other options were not applied"
+        )
         await daemon.assert_sound()
 
 
 @in_loop
 async def test_a_wrong_configuration_changes_nothing(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        written = Written(tmp_path)
-        made = reloader(daemon, written)
+        file = ConfigFile(tmp_path)
+        reloader = make_reloader(daemon, file)
         before = daemon.tables.config
-        written.write(CHANGED + "[disk]\npolicy = 'best'\n")
+        file.write(CHANGED + "[disk]\npolicy = 'best'\n")
         with pytest.raises(ConfigError, match=r"disk\.policy"):
-            await made.configure(True)
+            await reloader.configure(True)
         with pytest.raises(Refused, match="config"):
             await answer(daemon.admin.Configure(pb.ConfigureRequest(apply=True)))
         with capture_logs() as logs:
-            await made.reload()
+            await reloader.reload()
         assert [line["event"] for line in logs] == ["reload_refused"]
         assert daemon.tables.config is before
 
@@ -114,12 +116,12 @@ async def test_a_wrong_configuration_changes_nothing(tmp_path: Path) -> None:
 @in_loop
 async def test_a_reload_is_logged_option_by_option(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        written = Written(tmp_path)
-        made = reloader(daemon, written)
+        file = ConfigFile(tmp_path)
+        reloader = make_reloader(daemon, file)
         with capture_logs() as logs:
-            await made.reload()
-            written.write("[sessions]\nmax_waiters = 5\n[ram]\nmax_entries = 7\n")
-            await made.reload()
+            await reloader.reload()
+            file.write("[sessions]\nmax_waiters = 5\n[ram]\nmax_entries = 7\n")
+            await reloader.reload()
         assert [(line["event"], line.get("option")) for line in logs] == [
             ("nothing_to_reload", None),
             ("option_needs_restart", "ram.max_entries"),
@@ -137,8 +139,8 @@ def test_every_option_is_shown_as_it_is_written() -> None:
 @in_loop
 async def test_files_that_are_wrong_change_nothing_either(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        written = Written(tmp_path)
-        made = reloader(daemon, written)
+        file = ConfigFile(tmp_path)
+        reloader = make_reloader(daemon, file)
         good = used = False
 
         def use() -> None:
@@ -150,18 +152,18 @@ async def test_files_that_are_wrong_change_nothing_either(tmp_path: Path) -> Non
                 raise ConfigError("server.tokens: line 1")
             return FilesRead([FileChange("server.tokens", "2 tokens", "3")], use)
 
-        made.read_files = read_files
+        reloader.read_files = read_files
         before = daemon.tables.config
-        written.write(CHANGED)
+        file.write(CHANGED)
         for apply in (False, True):
             with pytest.raises(ConfigError, match=r"server\.tokens"):
-                await made.configure(apply)
+                await reloader.configure(apply)
         assert daemon.tables.config is before
         good = True
-        told = await made.configure(False)
-        assert not used, "to look is not to change"
-        found = {each.option: (each.configured, each.live) for each in told.changed}
+        response = await reloader.configure(False)
+        assert not used, "showing changes applied them"
+        found = {each.option: (each.configured, each.live) for each in response.changed}
         assert found["server.tokens"] == ("3", True)
-        await made.configure(True)
+        await reloader.configure(True)
         assert used
         assert daemon.tables.config.max_pinned_share == 0.25

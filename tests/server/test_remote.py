@@ -59,7 +59,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def served(daemon: Running, flags: list[str]) -> AsyncIterator[str]:
-    """The daemon's TCP server; yields its address."""
+    """Run the daemon's TCP server. Yields its address."""
     config = load_config(flags, {})
     server = daemon.front.remote(tokens_of(config))
     secured = certificates_of(config.server)
@@ -82,7 +82,7 @@ def trusting(authority: Authority, token: str = "") -> grpc.ChannelCredentials:
 
 
 async def refusal(stub: grpc.aio.Channel, method: Any) -> str:
-    """The error name of an rpc with an empty request; "" without an error."""
+    """The error name of an rpc with an empty request, or "" without an error."""
     serialize = GetMessageClass(method.input_type).SerializeToString
     kinds = {
         (False, False): stub.unary_unary,
@@ -131,19 +131,19 @@ async def test_every_rpc_with_every_role_is_as_the_table_says(
         async with grpc.aio.secure_channel(address, trusting(authority)) as stub:
             (lookup,) = (m for m in services["Cache"].methods if m.name == "Lookup")
             assert await refusal(stub, lookup) == "not_authenticated"
-            # Two headers, one of them right.
+            # Two headers, one of them valid.
             call = stub.unary_unary(f"/{lookup.containing_service.full_name}/Lookup")
             both = [("authorization", f"Bearer {TOKENS[Role.READ]}"), ("authorization", "Bearer x")]
             with pytest.raises(grpc.aio.AioRpcError, match="UNAUTHENTICATED"):
                 await call(b"", metadata=both)
         assert daemon.front.in_flight()["token_refusals"] > 30
-        # An empty request to drain is one.
+        # An empty request to drain is valid, so the daemon drains.
         await daemon.admin.Drain(pb.DrainRequest(resume=True))
         await daemon.assert_sound()
 
 
 @in_loop
-async def test_without_tls_or_with_somebody_elses_nobody_gets_in(
+async def test_clients_without_a_valid_certificate_are_refused(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     other = Authority(tmp_path / "other")
@@ -165,7 +165,9 @@ async def test_without_tls_or_with_somebody_elses_nobody_gets_in(
         async with served(daemon, mutual) as address:
             token = TOKENS[Role.READ]
             async with grpc.aio.secure_channel(address, trusting(authority, token)) as stub:
-                assert await refusal(stub, methods["Lookup"]) == "UNAVAILABLE", "no certificate"
+                assert await refusal(stub, methods["Lookup"]) == "UNAVAILABLE", (
+                    "accepted without a certificate"
+                )
             for who, good in ((other, False), (authority, True)):
                 own, its_key = who.sign("client")
                 credentials = grpc.composite_channel_credentials(
@@ -200,7 +202,7 @@ def test_a_client_and_an_operator_over_tls(
             with client.claim([KEY]) as hit:
                 assert hit
             (saved,) = client.save_many([SaveItem(Key(b"\x01" * 32), b"bytes", 5)], tier=Tier.RAM)
-            assert saved.status.label != "saved", "reading is not writing"
+            assert saved.status.label != "saved", "a reader could write"
         stats = ["stats", "--address", address]
         refused = CliRunner().invoke(app, stats)
         assert refused.exit_code == 1
@@ -213,18 +215,18 @@ def test_a_client_and_an_operator_over_tls(
         watched = CliRunner().invoke(app, watch)
         assert watched.exit_code == 0
         assert f"+ {KEY.hex()} ram" in watched.output
-        assert CliRunner().invoke(app, stats).exit_code == 1, "a router is no operator"
+        assert CliRunner().invoke(app, stats).exit_code == 1, "a router could act as an operator"
         token.write_text("wrong-" * 10)
         with Client(address) as client:
             assert not client.wait_connected(deadline_ms=500)
             with client.claim([KEY]) as hit:
-                assert not hit, "a wrong token is a miss, and no exception"
+                assert not hit, "a wrong token is not a miss"
         token.write_text(TOKENS[Role.ADMIN])
         assert CliRunner().invoke(app, stats).exit_code == 0
         evict = ["evict", "--bytes", "4KiB", "--tier", "ram", "--address", address]
         assert CliRunner().invoke(app, evict).exit_code == 0
         log = daemon.log.read_text()
-        assert "a-ADMIN" in log, "who did it is logged"
+        assert "a-ADMIN" in log, "the log does not name the operator"
         assert not any(token in log for token in TOKENS.values())
 
 
@@ -257,13 +259,13 @@ def test_files_that_are_wrong_are_refused_at_the_start(
         yield str(problem.value)
 
     both = (f"--server.tls_cert={certificate}", f"--server.tls_key={key}")
-    (said,) = refused(both[0], f"--server.tls_key={open_key}")
-    assert "server.tls_key: others than its owner" in said
-    (said,) = refused(f"--server.tls_cert={text}", both[1])
-    assert "server.tls_cert" in said
-    assert "no PEM" in said
-    (said,) = refused(*both, f"--server.tls_client_ca={tmp_path / 'nothing'}")
-    assert "server.tls_client_ca: can't read" in said
+    (message,) = refused(both[0], f"--server.tls_key={open_key}")
+    assert "server.tls_key: others than its owner" in message
+    (message,) = refused(f"--server.tls_cert={text}", both[1])
+    assert "server.tls_cert" in message
+    assert "no PEM" in message
+    (message,) = refused(*both, f"--server.tls_client_ca={tmp_path / 'nothing'}")
+    assert "server.tls_client_ca: can't read" in message
 
 
 def test_shares_are_for_namespaces_that_tokens_are_of(flags: list[str], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tenants share a daemon: none sees what another does, and none takes another's share."""
+"""Tenants share a daemon. None sees the entries of another, or takes its share."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from tests.support.tenants import (
 )
 
 
-async def filled(session: OpenSession, count: int, start: int, name: str) -> list[Key]:
-    """Save entries of a tenant one by one; returns those that were accepted."""
+async def fill(session: OpenSession, count: int, start: int, name: str) -> list[Key]:
+    """Save entries of a tenant one by one. Returns the keys of those that were accepted."""
     keys = [key(start + number) for number in range(count)]
     saved = [await session.save({of: DATA[name]}) for of in keys]
     return [of for of, (status,) in zip(keys, saved, strict=True) if status == SAVED]
@@ -61,30 +61,32 @@ async def test_a_flood_leaves_another_its_share(
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         a = await writer(clients, "a")
         b = await writer(clients, "b")
-        nobody = await daemon.open()
-        mine = await filled(a, SHARE, 100, "a")
+        anonymous = await daemon.open()
+        mine = await fill(a, SHARE, 100, "a")
         assert len(mine) == SHARE
-        for flood, name, start in ((b, "b", 1000), (nobody, "", 2000)):
+        for flood, name, start in ((b, "b", 1000), (anonymous, "", 2000)):
             for number in range(100):
                 preview = await daemon.admin.Preview(
                     pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=4096, namespace=name)
                 )
-                foretold = [bytes(victim.key) for victim in preview.victims]
-                there = set(daemon.tables.entries)
+                previewed = [bytes(victim.key) for victim in preview.victims]
+                before = set(daemon.tables.entries)
                 assert await flood.save({key(start + number): DATA[name]}) == [SAVED]
-                assert sorted(there - set(daemon.tables.entries)) == sorted(foretold)
-                assert not any(Namespace("a").has(of) for of in foretold)
+                assert sorted(before - set(daemon.tables.entries)) == sorted(previewed)
+                assert not any(Namespace("a").has(of) for of in previewed)
         assert (
             await clients[Identity(Role.READ, "a")].presence(*mine) == [pb.PRESENCE_PRESENT] * SHARE
         )
         stats = await daemon.admin.Stats(pb.StatsRequest())
         taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
-        assert taken == {"a": SHARE, "b": OTHER_SHARE + 5, "": 5}, "the rest is divided evenly"
+        assert taken == {"a": SHARE, "b": OTHER_SHARE + 5, "": 5}, (
+            "the unshared part is not divided evenly"
+        )
         # A tenant that comes late still gets its share.
         await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
         assert await clients[Identity(Role.READ, "a")].presence(mine[0]) == [pb.PRESENCE_ABSENT]
-        await filled(b, 100, 3000, "b")
-        again = await filled(a, SHARE, 100, "a")
+        await fill(b, 100, 3000, "b")
+        again = await fill(a, SHARE, 100, "a")
         assert (
             await clients[Identity(Role.READ, "a")].presence(*again)
             == [pb.PRESENCE_PRESENT] * SHARE
@@ -93,37 +95,37 @@ async def test_a_flood_leaves_another_its_share(
 
 
 @in_loop
-async def test_what_others_are_sure_of_can_not_be_pinned_or_reserved(
+async def test_shares_of_others_can_not_be_pinned_or_reserved(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         b = await writer(clients, "b")
         most = BUDGET - SHARE  # its own share, and the part without a share
-        told = b.welcome.tiers[0]
-        assert (told.max_payload_bytes, told.max_reserved_bytes) == (4096 * most, 4096 * most)
-        await filled(b, most, 100, "b")
+        welcome = b.welcome.tiers[0]
+        assert (welcome.max_payload_bytes, welcome.max_reserved_bytes) == (4096 * most, 4096 * most)
+        await fill(b, most, 100, "b")
         await b.claim([key(100 + number) for number in range(most)], mode=pb.CLAIM_MODE_ANY)
-        refused = await daemon_says(b, [item(key(500), DATA["b"])], DATA["b"])
+        refused = await save_result(b, [item(key(500), DATA["b"])], DATA["b"])
         assert refused.status == pb.SAVE_STATUS_NO_ROOM
         assert "ram.shares" in refused.message
         # Nor may any other client: the free room belongs to a.
-        nobody = await daemon.open()
-        assert await nobody.save({key(501): DATA[""]}) == [pb.SAVE_STATUS_NO_ROOM]
-        await assert_there_is_room_for_its_share(clients)
+        anonymous = await daemon.open()
+        assert await anonymous.save({key(501): DATA[""]}) == [pb.SAVE_STATUS_NO_ROOM]
+        await assert_share_of_a_is_free(clients)
         large = item(key(700), bytes(4096 * (most + 1)))
-        refused = await daemon_says(b, [large], b"")
+        refused = await save_result(b, [large], b"")
         assert refused.status == pb.SAVE_STATUS_TOO_LARGE
         assert "ram.shares" in refused.message
-        assert len(daemon.tables.entries) == BUDGET, "nothing left for what was refused"
+        assert len(daemon.tables.entries) == BUDGET, "a refused save evicted an entry"
         await daemon.assert_sound()
 
 
-async def assert_there_is_room_for_its_share(clients: dict[Identity, Tenant]) -> None:
+async def assert_share_of_a_is_free(clients: dict[Identity, Tenant]) -> None:
     a = await writer(clients, "a")
-    assert len(await filled(a, SHARE, 600, "a")) == SHARE
+    assert len(await fill(a, SHARE, 600, "a")) == SHARE
 
 
-async def daemon_says(session: OpenSession, items: list[Item], data: bytes) -> pb.SaveResult:
+async def save_result(session: OpenSession, items: list[Item], data: bytes) -> pb.SaveResult:
     """The result of the first item."""
     parts = [part(0, data)] if data else []
     first = pb.SaveRequest(header=session.header(items), parts=parts)
@@ -132,24 +134,24 @@ async def daemon_says(session: OpenSession, items: list[Item], data: bytes) -> p
 
 
 @in_loop
-async def test_claims_do_not_take_what_others_are_sure_of(
+async def test_claims_do_not_pin_shares_of_others(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     """Entries saved while there was room may exceed what a namespace can pin."""
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
         b = await writer(clients, "b")
-        saved = await filled(b, BUDGET, 100, "b")
-        assert len(saved) == BUDGET, "what nobody uses is there for all"
+        saved = await fill(b, BUDGET, 100, "b")
+        assert len(saved) == BUDGET, "unused shares are not available to others"
         most = BUDGET - SHARE
         with pytest.raises(Refused, match=r"limit_reached.*ram\.shares"):
             await b.claim(saved[: most + 1], mode=pb.CLAIM_MODE_ANY)
         assert (await b.claim(saved[:most], mode=pb.CLAIM_MODE_ANY)).claim_id
-        await assert_there_is_room_for_its_share(clients)
+        await assert_share_of_a_is_free(clients)
         await daemon.assert_sound()
 
 
 @in_loop
-async def test_what_a_session_says_is_of_its_namespace(
+async def test_session_messages_stay_within_their_namespace(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     """Touches, reports of damage, reasons of misses, and labels."""
@@ -174,7 +176,7 @@ async def test_what_a_session_says_is_of_its_namespace(
         assert daemon.tables.counters.suspects == 1
         stats = await daemon.admin.Stats(pb.StatsRequest())
         assert set(stats.usage) == {"a", "b"}
-        # The reasons are known: its own entry was saved since, and the others never existed for it.
+        # The own entry was saved since, and the others never existed in this namespace.
         assert dict(stats.usage["b"].absent_because) == {"never_saved": 4}
         assert {e.label for e in entries.values()} == {"a", "b"}
 
@@ -183,9 +185,9 @@ async def test_what_a_session_says_is_of_its_namespace(
 async def test_labels_are_of_the_namespace(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
-    async def label(client: Outside, asked: str) -> str:
+    async def label(client: Outside, requested: str) -> str:
         call = client.cache.Session()
-        await call.write(pb.SessionRequest(hello=pb.Hello(client_name="x", label=asked)))
+        await call.write(pb.SessionRequest(hello=pb.Hello(client_name="x", label=requested)))
         first = await answer_of_stream(call)
         return str(daemon.tables.sessions[first.welcome.session_id].label)
 
@@ -212,19 +214,19 @@ async def answer_of_stream(call: Any) -> Any:
 
 
 @in_loop
-async def test_whoever_is_of_none_can_not_name_what_is_of_one(
+async def test_a_client_without_a_namespace_can_not_name_entries_of_one(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         a = await writer(clients, "a")
         await a.save({COMMON: DATA["a"]})
         theirs = stored("a", COMMON)
-        nobody = clients[Identity(Role.WRITE, "")]
-        session = await nobody.open()
+        anonymous = clients[Identity(Role.WRITE, "")]
+        session = await anonymous.open()
         for attempt in (
             lambda: session.claim([theirs]),
             lambda: session.save({theirs: DATA[""]}),
-            lambda: nobody.lookup(theirs),
+            lambda: anonymous.lookup(theirs),
             lambda: session.reserve([item(key(5), DATA[""])], ancestors=[theirs]),
         ):
             with pytest.raises(Refused, match=r"not_permitted.*namespace 'a'"):
@@ -265,7 +267,7 @@ async def test_a_session_with_a_token_is_given_nothing_in_place(
 
 
 @in_loop
-async def test_after_a_restart_they_are_whose_they_were(
+async def test_entries_keep_their_namespace_after_a_restart(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     over = ("--shm.shares=a=64KiB", "--shm.budget=256KiB")
@@ -281,9 +283,9 @@ async def test_after_a_restart_they_are_whose_they_were(
         stats = await daemon.admin.Stats(pb.StatsRequest())
         taken = {n.namespace: n.entries for n in stats.tiers[0].namespaces}
         assert taken == {"": 1, "a": 1}
-        nobody = await daemon.open()
+        anonymous = await daemon.open()
         for number in range(100):
-            await nobody.save({key(100 + number): DATA[""]}, Tier.SHM)
+            await anonymous.save({key(100 + number): DATA[""]}, Tier.SHM)
         assert await clients[Identity(Role.READ, "a")].presence(COMMON) == [pb.PRESENCE_PRESENT]
         cleared = await daemon.admin.Clear(pb.ClearRequest(namespace="a"))
         assert (cleared.entries, cleared.unknown_entries) == (1, 0)
@@ -294,7 +296,7 @@ async def test_after_a_restart_they_are_whose_they_were(
 async def test_a_token_that_is_taken_out_ends_its_sessions(
     tmp_path: Path, authority: Authority
 ) -> None:
-    """At the reload that reads its file again; other sessions continue."""
+    """They end when a reload reads the file again. Other sessions continue."""
     flags = flags_of(tmp_path, authority)
     async with shared(tmp_path, authority, flags, *ROOM) as (daemon, clients):
         gone, moved, kept = (
@@ -314,7 +316,9 @@ async def test_a_token_that_is_taken_out_ends_its_sessions(
         with pytest.raises(Refused, match="not_authenticated"):
             await clients[gone].presence(COMMON)
         again = await clients[moved].open()
-        assert daemon.tables.sessions[again.number].label == "b", "the token is of another now"
+        assert daemon.tables.sessions[again.number].label == "b", (
+            "the token now belongs to another namespace"
+        )
 
 
 @in_loop

@@ -1,4 +1,4 @@
-"""A thousand combinations of transport, token, session and rpc, as SECURITY.md has them."""
+"""A thousand combinations of transport, token, session and rpc behave as SECURITY.md says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def needed() -> dict[str, Role]:
 
 
 class World:
-    """The daemon, a session of each kind, and what each one may do."""
+    """The daemon, a session of each kind, and the permissions of each."""
 
     def __init__(self, daemon: Running, clients: dict[Identity, Tenant]) -> None:
         self.daemon = daemon
@@ -82,8 +82,8 @@ class World:
     def entries(self, but: str = "-") -> set[tuple[str, bytes, int]]:
         """The entries of all other namespaces: (namespace, key, generation)."""
         of = self.daemon.front.sessions.namespaces.name_of
-        there = self.daemon.tables.entries.values()
-        return {(of(e.key), e.key, e.generation) for e in there if of(e.key) != but}
+        entries = self.daemon.tables.entries.values()
+        return {(of(e.key), e.key, e.generation) for e in entries if of(e.key) != but}
 
     def request(self, call: str, identity: Identity) -> Any:
         """A request in the session of `identity` that also names entries of others."""
@@ -150,7 +150,7 @@ class World:
         assert await connection.part() is None
         return payload
 
-    async def tried(
+    async def attempt(
         self, transport: str, caller: Identity, call: str, session: Identity
     ) -> tuple[Any, Refused | None]:
         """The response, or the error."""
@@ -164,7 +164,7 @@ class World:
             return None, refused
 
     def expected(self, transport: str, caller: Identity, call: str, session: Identity) -> str:
-        """The error that it ends with, or empty."""
+        """The name of the expected error, or empty."""
         needed = self.needed[ROLE_OF.get(call, call)]
         if transport == "grpc":
             if caller.role < needed:
@@ -224,12 +224,12 @@ async def test_a_thousand_combinations_are_as_the_table_says(
             calls = {"grpc": [*CACHE, *ADMIN], "local": [*LOCAL], "data": [*DATA_CALLS]}
             call = chance.choice(calls[transport])
             if transport != "grpc" or chance.random() < 0.5:
-                caller = session  # else nearly all are of another namespace
+                caller = session  # otherwise nearly all combinations would mix namespaces
             acting = caller if call == "Lookup" else session
             expected = world.expected(transport, caller, call, session)
             before, others = world.entries(), world.entries(but=acting.of)
             where = transport, caller, call, session
-            got, refused = await world.tried(transport, caller, call, acting)
+            got, refused = await world.attempt(transport, caller, call, acting)
             assert (refused.name if refused else "") == expected, (where, refused)
             seen[transport, expected] = seen.get((transport, expected), 0) + 1
             if refused is not None:
@@ -238,7 +238,7 @@ async def test_a_thousand_combinations_are_as_the_table_says(
                 continue
             if call in ADMIN:
                 continue
-            assert others <= world.entries(), (where, "it took something from another")
+            assert others <= world.entries(), (where, "an entry of another namespace is gone")
             assert others == world.entries(but=acting.of), where
             said = got if isinstance(got, bytes) else repr(got).encode()
             for name, mark in MARKS.items():

@@ -26,16 +26,16 @@ MOST = 16
 
 
 def resident(daemon: Running, name: str) -> set[Key]:
-    """The keys of a namespace, as the daemon has them."""
+    """The keys of a namespace in the daemon."""
     return {of for of in daemon.tables.entries if Namespace(name).has(of)}
 
 
 @in_loop
-async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
+async def test_each_watcher_rebuilds_its_namespace_and_learns_no_other_key(
     tmp_path: Path, authority: Authority, flags: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tenants save under the same keys, with evictions, a clear and random disconnects."""
-    # Of events in other namespaces a watcher only learns the sequence number, from the heartbeat.
+    # Heartbeats tell a watcher the sequence number of events in other namespaces, and only that.
     monkeypatch.setattr(limits, "WATCH_BEAT_MS", 50)
     chance = random.Random(12)
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
@@ -64,14 +64,14 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
             await watcher.catch_up(daemon)
             assert watcher.keys.exact
             assert set(watcher.keys) == resident(daemon, name)
-            # By the keys that its clients name.
-            there = {n for n in range(60) if key(n) in watcher.keys}
+            # The watcher has the keys as clients name them.
+            watched = {n for n in range(60) if key(n) in watcher.keys}
             named = dict(zip(Namespace(name).stored(map(key, range(60))), range(60), strict=True))
-            assert there == {named[of] for of in resident(daemon, name)}
-            told = [event for event in watcher.events if isinstance(event, Published | Evicted)]
-            assert {type(event) for event in told} == {Published, Evicted}
-            assert all(Namespace(name).has(event.key) for event in told)
-            published = [event for event in told if isinstance(event, Published)]
+            assert watched == {named[of] for of in resident(daemon, name)}
+            events = [event for event in watcher.events if isinstance(event, Published | Evicted)]
+            assert {type(event) for event in events} == {Published, Evicted}
+            assert all(Namespace(name).has(event.key) for event in events)
+            published = [event for event in events if isinstance(event, Published)]
             assert {event.namespace for event in published} == {name}
             parents = {event.parent for event in published if event.parent}
             assert all(Namespace(name).has(parent) for parent in parents)
@@ -79,7 +79,7 @@ async def test_each_rebuilds_its_own_part_and_learns_no_key_of_another(
 
 
 @in_loop
-async def test_who_watches_for_a_namespace_may_nothing_else(
+async def test_watchers_of_a_namespace_may_do_nothing_else(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (_, clients):

@@ -69,11 +69,11 @@ async def test_a_call_is_below_the_span_that_its_client_names(tmp_path: Path) ->
     assert [span.attributes["prefixd.transport"] for span in rpcs(spans)] == ["local", "grpc"]
 
 
-@pytest.mark.parametrize("what", HOSTILE)
+@pytest.mark.parametrize("name", HOSTILE)
 @in_loop
-async def test_what_is_no_span_is_ignored(tmp_path: Path, what: str) -> None:
+async def test_invalid_span_contexts_are_ignored(tmp_path: Path, name: str) -> None:
     memory, provider = memory_provider()
-    hostile = HOSTILE[what]
+    hostile = HOSTILE[name]
     async with running(tmp_path, tracing=OtelTracing(provider)) as daemon:
         connection = await daemon.connect_locally()
         answered = await connection.ask(lookup=LOOKUP, traceparent=hostile)
@@ -89,7 +89,7 @@ async def test_what_is_no_span_is_ignored(tmp_path: Path, what: str) -> None:
 
 
 @in_loop
-async def test_what_is_not_recorded_above_is_not_recorded_here(tmp_path: Path) -> None:
+async def test_calls_of_unsampled_spans_are_not_recorded(tmp_path: Path) -> None:
     memory, provider = memory_provider()
     async with running(tmp_path, tracing=OtelTracing(provider)) as daemon:
         connection = await daemon.connect_locally()
@@ -98,7 +98,7 @@ async def test_what_is_not_recorded_above_is_not_recorded_here(tmp_path: Path) -
 
 
 @in_loop
-async def test_a_refusal_is_told_by_its_name(tmp_path: Path) -> None:
+async def test_a_span_names_the_error_of_a_refused_call(tmp_path: Path) -> None:
     memory, provider = memory_provider()
     async with running(tmp_path, tracing=OtelTracing(provider)) as daemon:
         connection = await daemon.connect_locally()
@@ -149,7 +149,7 @@ async def test_each_call_of_a_batch_has_the_commit_that_it_waited_for(tmp_path: 
 
 
 @in_loop
-async def test_nothing_is_traced_unless_it_is_wanted(tmp_path: Path) -> None:
+async def test_nothing_is_traced_by_default(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         connection = await daemon.connect_locally()
         await connection.ask(lookup=LOOKUP, traceparent=PARENT)
@@ -173,11 +173,11 @@ def test_the_environment_says_where_they_go(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 def test_the_protocol_chooses_the_exporter(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
-    asked: list[str] = []
+    requested: list[str] = []
 
     def none_installed(*, group: str, name: str) -> list[object]:
         assert group == "opentelemetry_traces_exporter"
-        asked.append(name)
+        requested.append(name)
         return []
 
     monkeypatch.delenv("OTEL_TRACES_EXPORTER", raising=False)
@@ -185,16 +185,16 @@ def test_the_protocol_chooses_the_exporter(monkeypatch: pytest.MonkeyPatch, prot
     monkeypatch.setattr(module, "entry_points", none_installed)
     with pytest.raises(ConfigError, match=r"exporter otlp_proto_.* is not installed"):
         make_provider()
-    assert asked == [f"otlp_proto_{protocol.partition('/')[0]}"]
+    assert requested == [f"otlp_proto_{protocol.partition('/')[0]}"]
 
 
-def test_an_exporter_that_can_t_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_exporter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "jaeger")
     with pytest.raises(ConfigError, match=r"server\.tracing.*jaeger is not installed"):
         make_provider()
 
 
-def test_a_collector_that_hangs_holds_up_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_collector_does_not_delay_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     hangs, let_go = threading.Event(), threading.Event()
 
     class Hanging(SpanExporter):

@@ -1,9 +1,9 @@
-"""Simulated daemons and clients, from seeds.
+"""Runs simulated daemons and clients, each run from a seed.
 
     python -m tests.sim --seed 17 --runs 1000
 
-A seed that breaks a promise is printed, with the promise and with the fewest steps found that
-still break it. Exit status 1: there was one.
+Prints each seed that breaks a promise, with the promise and the fewest steps found that still
+break it. Exit status 1: a seed broke a promise.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--seed", type=int, default=0, help="the first")
-    parser.add_argument("--runs", type=int, default=1, help="seeds from there on")
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of clients in each")
-    parser.add_argument("--bug", choices=BUGS, help="plant it first; to end at what finds it")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed")
+    parser.add_argument("--runs", type=int, default=1, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=STEPS, help="client steps in each run")
+    parser.add_argument(
+        "--bug", choices=BUGS, help="plant this bug, and stop at the first seed that finds it"
+    )
     arguments = parser.parse_args()
     begun_s, counts = time.monotonic(), dict[str, int]()
     failed = 0
     for seed in range(arguments.seed, arguments.seed + arguments.runs):
         outcome = _run(seed, arguments.steps, arguments.bug)
-        for what, many in outcome.counts.items():
-            counts[what] = counts.get(what, 0) + many
+        for name, count in outcome.counts.items():
+            counts[name] = counts.get(name, 0) + count
         if outcome.failure is not None:
             failed += 1
             if arguments.bug:
                 break
-    for what in sorted(counts):
-        print(f"{counts[what]:10} {what}")
+    for name in sorted(counts):
+        print(f"{counts[name]:10} {name}")
     print(f"{arguments.runs} seeds, {failed} failed, {time.monotonic() - begun_s:.0f} s")
     sys.exit(1 if failed else 0)
 
@@ -48,11 +50,11 @@ def main() -> None:
 def _run(seed: int, steps: int, bug: str | None) -> Outcome:
     if bug is not None:
         with planted(bug):
-            return _told(run(plan_of(seed, steps)))
-    return _told(run(plan_of(seed, steps)))
+            return _reported(run(plan_of(seed, steps)))
+    return _reported(run(plan_of(seed, steps)))
 
 
-def _told(outcome: Outcome) -> Outcome:
+def _reported(outcome: Outcome) -> Outcome:
     if outcome.failure is None:
         return outcome
     smallest = shrink(outcome)

@@ -1,8 +1,8 @@
-"""Bugs that a simulation is worth nothing without finding: each replaces one named thing of the
-code by something slightly wrong.
+"""Bugs that the simulation has to find: each replaces one function of the package by a slightly
+wrong one.
 
-They are functions, not patches of text: a patch stops applying with the first edit nearby, where
-a name that is gone fails at once, with its name.
+They patch names rather than text: a text patch breaks with any edit nearby, while a name that was
+removed fails at once and says which.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from prefixd.tiers import arena_stores, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
 
 
-def _instead(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """Replace `owner.name` by what `make` makes of it."""
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
+    """Replace `owner.name` by `make(owner.name)`."""
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def _budget_arithmetic() -> Any:
-    """A reservation that is given up stays booked."""
+    """The bytes of a cancelled reservation stay reserved."""
 
     def wrong(real: Any) -> Any:
         def cancel(self: Any, resident: Any) -> None:
@@ -38,11 +38,11 @@ def _budget_arithmetic() -> Any:
 
         return cancel
 
-    return _instead(ledger.Ledger, "cancel", wrong)
+    return _replaced(ledger.Ledger, "cancel", wrong)
 
 
 def _publish_before_verify() -> Any:
-    """Whatever arrived is what was meant."""
+    """Bytes are published even if they do not match the checksum that the client sent."""
 
     def wrong(real: Any) -> Any:
         def sealed(transition: Any, event: Any, blocking: Any) -> None:
@@ -50,11 +50,11 @@ def _publish_before_verify() -> Any:
 
         return sealed
 
-    return _instead(saves, "sealed", wrong)
+    return _replaced(saves, "sealed", wrong)
 
 
 def _record_before_data_sync() -> Any:
-    """The record is durable before the bytes that it names."""
+    """The record is synced before the payload."""
 
     def wrong(real: Any) -> Any:
         def apply(self: Any, sealed: Sequence[Any]) -> None:
@@ -65,11 +65,11 @@ def _record_before_data_sync() -> Any:
 
         return apply
 
-    return _instead(arena_stores.DiskStore, "apply", wrong)
+    return _replaced(arena_stores.DiskStore, "apply", wrong)
 
 
 def _missed_waiter() -> Any:
-    """Who waits for a save that comes to nothing is not told."""
+    """Waiters are not woken when the save that they wait for fails."""
 
     def wrong(real: Any) -> Any:
         def wake(self: Any, reservation: Any, *, saved: bool) -> None:
@@ -78,16 +78,16 @@ def _missed_waiter() -> Any:
 
         return wake
 
-    return _instead(transition.Transition, "wake", wrong)
+    return _replaced(transition.Transition, "wake", wrong)
 
 
 def _room_reused_while_its_row_stands() -> Any:
-    """An evicted entry stays listed."""
-    return _instead(index.IndexWriter, "delete", lambda _real: lambda _self, _key: True)
+    """The index row of an evicted entry stays."""
+    return _replaced(index.IndexWriter, "delete", lambda _real: lambda _self, _key: True)
 
 
 def _row_removed_after_reuse() -> Any:
-    """Rows go some time after their entries."""
+    """Index rows are removed some time after their entries."""
 
     def wrong(real: Any) -> Any:
         def change_index(self: Any, effects: list[Effect]) -> None:
@@ -99,16 +99,16 @@ def _row_removed_after_reuse() -> Any:
 
         return change_index
 
-    return _instead(loop.Core, "_change_index", wrong)
+    return _replaced(loop.Core, "_change_index", wrong)
 
 
 def _stale_secret_accepted() -> Any:
-    """A secret is not looked at."""
-    return _instead(sessions, "compare_digest", lambda _real: lambda _one, _other: True)
+    """Session secrets are not checked."""
+    return _replaced(sessions, "compare_digest", lambda _real: lambda _one, _other: True)
 
 
 def _pin_leak() -> Any:
-    """What a session held when it ended stays pinned."""
+    """Entries that a session had claimed stay pinned after it ends."""
 
     def wrong(real: Any) -> Any:
         def unpin(self: Any, claim: int, session: Any, entry: Any) -> None:
@@ -117,11 +117,11 @@ def _pin_leak() -> Any:
 
         return unpin
 
-    return _instead(transition.Transition, "unpin", wrong)
+    return _replaced(transition.Transition, "unpin", wrong)
 
 
 def _wrong_restart_order() -> Any:
-    """What survived is adopted the most recent first."""
+    """Recovery restores the most recently used entries first."""
 
     def wrong(real: Any) -> Any:
         def recover(self: Any) -> Iterator[RecoveryBatch]:
@@ -130,11 +130,11 @@ def _wrong_restart_order() -> Any:
 
         return recover
 
-    return _instead(arena_stores.RecordedStore, "recover", wrong)
+    return _replaced(arena_stores.RecordedStore, "recover", wrong)
 
 
 def _swallowed_task_death() -> Any:
-    """A thread that meets a failure ends, and nobody knows."""
+    """A thread ends on a store error without reporting it."""
 
     def wrong(real: Any) -> Any:
         def run(self: Any) -> None:
@@ -146,11 +146,11 @@ def _swallowed_task_death() -> Any:
 
         return run
 
-    return _instead(committer.Committer, "_run", wrong)
+    return _replaced(committer.Committer, "_run", wrong)
 
 
 def _damage_taken_for_failure() -> Any:
-    """Bytes that are not those that were saved count as unreadable for now."""
+    """Damaged bytes are treated as a temporary read error."""
 
     def wrong(real: Any) -> Any:
         def verify_steps(self: Any, entry: Any, payload_crc32c: int) -> Iterator[int]:
@@ -161,11 +161,11 @@ def _damage_taken_for_failure() -> Any:
 
         return verify_steps
 
-    return _instead(arena_stores.DiskStore, "verify_steps", wrong)
+    return _replaced(arena_stores.DiskStore, "verify_steps", wrong)
 
 
 def _failure_taken_for_damage() -> Any:
-    """Bytes that can't be read now count as lost."""
+    """A temporary read error is treated as damage."""
 
     def wrong(real: Any) -> Any:
         def verify_steps(self: Any, entry: Any, payload_crc32c: int) -> Iterator[int]:
@@ -176,16 +176,16 @@ def _failure_taken_for_damage() -> Any:
 
         return verify_steps
 
-    return _instead(arena_stores.DiskStore, "verify_steps", wrong)
+    return _replaced(arena_stores.DiskStore, "verify_steps", wrong)
 
 
 def _incarnation_not_checked() -> Any:
-    """A client believes the rows of an earlier start whatever wrote to the arena since."""
-    return _instead(arenas.MappedArena, "written_by", lambda _real: lambda _self, _start: True)
+    """A client trusts index rows of an earlier start even if a later one wrote to the arena."""
+    return _replaced(arenas.MappedArena, "written_by", lambda _real: lambda _self, _start: True)
 
 
 def _saves_while_it_recovers() -> Any:
-    """A tier takes saves before all that it holds is known."""
+    """A tier accepts saves before its recovery is complete."""
 
     def wrong(real: Any) -> Any:
         def make_room(transition: Any, job: Any, coming: Any) -> Any:
@@ -194,16 +194,16 @@ def _saves_while_it_recovers() -> Any:
 
         return make_room
 
-    return _instead(reservations, "make_room", wrong)
+    return _replaced(reservations, "make_room", wrong)
 
 
 def _record_outlives_its_entry() -> Any:
-    """What left is not erased."""
-    return _instead(records.Records, "forget", lambda _real: lambda _self, _entries: None)
+    """Records of removed entries are not erased."""
+    return _replaced(records.Records, "forget", lambda _real: lambda _self, _entries: None)
 
 
 def _batch_believed_for_its_first() -> Any:
-    """Of a batch that is sealed as one the first checksum stands for all."""
+    """Only the first checksum of a sealed batch is checked."""
 
     def wrong(real: Any) -> Any:
         def sealed(transition: Any, event: Any, blocking: Any) -> None:
@@ -213,10 +213,10 @@ def _batch_believed_for_its_first() -> Any:
 
         return sealed
 
-    return _instead(saves, "sealed", wrong)
+    return _replaced(saves, "sealed", wrong)
 
 
-#: By name: what breaks the code.
+#: Functions that plant each bug, by name.
 BUGS: Final[dict[str, Callable[[], Any]]] = {
     "budget arithmetic": _budget_arithmetic,
     "publish before verify": _publish_before_verify,
@@ -239,6 +239,6 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
 
 @contextmanager
 def planted(name: str) -> Iterator[None]:
-    """The code has this bug meanwhile."""
+    """Plant this bug in the package's code."""
     with BUGS[name]():
         yield

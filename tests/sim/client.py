@@ -1,5 +1,5 @@
-"""A simulated client: it speaks the protocol, reads in place with the library's own code, lies,
-stalls, stops and dies as its steps say."""
+"""A simulated client. It speaks the protocol, reads in place with the library's code, and sends
+wrong data, stalls, stops and dies as its steps say."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from tests.support.columns import Item, columns
 if TYPE_CHECKING:
     from tests.sim.run import Run
 
-#: No call takes longer, whatever is wrong with the daemon's devices: hangs and stops end, stalled
-#: streams are cut off, waits have their own bounds.
+#: The longest that any call may take, even with device faults: hangs and stops end, stalled streams
+#: are cut off, and waits are bounded.
 BOUND_S: Final = 90
 
-#: Looks for a daemon that serves, 100 ms apart.
-_PATIENCE: Final = 40
+#: Attempts to find a serving daemon, 100 ms apart.
+_CONNECT_ATTEMPTS: Final = 40
 
 
 class Session:
-    """An open session of one start of a daemon, and what it was handed."""
+    """An open session with one start of a daemon, and the descriptors that it received."""
 
     def __init__(self, client: SimClient, daemon: SimDaemon) -> None:
         self.daemon = daemon
@@ -52,7 +52,7 @@ class Session:
         world = client.world
         self.call = Call(world, daemon, "session", caller=client.caller)
         self.call.send(pb.SessionRequest(hello=pb.Hello(client_name=client.name, pid=1)))
-        client.answered(self.call)
+        client.wait_response(self.call)
         welcome = self.call.responses.popleft().welcome
         self.ref = pb.SessionRef(
             incarnation=welcome.incarnation,
@@ -68,7 +68,7 @@ class Session:
             fd, _ = descriptors.pop(frames.STAGING)
             self.staging = mmap.mmap(fd, STAGING_BYTES)
             os.close(fd)
-        # It makes no calls of its own here.
+        # Without a connection: the client makes the calls.
         self.node = LocalNode(descriptors, handed.refused, self.ref, None)  # type: ignore[arg-type]
 
     @property
@@ -77,7 +77,7 @@ class Session:
 
     @property
     def known_to_be_over(self) -> bool:
-        """By the daemon, to which the end of a connection takes its time."""
+        """Whether the daemon knows that the session is over. It notices broken connections late."""
         sessions = self.daemon.core.state.tables.sessions
         return self.daemon.process.dead or self.ref.session_id not in sessions
 
@@ -97,7 +97,7 @@ class Session:
 
 
 class SimClient:
-    """`steps` are done one after the other; when it dies, another goes on with those left."""
+    """Performs `steps` in order. When it dies, a new client continues with the remaining ones."""
 
     def __init__(self, run: Run, name: str, steps: Sequence[Step], life: int = 0) -> None:
         self.run = run
@@ -108,11 +108,11 @@ class SimClient:
         self.steps = list(steps)
         self.done = False
         self.process = Process(self.world, f"{name}.{life}")
-        # Of some, the kernel tells the process.
+        # Half of the clients use a socket on which the kernel reports the peer process.
         number = run.next_pid()
         self.caller = CallerProcess(number, 1000) if number % 2 else None
         self.session: Session | None = None
-        #: that ended: what a client that was not told goes on reading
+        #: ended sessions: a client that has not noticed the end continues to read through them
         self._ended: list[Session] = []
         self.random = random.Random(f"{run.plan.seed} {name} {life}")
         self.process.when_dead.append(self._died)
@@ -144,12 +144,13 @@ class SimClient:
 
     # ---- calls
 
-    def answered(self, call: Call, patience_s: float = BOUND_S) -> bool:
-        """Wait for the next response. Raises Refused, Unreachable; False: it ended in order."""
+    def wait_response(self, call: Call, patience_s: float = BOUND_S) -> bool:
+        """Wait for the next response. False: the call ended without one. Raises Refused and
+        Unreachable."""
         if not call.wait(self.world.now_ns + int(patience_s * 1e9)):
             if call.daemon.alive:
-                what = f"{call.method} of {self.name} is not answered for {patience_s:g} s"
-                self.oracle.fail(promises.BOUND, what)
+                detail = f"{call.method} of {self.name} has no response after {patience_s:g} s"
+                self.oracle.fail(promises.BOUND, detail)
             raise Unreachable("no answer")
         if call.responses:
             return True
@@ -169,21 +170,21 @@ class SimClient:
     def ask(self, daemon: SimDaemon, method: str, request: Any, patience_s: float = BOUND_S) -> Any:
         call = self.begin(daemon, method)
         call.send(request)
-        if not self.answered(call, patience_s):
+        if not self.wait_response(call, patience_s):
             raise Unreachable("no answer came")
         response = call.responses.popleft()
         if not call.ended:
-            self.answered(call, patience_s)
+            self.wait_response(call, patience_s)
         return response
 
-    def connected(self) -> Session:
-        """An open session. Raises Unreachable, Refused."""
+    def open_session(self) -> Session:
+        """Return the open session, or open a new one. Raises Unreachable, Refused."""
         if self.session is not None and (
             self.session.over or self.session.daemon is not self.run.daemon
         ):
             self._drop_session()
         if self.session is None:
-            for _ in range(_PATIENCE):
+            for _ in range(_CONNECT_ATTEMPTS):
                 daemon = self.run.daemon
                 if daemon.alive and daemon.serving:
                     break
@@ -200,15 +201,15 @@ class SimClient:
             self.session.call.hang_up()
             self.session = None
 
-    def stale(self) -> Session | None:
-        """A session that ended, of an earlier start of the daemon if there is one."""
+    def ended_session(self) -> Session | None:
+        """A random ended session, preferably with an earlier start of the daemon."""
         earlier = [one for one in self._ended if one.daemon is not self.run.daemon]
-        some = earlier or self._ended
-        return self.random.choice(some) if some else None
+        sessions = earlier or self._ended
+        return self.random.choice(sessions) if sessions else None
 
     # ---- reads
 
-    def _claimed(
+    def _claim(
         self, session: Session, keys: Sequence[Key], wait_ms: int
     ) -> tuple[int, list[Entry]]:
         request = pb.ClaimRequest(
@@ -225,27 +226,29 @@ class SimClient:
     def _restore(self, args: dict[str, Any]) -> None:
         begun_ns = self.world.now_ns
         keys = [key_of(number) for number in args["keys"]]
-        session = (self.stale() if args["stale"] else None) or self.connected()
+        session = (self.ended_session() if args["stale"] else None) or self.open_session()
         claim, index = 0, session.node.index
         if args["claim"] and not session.lost:
-            claim, entries = self._claimed(session, keys, args["wait_ms"])
+            claim, entries = self._claim(session, keys, args["wait_ms"])
         elif index is None:
             return
         else:
             entries = [
-                _listed(key, row) for key, row in zip(keys, index.get(keys), strict=True) if row
+                _entry_of_row(key, row)
+                for key, row in zip(keys, index.get(keys), strict=True)
+                if row
             ]
         if not entries:
             return
         if session.daemon is not self.run.daemon:
-            self.oracle.count("looked into an earlier start")
+            self.oracle.count("read the index of an earlier start")
         if args["stop_in"]:
             process = self.process
             process.stop_at_op = process.ops + args["stop_in"]
             process.stop_for_ns = self.random.choice([1_000_000, 500_000_000, 9_000_000_000])
         buffers = [bytearray(entry.payload_bytes) for entry in entries]
         check = args["check"]
-        views = [_room(buffer, args["pieces"]) for buffer in buffers]
+        views = [_divided(buffer, args["pieces"]) for buffer in buffers]
         restore = Restore(entries, views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
@@ -290,7 +293,7 @@ class SimClient:
         )
         call = self.begin(session.daemon, "read")
         call.send(request)
-        while self.answered(call):
+        while self.wait_response(call):
             for part in call.responses.popleft().parts:
                 good = part.status == pb.READ_STATUS_OK
                 restore(numbers[part.range], part.offset_bytes, part.data if good else None)
@@ -302,8 +305,8 @@ class SimClient:
 
     def _views(self, args: dict[str, Any]) -> None:
         begun_ns = self.world.now_ns
-        session = self.connected()
-        claim, entries = self._claimed(session, [key_of(n) for n in args["keys"]], 0)
+        session = self.open_session()
+        claim, entries = self._claim(session, [key_of(n) for n in args["keys"]], 0)
         if not claim:
             return
         found = session.node.views(entries, {})
@@ -332,25 +335,28 @@ class SimClient:
                 )
 
     def _lookup(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         keys = [key_of(number) for number in args["keys"]]
         request = pb.LookupRequest(keys=keys, wait_ms=args["wait_ms"])
         answer = self.ask(session.daemon, "lookup", request)
         for key, result in zip(keys, answer.results, strict=True):
             if result.presence == pb.PRESENCE_PRESENT:
-                crc = self.oracle.said.get((answer.incarnation, result.entry.generation))
+                crc = self.oracle.generations.get((answer.incarnation, result.entry.generation))
                 if crc != result.entry.payload_crc32c:
-                    self.oracle.fail(promises.READS, f"a lookup of {key.hex()} tells of nothing")
+                    self.oracle.fail(
+                        promises.READS,
+                        f"a lookup of {key.hex()} returned an entry that was never published",
+                    )
 
     # ---- the rest
 
     def _forge(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         ref = pb.SessionRef()
         ref.CopyFrom(session.ref)
-        stale = self.stale()
-        if stale is not None and self.random.random() < 0.5 and stale.known_to_be_over:
-            ref.CopyFrom(stale.ref)
+        ended = self.ended_session()
+        if ended is not None and self.random.random() < 0.5 and ended.known_to_be_over:
+            ref.CopyFrom(ended.ref)
         else:
             ref.secret = bytes(16)
         item = Item(key=key_of(99), payload_bytes=1, token_count=1)
@@ -371,24 +377,24 @@ class SimClient:
         if args["call"] == "save":
             call.end()
         try:
-            self.answered(call)
+            self.wait_response(call)
         except Refused as refused:
             if isinstance(refused.error, UnknownSession | StaleIncarnation):
                 return
             raise
-        self.oracle.fail(promises.PROOF, f"{args['call']} was answered")
+        self.oracle.fail(promises.PROOF, f"{args['call']} was accepted")
 
     def _evict(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         self.ask(session.daemon, "evict", (Tier[args["tier"].upper()], args["entries"]))
 
     def _resize(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         self.ask(session.daemon, "resize", (Tier[args["tier"].upper()], args["part"]))
         self.oracle.count("resized")
 
     def _delete(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         request = pb.DeleteRequest(session=session.ref, keys=[key_of(n) for n in args["keys"]])
         answer = self.ask(session.daemon, "delete", request)
         for number, status in zip(args["keys"], answer.results, strict=True):
@@ -397,23 +403,23 @@ class SimClient:
             del number
 
     def _scrub(self, args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         self.ask(session.daemon, "scrub", Tier[args["tier"].upper()])
 
     def _gc(self, _args: dict[str, Any]) -> None:
-        session = self.connected()
+        session = self.open_session()
         self.ask(session.daemon, "gc", None)
 
     def _touch(self, args: dict[str, Any]) -> None:
         keys = [key_of(number) for number in args["keys"]]
-        self.connected().say(touch=pb.Touch(keys=keys))
+        self.open_session().say(touch=pb.Touch(keys=keys))
 
     def _leave(self, _args: dict[str, Any]) -> None:
-        """In order, with whatever is still held."""
-        session = self.connected()
+        """End the session in order, without releasing its claims and reservations."""
+        session = self.open_session()
         session.call.end()
         try:
-            while self.answered(session.call):
+            while self.wait_response(session.call):
                 session.call.responses.popleft()
         finally:
             self._drop_session()
@@ -426,7 +432,7 @@ class SimClient:
         self.process.stop_for_ns = args["for_ms"] * 1_000_000
 
     _methods: Final[dict[str, Callable[[SimClient, dict[str, Any]], None]]] = {
-        "save": lambda self, args: save(self, self.connected(), args),
+        "save": lambda self, args: save(self, self.open_session(), args),
         "restore": _restore,
         "views": _views,
         "lookup": _lookup,
@@ -443,8 +449,8 @@ class SimClient:
     }
 
 
-def _room(buffer: bytearray, pieces: int) -> FlatBytes:
-    """All of a buffer, as so many pieces."""
+def _divided(buffer: bytearray, pieces: int) -> FlatBytes:
+    """The whole buffer, divided into this many pieces."""
     view = memoryview(buffer)
     size = -(-len(view) // pieces)
     return (
@@ -466,8 +472,8 @@ def _entry(key: Key, info: pb.EntryInfo) -> Entry:
     )
 
 
-def _listed(key: Key, row: bytes) -> Entry:
-    """As the library makes it of a row of the index."""
+def _entry_of_row(key: Key, row: bytes) -> Entry:
+    """The entry that the library derives from a row of the index."""
     found = unpack_row(row)
     return Entry(
         key=key,

@@ -51,14 +51,14 @@ _DRAIN_S: Final = 5.0
 
 
 class _FlatRows(RowFile):
-    """As LMDB's table, it has made durable what a recovery finds there, whatever became of the
-    syncs of an earlier start, and writes again what a failed sync may have lost."""
+    """A flat file with the guarantees of the LMDB table: the rows that a recovery finds are durable
+    even if syncs of an earlier start failed, and rows of a failed sync are written again."""
 
     _renewed = False
 
     def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
         super().__init__(directory, slabs, sync=sync)
-        #: rows that are in the file, and perhaps not on the device
+        #: slabs of rows that are in the file but may not be on the device
         self._failed: set[int] = set()
 
     def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
@@ -80,7 +80,7 @@ class _FlatRows(RowFile):
 
 
 class SimShmStore(ShmStore):
-    """The shm tier, whose recovery takes its time."""
+    """The shm tier, with a recovery that takes simulated time."""
 
     pause: Callable[[], None]
 
@@ -89,8 +89,8 @@ class SimShmStore(ShmStore):
 
 
 class SimDiskStore(DiskStore):
-    """The disk tier, with its rows in a file: LMDB lies in a process of its own, which a world
-    can't run. The rest is as it is, but for the time that a recovery takes."""
+    """The disk tier with its rows in a flat file, because LMDB runs in a process of its own, which
+    the simulation can't run. Its recovery takes simulated time. All else is the real store."""
 
     _OLD_LAYOUTS: ClassVar[tuple[str, ...]] = ()
     _TABLE_FIXED_BYTES: ClassVar[int] = 0
@@ -125,7 +125,7 @@ def make_plan(devices: Devices, slabs: int) -> Plan:
 
 @cache
 def _plan_of(slabs: int) -> Plan:
-    """The same of all runs, but for their directories: it takes a tenth of a run."""
+    """The configuration plan without directories. Cached, as it takes a tenth of a run."""
     flags = [
         *(f"--{tier.label}.budget={slabs * (SLAB + 256)}" for tier in Tier),
         *(f"--{tier.label}.slab={SLAB}" for tier in Tier),
@@ -143,7 +143,7 @@ def _plan_of(slabs: int) -> Plan:
 
 
 class SimDaemon:
-    """See the module. `start` is called in any fiber; what is asked of it runs in its own."""
+    """See the module. It can be created in any fiber; everything else runs in its own fibers."""
 
     def __init__(
         self,
@@ -155,14 +155,14 @@ class SimDaemon:
         head_start_s: float,
         batch_ms: int,
     ) -> None:
-        """`head_start_s`: it serves after so long, whatever its tiers still have to recover;
-        `batch_ms`: what each batch of a recovery takes."""
+        """`head_start_s`: it serves after this time even if its tiers still recover; `batch_ms`:
+        the duration of each recovery batch."""
         self.world = world
         self.process = Process(world, f"daemon{number}")
         self.incarnation = world.entropy.randbytes(16)
         self.serving = False
         self.ended = False
-        #: why it did not start
+        #: why it refused to start
         self.refused: str | None = None
         self.core: Core
         self.service: CacheService
@@ -172,9 +172,9 @@ class SimDaemon:
         self.handoff: Handoff
         self.resizing: Resizing
         self.loop: SimLoop
-        #: calls that are being served
+        #: the tasks of the calls that it serves
         self.calls: set[asyncio.Task[None]] = set()
-        #: calls of clients, as they see them
+        #: the client side of all open calls
         self.open_calls: set[Call] = set()
         self._plan = plan
         self._head_start_s = head_start_s
@@ -189,7 +189,7 @@ class SimDaemon:
         return not (self.process.dead or self.ended)
 
     def configured_bytes(self, tier: Tier) -> int:
-        """The budget that each start begins with."""
+        """The budget that a tier has after each start, whatever it was resized to before."""
         return self._plan.tiers[tier].budget_bytes
 
     def stop(self) -> None:
@@ -275,7 +275,7 @@ class SimDaemon:
             await core.drain(_DRAIN_S)
             core.end_sessions()
             self.serving = False
-            # As the servers do: calls that are still under way are ended.
+            # The real servers cancel unfinished calls as well.
             for task in sorted(self.calls, key=self.loop.number_of):
                 task.cancel()
             if self.calls:
@@ -288,19 +288,21 @@ class SimDaemon:
     async def _close(self) -> None:
         self.core.supervisor.cancel()
         if not await self.core.close():
-            # Threads that are stuck in I/O are left behind with the process.
-            self._oracle.count("left behind")
+            # Threads are stuck in I/O: the process exits without waiting for them.
+            self._oracle.count("exits with stuck threads")
             self.process.die()
             raise Killed
         self._oracle.closed(self)
 
     def _watch_supervisor(self) -> None:
-        """Faults of devices end nothing that works in the background."""
+        """Report every background task that dies: device faults must not end one."""
         died = self.core.supervisor.died
 
-        def told(name: str, problem: BaseException, *, vital: bool) -> None:
+        def task_died(name: str, problem: BaseException, *, vital: bool) -> None:
             if not self.process.dead:
-                self.world.found("nothing ends in silence", f"{name}: {problem!r}", problem)
+                self.world.found(
+                    "no task or thread fails silently", f"{name}: {problem!r}", problem
+                )
             died(name, problem, vital=vital)
 
-        self.core.supervisor.died = told  # type: ignore[method-assign]
+        self.core.supervisor.died = task_died  # type: ignore[method-assign]

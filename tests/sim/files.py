@@ -1,10 +1,9 @@
-"""The simulated machine's devices: real files in a directory of the run, reached through an `os`
-that remembers what was not synced, fails on purpose, and takes its time.
+"""The simulated machine's devices: real files in a temporary directory, accessed through a
+replacement for `os` that tracks unsynced writes, injects faults and advances simulated time.
 
-Power loss takes from each file of the disk what was written since its last sync, sector by
-sector: each has afterwards what it had then, or what any write since made of it. A sync that
-failed is worse: what it should have stored may be lost although a later one succeeds, as the
-kernel has it.
+After a power loss, each sector of a disk file holds either its content at the last sync or the
+content after any later write. A failed sync is worse, as on Linux: its data may be lost even if a
+later sync succeeds.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ SECTOR_BYTES: Final = 512
 
 @dataclass
 class Fault:
-    """Something is wrong with files whose path has `part` in it, until a moment, or so many
+    """Makes calls on files whose path contains `part` fail, until `until_ns` and at most `times`
     times."""
 
     kind: str
@@ -34,7 +33,7 @@ class Fault:
     times: int
 
 
-#: What each kind of fault does, and to which calls.
+#: The calls that each kind of fault affects.
 FAULTS: Final = {
     "read error": ("pread",),
     "short read": ("pread",),
@@ -52,13 +51,14 @@ class _File:
     path: Path
     #: by sector: its content at the last sync, and after each write since
     unsynced: dict[int, list[bytes]] = field(default_factory=dict)
-    #: by sector: what it may fall back to whatever is synced later
+    #: by sector: its content before a failed sync, which a power loss may restore even if a later
+    #: sync succeeds
     limbo: dict[int, bytes] = field(default_factory=dict)
     durable_bytes: int = 0
 
 
 class Devices:
-    """The files below `root`. `disk` outlives power loss, `shm` does not."""
+    """The files below `root`. Files in `disk` survive a power loss, files in `shm` do not."""
 
     def __init__(self, world: World, root: Path) -> None:
         self._world = world
@@ -70,13 +70,13 @@ class Devices:
         #: how often each kind of fault happened
         self.happened: dict[str, int] = {}
         self._files: dict[tuple[int, int], _File | None] = {}
-        #: told of every write of a process: path, offset, length
+        #: called for every write of a process with (path, offset, length)
         self.when_written: list[Callable[[Path, int, int], None]] = []
 
-    # ---- what goes wrong
+    # ---- faults
 
     def fault(self, call: str, path: Path) -> str | None:
-        """The kind of fault that a call has now, if any."""
+        """The kind of fault that strikes this call, if any. A hang passes its time here."""
         now_ns = self._world.now_ns
         if not self.faults:
             return None
@@ -100,10 +100,10 @@ class Devices:
         copy[bit // 8] ^= 1 << bit % 8
         return bytes(copy)
 
-    # ---- what is durable
+    # ---- durability
 
     def file_of(self, fd: int) -> _File | None:
-        """None: nothing of ours."""
+        """The simulated file behind a descriptor. None: it is not on a simulated device."""
         found = os.fstat(fd)
         number = found.st_dev, found.st_ino
         if number not in self._files:
@@ -113,7 +113,7 @@ class Devices:
         return self._files[number]
 
     def before_write(self, file: _File, fd: int, offset: int, length: int) -> range:
-        """Remember what is about to be written over; the sectors."""
+        """Remember the content that a write is about to replace. Returns the sectors."""
         sectors = range(offset // SECTOR_BYTES, -(-(offset + length) // SECTOR_BYTES))
         for sector in sectors:
             if sector not in file.unsynced:
@@ -131,13 +131,13 @@ class Devices:
         file.durable_bytes = os.fstat(fd).st_size
 
     def sync_failed(self, file: _File) -> None:
-        """The kernel calls the pages clean, and they are not stored."""
+        """The kernel marks the pages clean although they were not stored."""
         for sector, versions in file.unsynced.items():
             file.limbo.setdefault(sector, versions[0])
         file.unsynced.clear()
 
     def lose_power(self) -> None:
-        """What a device has afterwards. Everything that ran is dead already."""
+        """Replace all files by what the devices kept. All processes are already dead."""
         draw = self._random
         for file in self._files.values():
             if file is None or not file.path.is_relative_to(self.disk) or not file.path.exists():
@@ -171,7 +171,7 @@ class Devices:
 
 
 class SimOs:
-    """`os`, as a process of the world sees it. What is not a file of its devices is as it is."""
+    """`os` for simulated processes. Calls on files outside the simulated devices pass through."""
 
     def __init__(self, world: World, devices: Devices) -> None:
         self._world = world
@@ -198,8 +198,8 @@ class SimOs:
             raise OSError(errno.ENOSPC, "on purpose")
         if fault == "short write" and len(data) > 1:
             data = data[: len(data) // 2]
-        for told in self._devices.when_written:
-            told(file.path, offset, len(data))
+        for callback in self._devices.when_written:
+            callback(file.path, offset, len(data))
         sectors = self._devices.before_write(file, fd, offset, len(data))
         written = os.pwrite(fd, data, offset)
         self._devices.after_write(file, fd, sectors)

@@ -1,4 +1,4 @@
-"""An asyncio event loop whose time is a world's, in one fiber of a simulated process."""
+"""An asyncio event loop on simulated time. It runs in one fiber of a simulated process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.world import Killed, World
 
 
 class _Selector:
-    """What a loop waits in when it has nothing to do."""
+    """Blocks the fiber while the loop is idle."""
 
     def __init__(self, loop: SimLoop) -> None:
         self._loop = loop
@@ -32,8 +32,8 @@ class _Selector:
 
 
 class SimLoop(asyncio.BaseEventLoop):
-    """Belongs to the fiber that makes it. When its process is killed, `run` lets what its tasks
-    still do unwind, without anything of it being seen."""
+    """Belongs to the fiber that creates it. When its process is killed, `run` unwinds the remaining
+    tasks without visible effects."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -54,11 +54,11 @@ class SimLoop(asyncio.BaseEventLoop):
         return task
 
     def number_of(self, task: asyncio.Task[Any]) -> int:
-        """In the order in which they were made: sets of tasks have none."""
+        """The creation number of a task. Sorting by it gives sets of tasks a fixed order."""
         return self._numbers[task]
 
     def _process_events(self, event_list: list[Any]) -> None:
-        """There are none: what comes from outside comes from other fibers."""
+        """There is no I/O to poll: events come from other fibers."""
 
     def _write_to_self(self) -> None:
         if self.world.current is not self.fiber:
@@ -77,31 +77,31 @@ class SimLoop(asyncio.BaseEventLoop):
         problem = context.get("exception")
         if isinstance(problem, Killed) or self.process.dead:
             return
-        what = f"{context.get('message')}: {problem!r}"
-        self.world.found("nothing ends in silence", what, problem)
+        detail = f"{context.get('message')}: {problem!r}"
+        self.world.found("no task or thread fails silently", detail, problem)
 
     def _run_once(self) -> None:
-        super()._run_once()  # type: ignore[misc]  # what BaseEventLoop calls again and again
+        super()._run_once()  # type: ignore[misc]  # BaseEventLoop calls it for each iteration
         if self.process.dead and not self._unwinding:
             raise Killed
 
     _unwinding = False
 
     def run(self, main: Coroutine[Any, Any, None]) -> None:
-        """Until `main` ends, or the process."""
+        """Run until `main` or the process ends."""
         try:
             self.run_until_complete(main)
         finally:
             self._unwinding = True
             if self.process.dead:
-                self._let_the_others_end()
+                self._end_other_fibers()
             self._unwind()
             if self._default is not None:
                 self._default.shutdown()
             self.close()
 
-    def _let_the_others_end(self) -> None:
-        """What they were doing for this loop is over then."""
+    def _end_other_fibers(self) -> None:
+        """Let the other fibers of the dead process unwind, so that no job of this loop is left."""
         for _ in range(1000):
             others = [f for f in self.process.fibers if not (f.done or f is self.fiber)]
             if not others:

@@ -1,5 +1,5 @@
-"""Calls of simulated clients on a simulated daemon: messages that take their time, connections
-that break, and callers that go away."""
+"""Calls of simulated clients to a simulated daemon, with message delays, broken connections and
+callers that hang up."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from prefixd.server.runtime.verification import Reading
 from tests.sim.daemon import SimDaemon
 from tests.sim.world import Fiber, World
 
-#: The end of a stream of requests, and the end of its connection.
+#: Queued after the last request of a stream, and when its connection breaks.
 _END: Final = object()
 _BROKEN: Final = object()
-#: An order for sets of calls.
+#: Numbers calls, so that sets of calls can be sorted.
 _NUMBERS: Final = itertools.count()
 
 
 class Unreachable(Exception):
-    """No daemon is there, or the connection to it broke: what was asked may have happened."""
+    """No daemon serves, or the connection broke. The request may still have been carried out."""
 
 
 class Refused(Exception):
-    """The daemon's answer is an error."""
+    """The daemon returned an error."""
 
     def __init__(self, error: PrefixdError) -> None:
         super().__init__(f"{error.name}: {error}")
@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 class Caller:
-    """`prefixd.server.api.calls.Caller`."""
+    """Stands in for `prefixd.server.api.calls.Caller`."""
 
     def __init__(self, process: Process | None) -> None:
         self.process = process
@@ -52,7 +52,7 @@ class Caller:
         self._gone: bool | None = None
 
     def proved(self, session: int) -> None:
-        """A connection carries the calls of any number of sessions."""
+        """Do nothing: a connection may carry calls of any number of sessions."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         if self._gone is None:
@@ -70,7 +70,7 @@ class Caller:
 class Call:
     """One call: any number of requests, then any number of responses.
 
-    `method` names it in `SERVED`. `lost`: which way the connection breaks, if it does.
+    `method` is a key of `_SERVED`. `lost`: where the connection breaks ("": nowhere).
     """
 
     def __init__(
@@ -87,19 +87,19 @@ class Call:
         self.method = method
         self.number = next(_NUMBERS)
         self.responses: deque[Any] = deque()
-        #: how it ended: None while it has not
         self.ended = False
+        #: why it failed; None while it runs or when it succeeded
         self.error: Exception | None = None
         self.begun_ns = world.now_ns
         self._lost = lost
-        #: messages that still get through before it breaks in the middle
+        #: messages that are still delivered before a connection breaks in the middle of the call
         self._left = world.random.randrange(1, 4)
         self._client = world.current.process
         self._waiter: Fiber | None = None
         self._caller = Caller(caller)
         self._requests: asyncio.Queue[Any]
         self._task: asyncio.Task[None] | None = None
-        #: messages of one direction arrive in their order
+        #: arrival times of the last message each way: messages of one direction stay in order
         self._last_out_ns = self._last_in_ns = world.now_ns
         self._client.when_dead.append(self.hang_up)
         daemon.open_calls.add(self)
@@ -111,17 +111,17 @@ class Call:
         self._out(partial(self._arrived, request))
 
     def end(self) -> None:
-        """Nothing more comes."""
+        """End the stream of requests."""
         self._out(partial(self._arrived, _END))
 
     def hang_up(self) -> None:
-        """The client gives up."""
+        """The client abandons the call."""
         if not self.ended:
             self.broke("hung up")
             self._hung_up()
 
     def wait(self, until_ns: int) -> bool:
-        """Until there is a response, or its end. False: it took longer."""
+        """Wait for a response or the end of the call. False: the deadline passed first."""
         world = self.world
         while not (self.responses or self.ended):
             if world.now_ns >= until_ns:
@@ -130,7 +130,7 @@ class Call:
             world.block(until_ns)
         return True
 
-    # ---- on the way
+    # ---- on the network
 
     def _delay_ns(self) -> int:
         return 20_000 + self.world.delay_ns()
@@ -140,7 +140,7 @@ class Call:
         self.world.later(self._last_out_ns - self.world.now_ns, partial(self._deliver, deliver))
 
     def _deliver(self, deliver: Callable[[], None]) -> None:
-        """At the daemon's side: when its loop comes to it."""
+        """Hand a message to the daemon's loop, or break the connection."""
         if not self.daemon.alive or (not self.daemon.serving and self._task is None):
             self.broke("no daemon is there")
         elif self._lost == "request":
@@ -177,7 +177,7 @@ class Call:
             self.world.wake(self._waiter)
 
     def broke(self, why: str) -> None:
-        """The connection did."""
+        """End the call because its connection broke."""
         self.daemon.open_calls.discard(self)
         if not self.ended:
             self.ended, self.error = True, Unreachable(why)
@@ -187,9 +187,9 @@ class Call:
     def _hung_up(self) -> None:
         self._out(self._caller_gone)
 
-    def _on_daemon(self, what: Callable[[], None]) -> None:
+    def _on_daemon(self, callback: Callable[[], None]) -> None:
         if self.daemon.alive:
-            self.daemon.loop.call_soon_threadsafe(what)
+            self.daemon.loop.call_soon_threadsafe(callback)
 
     # ---- the daemon's side, on its loop
 
@@ -262,21 +262,21 @@ class Call:
                 self._in(response, over=False)
 
     async def _evict(self) -> None:
-        """As an operator asks for it."""
+        """Evict entries, as for an operator."""
         tier, entries = await self._requests.get()
         core = self.daemon.core
         question = EvictAsked(core.next_request(), tier, 2**40, entries, core.clock.now_ns())
         self._in(await core.ask(question, EvictAnswer), over=False)
 
     async def _resize(self) -> None:
-        """As an operator asks for it: a part of what the tier began with."""
+        """Resize a tier to a part of its configured budget, as for an operator."""
         tier, part = await self._requests.get()
         budget_bytes = self.daemon.configured_bytes(tier)
         resized = await self.daemon.resizing.resize(tier, int(part * budget_bytes))
         self._in(resized.budget_bytes, over=False)
 
     async def _scrub(self) -> None:
-        """As an operator asks for it, or the daemon itself in the background."""
+        """Verify a tier, as for an operator or as the daemon does in the background."""
         tier = await self._requests.get()
         core = self.daemon.core
         bad = 0
@@ -290,7 +290,7 @@ class Call:
         self._in(await recovery.collect_garbage(self.daemon.core), over=False)
 
     async def _hand_over(self) -> None:
-        """Descriptors by name, the client's own from here on."""
+        """Hand descriptors to the client, which owns its copies."""
         request = await self._requests.get()
         membership = self.daemon.sessions.prove(request.session, self._caller)
         package = self.daemon.handoff.pack(membership)
@@ -301,7 +301,7 @@ class Call:
 
 
 class _Requests:
-    """A stream of requests, as the daemon takes them."""
+    """A stream of requests, with the interface that the daemon expects."""
 
     def __init__(self, arrived: asyncio.Queue[Any]) -> None:
         self._arrived = arrived
@@ -317,7 +317,7 @@ class _Requests:
             raise StopAsyncIteration
         return request
 
-    # `prefixd.server.api.saves.StagedRequests`
+    # the interface of `prefixd.server.api.saves.StagedRequests`
 
     def take_staged(self) -> Any:
         if self._arrived.empty():
@@ -335,7 +335,7 @@ class _Requests:
 
 
 class Handed:
-    """What `Handoff` packed, with descriptors that do not go when the daemon does."""
+    """The package of a `Handoff`, with duplicated descriptors that outlive the daemon."""
 
     def __init__(self, package: Any) -> None:
         names = [(each.name, each.size_bytes) for each in package.response.descriptors]
@@ -344,11 +344,11 @@ class Handed:
             for (name, size_bytes), fd in zip(names, package.fds, strict=True)
         }
         self.refused = dict(package.response.refused)
-        # The client may be gone before they arrive.
+        # Closes them if the client is gone before they arrive.
         finalize(self, _close_all, self.descriptors)
 
     def take(self) -> dict[str, tuple[int, int]]:
-        """They belong to the caller from now on."""
+        """Pass the descriptors to the caller, who has to close them."""
         taken = dict(self.descriptors)
         self.descriptors.clear()
         return taken

@@ -1,8 +1,7 @@
-"""What is promised, held against everything that happens.
+"""The promises of the daemon, checked against everything that happens in a run.
 
-The oracle knows what clients meant to save, sees every event of every daemon with what it brought
-about, and looks at memory and files behind the back of the code. A promise that is broken ends
-the run, with its name.
+The oracle knows what clients saved, sees every event of every daemon with its effects, and reads
+memory and files directly. A broken promise ends the run with the name of the promise.
 """
 
 from __future__ import annotations
@@ -26,24 +25,24 @@ if TYPE_CHECKING:
     from tests.sim.files import Devices
 
 READS: Final = "what is read under a key was saved under it, or it is a miss"
-SURVIVES: Final = "what was acknowledged survives"
+SURVIVES: Final = "acknowledged entries survive"
 BUDGETS: Final = "budgets hold at every moment"
 ACCOUNTING: Final = "the accounting is right at every moment"
-ROWS: Final = "a row leaves the index before anything is written to its room"
+ROWS: Final = "a row leaves the index before its extent is written again"
 VISIBLE: Final = "nothing partial or wrong is ever visible"
-FAILURE: Final = "failure is not damage"
-DAMAGE: Final = "damage is not failure: what is damaged can't be found"
+FAILURE: Final = "a read error is not damage"
+DAMAGE: Final = "damage is not a read error: damaged entries can't be found"
 PINNED: Final = "no pinned entry is evicted"
 ORDER: Final = "the order of eviction survives a restart"
 BOUND: Final = "no wait without a bound"
 PROOF: Final = "no call acts for a session without its secret"
-GONE: Final = "what left does not come back; only a kill may undo it"
-LEAKS: Final = "a client that is gone holds nothing"
+GONE: Final = "removed entries do not come back, except after a kill"
+LEAKS: Final = "a client that ended holds nothing"
 
-#: A recount of everything takes 0.8 ms: after every event it would be half of all the time. The
-#: sums of the budgets are compared after each.
+#: Events between two recounts. A recount takes 0.8 ms: after every event, it would take half of the
+#: total time. The sums of the budgets are compared after every event.
 _RECOUNT_EVERY: Final = 8
-#: The rows of all keys, and the entries that they are of.
+#: Events between two comparisons of all index rows with the entries.
 _INDEX_EVERY: Final = 2
 
 
@@ -52,7 +51,7 @@ _GONE: Final = (DeleteStatus.DELETED, DeleteStatus.ABSENT)
 
 @dataclass(frozen=True)
 class Published:
-    """An entry that a daemon made visible."""
+    """An entry that a daemon published."""
 
     tier: Tier
     generation: int
@@ -62,40 +61,40 @@ class Published:
 
 
 class Oracle:
-    """One run's."""
+    """Checks the promises in one run."""
 
     def __init__(self, world: World, devices: Devices) -> None:
         self.world = world
         self.devices = devices
-        #: what clients honestly sent under each key, by CRC32C
+        #: the payloads that clients honestly sent under each key, by CRC32C
         self.attempts: dict[Key, dict[int, bytes]] = {}
-        #: what the next start has to find: what was published, and not taken out since
+        #: what the next start has to find: all published entries that were not removed since
         self.durable: dict[Key, Published] = {}
-        #: by tier that has not recovered yet: what its recovery has to find
+        #: what the recovery of each tier that still recovers has to find
         self.expected: dict[Tier, dict[Key, Published]] = {}
-        #: generations whose records are gone for good, and those of which this is not known yet
+        #: generations whose records are durably erased; in `_leaving`, perhaps not yet durably
         self.buried: set[int] = set()
         self._leaving: set[int] = set()
-        #: keys that clients of this start were told are gone
+        #: keys that this start has reported to clients as deleted or absent
         self._deleted: set[Key] = set()
-        #: generations that a start said, with what they stood for
-        self.said: dict[tuple[bytes, int], int] = {}
-        #: generations that left, and when
+        #: (incarnation, generation) of each published entry, with its checksum
+        self.generations: dict[tuple[bytes, int], int] = {}
+        #: when each (incarnation, generation) was removed
         self.left_ns: dict[tuple[bytes, int], int] = {}
-        #: generations of entries whose bytes, or records, the run damaged
+        #: generations of entries whose bytes or records the nemesis damaged
         self.tainted: set[int] = set()
-        #: of those that left for what a recovery found: until that is durable they may come back,
-        #: and leave again
+        #: generations that a recovery replaced by another copy: they may come back and be replaced
+        #: again until their erasure is durable
         self.gave_way: set[int] = set()
-        #: for the order of eviction: what was told when the last daemon closed in order
+        #: the eviction order of each tier when the last daemon closed in order
         self.order: dict[Tier, list[Key]] | None = None
-        #: reads may give other bytes than there are
+        #: whether file reads may return wrong bytes
         self.reads_lie = False
         self.events = 0
         self.counts: dict[str, int] = {}
 
-    def count(self, what: str) -> None:
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, name: str) -> None:
+        self.counts[name] = self.counts.get(name, 0) + 1
 
     def fail(self, promise: str, detail: str) -> None:
         self.world.fail(promise, detail)
@@ -103,7 +102,7 @@ class Oracle:
     # ---- one daemon
 
     def watch(self, daemon: SimDaemon) -> None:
-        """See everything that happens to its state."""
+        """Observe all events of a daemon's state."""
         self._deleted.clear()
         self.expected = {
             tier: {key: one for key, one in self.durable.items() if one.tier is tier}
@@ -115,7 +114,7 @@ class Oracle:
 
         def watched(event: ev.Event) -> list[Effect]:
             if daemon.process.dead:
-                return []  # what still unwinds changes nothing that others see
+                return []  # it unwinds, without visible effects
             self._before(daemon, event)
             effects = apply(event)
             self._after(daemon, event, effects)
@@ -124,7 +123,7 @@ class Oracle:
         state.apply = watched  # type: ignore[method-assign]
 
     def _before(self, daemon: SimDaemon, event: ev.Event) -> None:
-        """What earlier events brought about has been carried out."""
+        """Check what must hold between events: all effects of earlier ones were carried out."""
         if self.events % _INDEX_EVERY == 0:
             self._check_index(daemon)
         if isinstance(event, ev.EntryDamaged):
@@ -142,12 +141,12 @@ class Oracle:
                 continue
             found = unpack_row(row)
             if entry is None or entry.generation != found.generation:
-                self.fail(ROWS, f"a row of {name_of(key)} stands that no entry has")
+                self.fail(ROWS, f"the index has a row of {name_of(key)} without its entry")
 
     def _check_damage(self, daemon: SimDaemon, entry: Entry) -> None:
         good = self.true_crc(daemon, entry) == entry.payload_crc32c
         if good and not self.reads_lie:
-            self.fail(FAILURE, f"{name_of(entry.key)} was dropped, and its bytes are good")
+            self.fail(FAILURE, f"{name_of(entry.key)} was dropped although its bytes are good")
 
     def _after(self, daemon: SimDaemon, event: ev.Event, effects: Sequence[Effect]) -> None:
         self.events += 1
@@ -168,14 +167,14 @@ class Oracle:
                     for one in effect.entries:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
                         allowed = isinstance(event, ev.EntryDamaged) or (
-                            # The same entry was found where more survives.
+                            # Recovery found the same entry in a more durable tier.
                             isinstance(event, ev.TierRecovered) and one.tier < event.tier
                         )
                         if held and not allowed:
-                            self.fail(PINNED, f"{name_of(one.key)} left under a claim")
+                            self.fail(PINNED, f"{name_of(one.key)} was evicted under a claim")
         if isinstance(event, ev.TierRecovered):
             for found in event.entries:
-                # It is erased now, whether or not this start gets to the end of its recovery.
+                # A deleted entry is erased when found, even if this recovery does not complete.
                 if (
                     found.record.key in self._deleted
                     and found.record.key not in state.tables.entries
@@ -200,9 +199,9 @@ class Oracle:
     def _published(self, daemon: SimDaemon, entry: Entry, *, found: bool) -> None:
         key, crc = entry.key, entry.payload_crc32c
         if crc not in self.attempts.get(key, {}) and entry.generation not in self.tainted:
-            self.fail(VISIBLE, f"{name_of(key)} is published with bytes that nobody saved")
+            self.fail(VISIBLE, f"{name_of(key)} is published with bytes that were never saved")
         if entry.generation not in self.tainted and self.true_crc(daemon, entry) != crc:
-            self.fail(VISIBLE, f"{name_of(key)} is published and its bytes are not there")
+            self.fail(VISIBLE, f"{name_of(key)} is published, but its bytes are not in the arena")
         before = self.durable.get(key)
         if (
             found
@@ -211,12 +210,12 @@ class Oracle:
             and before.generation not in self.tainted
             and entry.generation not in self.gave_way
         ):
-            self.fail(SURVIVES, f"{name_of(key)} came back as it was before its last save")
+            self.fail(SURVIVES, f"{name_of(key)} was recovered as it was before its last save")
         if found and (entry.generation in self.buried or key in self._deleted):
             self.fail(GONE, f"{name_of(key)} came back")
         if not found:
             self.count(f"published in {entry.tier.label}")
-        self.said[daemon.incarnation, entry.generation] = crc
+        self.generations[daemon.incarnation, entry.generation] = crc
         self.durable[key] = Published(
             entry.tier, entry.generation, crc, entry.payload_bytes, entry.location
         )
@@ -231,11 +230,11 @@ class Oracle:
                 del self.expected[gone.tier][key]
 
     def _recovered(self, daemon: SimDaemon, tier: Tier) -> None:
-        """It takes saves from now on: everything that has to be is there. It may have served for
-        some time."""
+        """Check that a tier has all expected entries when its recovery ends. The daemon may have
+        served for some time by then."""
         expected = self.expected.pop(tier, None)
         if expected is None:
-            return  # its device answers again
+            return  # its device works again
         entries = daemon.core.state.tables.entries
         for key, published in expected.items():
             entry = entries.get(key)
@@ -244,14 +243,14 @@ class Oracle:
                 if published.generation in self.tainted:
                     continue
                 if self.true_crc(daemon, entry) != published.crc32c:
-                    self.fail(SURVIVES, f"{name_of(key)} is there, and its bytes are not")
+                    self.fail(SURVIVES, f"{name_of(key)} was recovered, but its bytes were not")
             elif published.generation in self.tainted or key in self._deleted:
                 if self.durable.get(key) is published:
                     del self.durable[key]
             elif entry is None or entry.tier <= tier:
                 where = published.tier.label
                 self.fail(SURVIVES, f"{name_of(key)} was published in {where} and is gone")
-        # A failed write of use is a lost hint, and what clients use goes to the end of the order.
+        # Device faults may lose recorded uses, and new uses change the order.
         before = self.order.pop(tier, None) if self.order is not None else None
         if before is not None and not (self.devices.happened or daemon.serving):
             there = set(before)
@@ -265,14 +264,14 @@ class Oracle:
         return list(daemon.core.state.tables.ledgers[tier].victims())
 
     def died(self, daemon: SimDaemon) -> None:
-        """It was killed: what was in its own memory is gone, and so are hints."""
+        """Note a kill: entries in RAM and unrecorded uses are lost."""
         self.order = None
         self._leaving.clear()
         self._forget(Tier.RAM)
         del daemon
 
     def closed(self, daemon: SimDaemon) -> None:
-        """It ended in order."""
+        """Note an orderly end."""
         self.order = {tier: self._victims(daemon, tier) for tier in (Tier.SHM, Tier.DISK)}
         self.count("ended in order")
         if not self.devices.happened:
@@ -286,10 +285,10 @@ class Oracle:
     def _forget(self, tier: Tier) -> None:
         self.durable = {key: one for key, one in self.durable.items() if one.tier is not tier}
 
-    # ---- behind the back of the code
+    # ---- direct access to the arenas
 
     def true_crc(self, daemon: SimDaemon, entry: Any) -> int:
-        """Of the bytes that lie where an entry says."""
+        """The checksum of the bytes in the extents of an entry."""
         arena: Any = daemon.core.stores[entry.tier].arena  # type: ignore[attr-defined]
         left, crc = entry.payload_bytes, 0
         for start, length in zip(entry.location[::2], entry.location[1::2], strict=True):
@@ -298,10 +297,10 @@ class Oracle:
             left -= take
         return crc
 
-    # ---- what clients see
+    # ---- reports of clients
 
-    def tried(self, key: Key, payload: bytes) -> None:
-        """A client means to save this."""
+    def attempted(self, key: Key, payload: bytes) -> None:
+        """A client is about to save this payload."""
         self.attempts.setdefault(key, {})[crc32c(payload)] = payload
 
     def read(
@@ -314,29 +313,32 @@ class Oracle:
         checked: bool,
         begun_ns: int,
     ) -> None:
-        """A client calls these bytes good."""
+        """Check bytes that a client reports as successfully read."""
         self.count("read")
         crc = crc32c(data)
         if generation in self.tainted and not checked:
             return
         if self.attempts.get(key, {}).get(crc) != data:
-            self.fail(READS, f"{name_of(key)} was read with bytes that nobody saved")
-        if self.said.get((incarnation, generation)) != crc:
-            self.fail(READS, f"generation {generation} of {name_of(key)} was read as another")
+            self.fail(READS, f"{name_of(key)} was read with bytes that were never saved")
+        if self.generations.get((incarnation, generation)) != crc:
+            self.fail(
+                READS,
+                f"generation {generation} of {name_of(key)} was read with the bytes of another",
+            )
         if self.left_ns.get((incarnation, generation), begun_ns) < begun_ns:
-            self.fail(READS, f"{name_of(key)} was read after it had left")
+            self.fail(READS, f"{name_of(key)} was read after it was removed")
 
     def acknowledged(self, key: Key, payload: bytes, incarnation: bytes) -> None:
-        """A client was told that this is saved."""
+        """Check that an acknowledged payload was published."""
         self.count("acknowledged")
         crc = crc32c(payload)
-        if not any(i == incarnation and c == crc for (i, _), c in self.said.items()):
-            self.fail(SURVIVES, f"a save of {name_of(key)} was acknowledged and not published")
+        if not any(i == incarnation and c == crc for (i, _), c in self.generations.items()):
+            self.fail(SURVIVES, f"a save of {name_of(key)} was acknowledged but not published")
 
     # ---- the end
 
-    def left_behind(self, daemon: SimDaemon) -> None:
-        """Every client is gone, and time has passed."""
+    def check_nothing_held(self, daemon: SimDaemon) -> None:
+        """Check that nothing is held after all clients ended and time has passed."""
         tables, core = daemon.core.state.tables, daemon.core
         held = {
             "sessions": tables.sessions,
@@ -354,9 +356,9 @@ class Oracle:
             "saves": range(daemon.saves.arriving.used_bytes),
             "calls": daemon.calls,
         }
-        for what, left in held.items():
+        for name, left in held.items():
             if len(left):
-                self.fail(LEAKS, f"{what}: {len(left)}")
+                self.fail(LEAKS, f"{name}: {len(left)}")
         for ledger in tables.ledgers.values():
             if ledger.reserved_bytes or ledger.pinned_bytes:
                 self.fail(LEAKS, f"{ledger.tier.label}: pinned or reserved bytes")

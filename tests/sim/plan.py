@@ -1,5 +1,5 @@
-"""What a seed stands for: who does what, and what goes wrong. All of it is a list of steps, of
-which any can be left out: that is how a failing run is made smaller."""
+"""The plan that a seed stands for: the steps of each client and of the nemesis. Any step can be
+left out, which is how a failing plan is made smaller."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from typing import Any, Final
 from prefixd.proto.vocabulary import Tier
 from tests.sim.files import FAULTS
 
-#: Of clients, in a run.
+#: Client steps in a run.
 STEPS: Final = 12
-#: Who does a step.
+#: The actor that harms the daemon, its devices and the machine.
 NEMESIS: Final = "nemesis"
-#: Of all runs, see `plan_of`.
+#: The share of runs with each feature, see `plan_of`.
 _RESTARTS_RATE: Final = 0.15
 _RESIZES_RATE: Final = 0.25
 
 
 @dataclass(frozen=True)
 class Step:
-    """`number` is its own, whatever else is left out: what it draws follows from it."""
+    """A step keeps its `number` when others are left out, because the number seeds its random
+    choices."""
 
     number: int
     actor: str
@@ -36,10 +37,16 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """`slabs`: room of each tier; `yield_rate`: how often others get in between two steps of a
-    process; `lost_rate`: of calls; `head_start_s`: of a start before it serves; `batch_ms`: what a
-    batch of a recovery takes; `lies`: reads of files may give other bytes than there are; `flips`:
-    bits of what is stored change."""
+    """The steps of a run and its parameters.
+
+    - `slabs`: the size of each tier
+    - `yield_rate`: how often another fiber runs between two operations of a process
+    - `lost_rate`: the share of calls whose connection breaks
+    - `head_start_s`: how long a starting daemon waits for recovery before it serves
+    - `batch_ms`: the duration of one recovery batch
+    - `lies`: whether file reads may return wrong bytes
+    - `flips`: whether stored bits may flip
+    """
 
     seed: int
     steps: tuple[Step, ...]
@@ -56,8 +63,8 @@ class Plan:
         return [step for step in self.steps if step.actor == actor]
 
     def without(self, left_out: Sequence[Step]) -> Plan:
-        gone = {step.number for step in left_out}
-        return replace(self, steps=tuple(s for s in self.steps if s.number not in gone))
+        omitted = {step.number for step in left_out}
+        return replace(self, steps=tuple(s for s in self.steps if s.number not in omitted))
 
     def __str__(self) -> str:
         head = (
@@ -68,7 +75,7 @@ class Plan:
 
 
 def plan_of(seed: int, steps: int = STEPS) -> Plan:
-    """`steps` of clients, and some of the nemesis."""
+    """Draw a plan with this many client steps, and a few steps of the nemesis."""
     draw = random.Random(f"plan {seed}")
     clients = draw.choice([1, 2, 2, 3])
     flips = draw.random() < 0.25
@@ -78,13 +85,13 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
     if not lies:
         kinds = [kind for kind in kinds if kind != "flipped read"]
     if kinds:
-        # Devices that fail are of interest where there is one.
+        # Device faults only matter to a tier with a device.
         tiers.append(Tier.DISK)
-    # Some are about clients that go on with what an earlier start handed to them.
+    # Some plans test clients that keep using the descriptors of an earlier start.
     restarts = random.Random(f"restarts {seed}").random() < _RESTARTS_RATE
     if restarts:
         tiers, kinds, flips, lies = [Tier.SHM], [], False, False
-    made: list[Step] = []
+    drawn: list[Step] = []
     keys = draw.choice([3, 6, 10])
     for number in range(steps):
         actor = f"client{draw.randrange(clients)}"
@@ -92,9 +99,10 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         if restarts and step.kind == "restore":
             args = {"keys": list(range(keys)), "claim": False, "check": False, "stale": True}
             step = replace(step, args=step.args | args | {"place": True, "hold_ms": 0})
-        made.append(step)
-    # Drawn apart, so that every other seed stays what it is. The disk gives its slabs back to a
-    # file system that is no part of the simulation: `runtime/test_resizing.py` resizes it.
+        drawn.append(step)
+    # A separate generator keeps the plans of all other seeds unchanged. The disk tier is never
+    # resized here, because it returns slabs to a file system that is not simulated:
+    # `runtime/test_resizing.py` resizes it.
     resizes = random.Random(f"resizes {seed}")
     if resizes.random() < _RESIZES_RATE:
         for number in range(resizes.choice([1, 2, 4])):
@@ -108,12 +116,12 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
                     "part": resizes.choice([0.4, 0.6, 0.8, 1.0]),
                 },
             )
-            made.insert(resizes.randrange(len(made) + 1), step)
+            drawn.insert(resizes.randrange(len(drawn) + 1), step)
     harm = range(draw.choice([2, 4, 6] if restarts else [0, 2, 4, 6]))
-    made += [_nemesis_step(draw, 1000 + number, kinds, flips=flips) for number in harm]
+    drawn += [_nemesis_step(draw, 1000 + number, kinds, flips=flips) for number in harm]
     return Plan(
         seed=seed,
-        steps=tuple(made),
+        steps=tuple(drawn),
         clients=clients,
         slabs=7 if restarts else draw.choice([7, 10, 20]),
         yield_rate=draw.choice([0.02, 0.1, 0.3]),
@@ -142,13 +150,13 @@ def _client_step(
         [40, 30, 8, 6, 4, 4, 3, 3, 2, 2, 2, 6, 2],
     )[0]
     args: dict[str, Any] = {"pause_ms": draw.choice([0, 0, 1, 20, 300, 1500])}
-    some = draw.sample(range(keys), min(keys, draw.choice([1, 1, 2, 3])))
+    chosen = draw.sample(range(keys), min(keys, draw.choice([1, 1, 2, 3])))
     match kind:
         case "save":
             args |= {
                 "tier": draw.choice(tiers).label,
-                "keys": some,
-                "sizes": [draw.choice([9, 500, 4096, 5000, 9000, 20000]) for _ in some],
+                "keys": chosen,
+                "sizes": [draw.choice([9, 500, 4096, 5000, 9000, 20000]) for _ in chosen],
                 "how": draw.choice(["save", "save", "save_whole", "write", "staged", "staged"]),
                 "behaves": draw.choices(
                     ["well", "wrong crc", "short", "stalls", "leaves", "scribbles", "cancels"],
@@ -161,7 +169,7 @@ def _client_step(
         case "restore":
             stale = draw.random() < 0.3
             args |= {
-                "keys": list(range(keys)) if stale else some,
+                "keys": list(range(keys)) if stale else chosen,
                 "claim": draw.random() < 0.6,
                 "place": draw.random() < 0.65,
                 "check": always_check or draw.random() < 0.5,
@@ -172,9 +180,9 @@ def _client_step(
                 "stop_in": draw.choice([0, 0, 0, 2, 5]),
             }
         case "views":
-            args |= {"keys": some, "hold_ms": draw.choice([0, 50, 1000, 8000])}
+            args |= {"keys": chosen, "hold_ms": draw.choice([0, 50, 1000, 8000])}
         case "lookup":
-            args |= {"keys": some, "wait_ms": draw.choice([0, 1000, 4000])}
+            args |= {"keys": chosen, "wait_ms": draw.choice([0, 1000, 4000])}
         case "forge":
             args |= {
                 "call": draw.choice(
@@ -186,7 +194,7 @@ def _client_step(
         case "scrub":
             args |= {"tier": draw.choice(tiers).label}
         case "touch" | "delete":
-            args |= {"keys": some}
+            args |= {"keys": chosen}
         case "die":
             args |= {"ops": draw.choice([1, 5, 20, 60])}
         case "stop":

@@ -1,5 +1,5 @@
-"""One run: a machine with a daemon and clients, a nemesis that harms them, and the end, at which
-everything that was promised is looked for."""
+"""One run: a machine with a daemon and clients, a nemesis that harms them, and final checks of all
+promises."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.sim.system import installed
 from tests.sim.world import Failure, World
 
 _SECOND: Final = 1_000_000_000
-#: A start takes no longer without faults.
+#: The longest that a start may take without faults.
 _START_S: Final = 60
-#: Everything that a client could leave behind is gone after so long.
+#: Everything that an ended client held is released within this time.
 _GONE_S: Final = 3 * HEARTBEAT_S + max(TTL_S, STALL_S) + LEASE_S
-#: All clients have done all their steps.
+#: The longest that all clients may take for all their steps.
 _CLIENTS_S: Final = 3_000
-#: Where the files of a run lie, if it is there: nothing is really synced.
+#: Files of runs are in memory if possible, because syncs are simulated anyway.
 _MEMORY: Final = Path("/dev/shm")
 _PULSE_NS: Final = 2_000_000_000
 _SHARDS: Final = 16
@@ -51,7 +51,7 @@ _SHARDS: Final = 16
 
 @dataclass
 class Outcome:
-    """How a run went. `digest`: of everything that was scheduled."""
+    """The result of a run. `digest`: a checksum of all scheduling decisions."""
 
     plan: Plan
     failure: Failure | None
@@ -102,7 +102,7 @@ class Run:
         return True
 
     def start(self) -> None:
-        """Until one serves. Devices that fail may refuse it; then they are mended."""
+        """Start daemons until one serves. If faults make a start fail, they are removed."""
         if not self.daemon.alive:
             self.daemon.process.reap()
             self.daemon = self._new_daemon()
@@ -117,7 +117,7 @@ class Run:
         self.start()
 
     def _recovered(self) -> None:
-        """Until all tiers of one that serves have recovered."""
+        """Wait until the daemon serves and all its tiers have recovered."""
         if not (self.daemon.alive and self.daemon.serving):
             self.start()
         if not self._until(lambda: not self.oracle.expected, _START_S):
@@ -158,14 +158,14 @@ class Run:
                 until_ns = self.world.now_ns + args["for_ms"] * 1_000_000
                 fault = Fault(args["fault"], args["part"], until_ns, args["rate"], args["times"])
                 self.devices.faults.append(fault)
-                # What reads at a start does not find is not known to be in order.
+                # With read errors, a recovery may not find all entries.
                 self.oracle.order = None
             case "flip":
                 for _ in range(args["bits"]):
                     self._flip(args["tier"], args["file"])
 
     def _lose_power(self) -> None:
-        """Everything on the machine ends, and comes back."""
+        """End all clients and lose unsynced data. New clients continue later."""
         for client in list(self.clients):
             if not client.done:
                 client.process.die()
@@ -177,7 +177,7 @@ class Run:
     def _restart(self, args: Mapping[str, Any]) -> None:
         self.world.pass_time(1 + args["down_ms"] * 1_000_000)
         if args["start_ops"]:
-            # The next one does not get far.
+            # This start is killed early.
             self.daemon.process.reap()
             self.daemon = daemon = self._new_daemon()
             process = daemon.process
@@ -194,16 +194,16 @@ class Run:
         daemon = self.daemon
         daemon.stop()
         if not self._until(lambda: not daemon.alive, BOUND_S):
-            self.world.fail(promises.BOUND, f"a daemon does not end for {BOUND_S} s")
+            self.world.fail(promises.BOUND, f"a daemon does not end within {BOUND_S} s")
 
     def _flip(self, tier: str, name: str) -> None:
-        """One bit of something published: of its bytes in the arena, or of its record."""
+        """Flip one bit of a published entry, in its bytes in the arena or in its record."""
         of_tier = Tier[tier.upper()]
-        there = [one for one in self.oracle.durable.values() if one.tier is of_tier]
+        published = [one for one in self.oracle.durable.values() if one.tier is of_tier]
         path = (self.devices.shm if tier == "shm" else self.devices.disk) / name
-        if not there or not path.exists():
+        if not published or not path.exists():
             return
-        entry = self._random.choice(there)
+        entry = self._random.choice(published)
         self.oracle.tainted.add(entry.generation)
         if name == "arena":
             most_bytes, offset = min(entry.payload_bytes, SLAB), entry.location[0]
@@ -221,7 +221,7 @@ class Run:
             path.chmod(mode)
         self.oracle.count("flipped")
 
-    # ---- the whole of it
+    # ---- the run
 
     def go(self) -> None:
         self.start()
@@ -231,30 +231,30 @@ class Run:
         for step in self.plan.of(NEMESIS):
             self.harm(step)
         if not self._until(self._all_done, _CLIENTS_S):
-            self.world.fail(promises.BOUND, "clients do not come to their end")
+            self.world.fail(promises.BOUND, "clients do not finish their steps")
         self.devices.faults.clear()
-        self._nothing_is_left()
-        self._everything_is_there(True, False)
+        self._check_nothing_held()
+        self._check_everything_readable(True, False)
         self._end()
         self.start()
         self._recovered()
-        self._everything_is_there(True)
+        self._check_everything_readable(True)
 
     def _all_done(self) -> bool:
-        # One that died and does not live again yet counts, too.
+        # A client that died is missing in the list until its successor starts.
         return len(self.clients) == self.plan.clients and all(c.done for c in self.clients)
 
-    def _nothing_is_left(self) -> None:
+    def _check_nothing_held(self) -> None:
         self._recovered()
         self.world.pass_time(_GONE_S * _SECOND)
-        self.oracle.left_behind(self.daemon)
+        self.oracle.check_nothing_held(self.daemon)
         for tier, directory in ((Tier.SHM, self.devices.shm), (Tier.DISK, self.devices.disk)):
             used_bytes = sum(path.stat().st_size for path in directory.iterdir())
             if used_bytes > self._plan.tiers[tier].budget_bytes:
                 self.world.fail(promises.BUDGETS, f"{tier.label}: {used_bytes} bytes of files")
 
-    def _everything_is_there(self, *places: bool) -> None:
-        """A client reads all that was ever saved, in place and over the wire, and checks it."""
+    def _check_everything_readable(self, *places: bool) -> None:
+        """Read every key that was ever saved, in place or over the wire, and check all bytes."""
         keys = sorted(self.oracle.attempts)
         self.plan = replace(self.plan, lost_rate=0)
         shared = {"claim": True, "check": True, "stale": False, "wait_ms": 0}
@@ -268,19 +268,19 @@ class Run:
         reader = SimClient(self, "reader", steps)
         self.clients.append(reader)
         if not self._until(lambda: reader.done, _CLIENTS_S):
-            self.world.fail(promises.BOUND, "the last reader does not come to its end")
+            self.world.fail(promises.BOUND, "the final reader does not finish")
         self.clients.remove(reader)
         self.world.pass_time(_SECOND)
-        there = self.daemon.core.state.tables.entries
+        entries = self.daemon.core.state.tables.entries
         for key, published in self.oracle.durable.items():
-            entry = there.get(key)
+            entry = entries.get(key)
             if entry is None or entry.generation != published.generation:
                 self.oracle.fail(promises.SURVIVES, f"{name_of(key)} is gone")
             elif self.oracle.true_crc(self.daemon, entry) != entry.payload_crc32c:
                 if entry.generation in self.oracle.tainted:
-                    what = f"{name_of(key)} was read, is damaged and can still be found"
-                    self.oracle.fail(promises.DAMAGE, what)
-                self.oracle.fail(promises.SURVIVES, f"the bytes of {name_of(key)} are gone")
+                    detail = f"{name_of(key)} is damaged, was read, and is still found"
+                    self.oracle.fail(promises.DAMAGE, detail)
+                self.oracle.fail(promises.SURVIVES, f"{name_of(key)} lost its bytes")
 
 
 def _drop(*_: object) -> Any:
@@ -289,20 +289,20 @@ def _drop(*_: object) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No log lines, no garbage collection at moments of its own, a rare pulse."""
+    """Disable logs and automatic garbage collection, and make units of work smaller."""
     before = structlog.get_config()
     collecting = gc.isenabled()
     gc.disable()
-    # What is there already is not looked through after each run, nor at any time later: to count
-    # what is frozen would take as long.
+    # Objects that exist already are excluded from the collection after each run. They are never
+    # unfrozen, as checking which are frozen would take as long.
     gc.freeze()
     structlog.configure(processors=[_drop], cache_logger_on_first_use=False)
     try:
         with (
             warnings.catch_warnings(),
-            # Each is a step of the simulation, and an idle second is to be cheap.
+            # Each pulse is a step of the simulation, and idle time should be cheap.
             mock.patch.object(clock, "PULSE_NS", _PULSE_NS),
-            # What is written in one go elsewhere is written in several here.
+            # With smaller limits, work that is usually done at once takes several steps.
             mock.patch.object(devices, "_LOOK_S", 1.0),
             mock.patch.object(arenas, "RELEASE_BYTES", 1),
             mock.patch.object(arenas, "_PIECE_BYTES", SLAB),
@@ -322,11 +322,11 @@ def _quiet() -> Iterator[None]:
             mock.patch.object(ArenaStore.secure_segments, "__defaults__", (4 * SLAB,)),
             mock.patch.object(RecordedStore.secure_segments, "__defaults__", (4 * SLAB,)),
             mock.patch.object(verification, "SHARDS", _SHARDS),
-            # A recount walks over all shards.
+            # Fewer shards make recounts faster.
             mock.patch.multiple(entries, SHARDS=_SHARDS, _MASK=_SHARDS - 1),
             mock.patch.object(checking, "SHARDS", _SHARDS),
         ):
-            # Tasks and coroutines of daemons that were killed.
+            # Killed daemons leave tasks and coroutines that never finish.
             warnings.simplefilter("ignore", RuntimeWarning)
             try:
                 yield
@@ -339,7 +339,7 @@ def _quiet() -> Iterator[None]:
 
 
 def run(plan: Plan) -> Outcome:
-    """Run a plan to its end, or to the first promise that it breaks."""
+    """Run a plan to its end, or until it breaks a promise."""
     root = _MEMORY if _MEMORY.is_dir() else None
     with tempfile.TemporaryDirectory(prefix="sim-", dir=root) as directory, _quiet():
         return _run(plan, Path(directory))
@@ -359,8 +359,8 @@ def _run(plan: Plan, directory: Path) -> Outcome:
             world.end()
     return Outcome(
         plan=plan,
-        # What was raised holds on to everything that ran.
-        failure=world.failure and world.failure.alone(),
+        # The original exception would keep everything that ran alive.
+        failure=world.failure and world.failure.without_frames(),
         counts=dict(sorted(one.oracle.counts.items())) | devices.happened if one else {},
         digest=world.digest,
         switches=world.switches,

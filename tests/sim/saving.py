@@ -1,4 +1,4 @@
-"""How simulated clients save: over streams and staging memory, honestly or not."""
+"""How simulated clients save: over streams and staging memory, well-behaved or not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PART_BYTES: Final = 6000
 
 
 def save(client: SimClient, session: Session, args: dict[str, Any]) -> None:
-    """One step of a client."""
+    """Perform one save step of a client."""
     _Save(client, session).go(args)
 
 
@@ -40,7 +40,7 @@ class _Save:
         ]
         behaves = args["behaves"]
         for key, payload in payloads:
-            self.client.oracle.tried(key, payload)
+            self.client.oracle.attempted(key, payload)
         header = pb.SaveHeader(
             session=session.ref,
             tier=Tier[args["tier"].upper()].value,
@@ -49,7 +49,7 @@ class _Save:
             wait_ms=args["wait_ms"],
         )
         if behaves == "wrong crc":
-            # The last of these bytes were never meant: what is meant is something else.
+            # The last payload does not match its checksum, so it was not honestly sent.
             key, self._wrong = payloads[-1]
             del self.client.oracle.attempts[key][crc32c(self._wrong)]
         how: dict[str, Callable[..., Sequence[tuple[int, pb.SaveResult]] | None]] = {
@@ -67,7 +67,7 @@ class _Save:
                 self.client.oracle.acknowledged(key, payload, session.ref.incarnation)
 
     def _grouped(self, parts: Sequence[Any]) -> Iterable[Sequence[Any]]:
-        """As messages carry them."""
+        """The parts, grouped into messages."""
         return (parts[at : at + self._together] for at in range(0, len(parts), self._together))
 
     def _crc(self, payload: bytes) -> int:
@@ -76,7 +76,7 @@ class _Save:
     def _parts(
         self, payloads: Sequence[tuple[Key, bytes]], behaves: str, **named: Sequence[int]
     ) -> Iterable[pb.WritePart]:
-        """Pieces of all payloads in turn; some end too early."""
+        """The parts of all payloads in order. `short` omits the last byte of each payload."""
         (name, numbers) = next(iter(named.items())) if named else ("item", range(len(payloads)))
         for number, (_, payload) in zip(numbers, payloads, strict=True):
             for start in range(0, len(payload), _PART_BYTES):
@@ -93,7 +93,7 @@ class _Save:
     def _stream(
         self, call: Call, messages: Iterable[Any], behaves: str
     ) -> Iterable[tuple[int, pb.SaveResult]]:
-        """Send them; the results by number."""
+        """Send the messages. Returns (item number, result) pairs."""
         for number, message in enumerate(messages):
             call.send(message)
             self.client.world.operate(50_000)
@@ -104,7 +104,7 @@ class _Save:
                 call.hang_up()
                 return []
         call.end()
-        if not self.client.answered(call):
+        if not self.client.wait_response(call):
             return []
         response = call.responses.popleft()
         return enumerate(response.results)
@@ -146,8 +146,8 @@ class _Save:
         if behaves == "stalls":
             self.client.world.pass_time(int(1.2 * TTL_S * 1e9))
         numbers = {token: number for number, token in granted}
-        wanted = [payloads[number] for number, _ in granted]
-        parts = list(self._parts(wanted, behaves, token=[token for _, token in granted]))
+        to_write = [payloads[number] for number, _ in granted]
+        parts = list(self._parts(to_write, behaves, token=[token for _, token in granted]))
         messages = [pb.WriteRequest(parts=some) for some in self._grouped(parts)]
         messages[0].session.CopyFrom(session.ref)
         call = self.client.begin(session.daemon, "write")
@@ -155,7 +155,7 @@ class _Save:
             call.send(message)
             self.client.world.operate(50_000)
         call.end()
-        if not self.client.answered(call):
+        if not self.client.wait_response(call):
             return []
         response = call.responses.popleft()
         found = zip(response.tokens, response.results, strict=True)
@@ -198,7 +198,7 @@ class _Save:
             self.client.world.pass_time(int(1.5 * STALL_S * 1e9))
         call.send(pb.SaveStagedRequest(last=True))
         results: list[pb.SaveResult] = []
-        while not results and self.client.answered(call):
+        while not results and self.client.wait_response(call):
             response = call.responses.popleft()
             results = list(response.results)
             if response.all_saved:

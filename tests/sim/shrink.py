@@ -1,4 +1,4 @@
-"""Makes a failing plan smaller: fewer steps that still break the same promise."""
+"""Shrinks a failing plan to fewer steps that still break the same promise."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Callable
 from tests.sim.plan import Plan
 from tests.sim.run import Outcome, run
 
-#: Runs that making one plan smaller may take.
+#: The most runs for shrinking one plan.
 _MOST_RUNS = 150
 
 
 def shrink(
     failed: Outcome, most_runs: int = _MOST_RUNS, run: Callable[[Plan], Outcome] = run
 ) -> Outcome:
-    """The outcome of the smallest plan found that breaks the promise that `failed` breaks."""
+    """The outcome of the smallest plan found that breaks the same promise as `failed`."""
     assert failed.failure is not None
     promise, best = failed.failure.promise, failed
     size = len(best.plan.steps) // 2

@@ -1,4 +1,4 @@
-"""Puts a world under the code of the package: its clock, threads, files and secrets."""
+"""Replaces the clock, threads, files and secrets under the package's code by simulated ones."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.sim.files import Devices, SimOs
 from tests.sim.threads import SimCondition, SimEvent, SimExecutor, SimLock, SimThread
 from tests.sim.world import World
 
-#: Copies are made of pieces of this size, between which others get in.
+#: Copies are made in pieces of this size, between which other fibers may run.
 PIECE_BYTES: Final = 2048
 
 
 class _SimTime:
-    """`time`."""
+    """Stands in for the module `time`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -51,7 +51,7 @@ class _SimTime:
 
 
 class _SimThreading:
-    """`threading`."""
+    """Stands in for the module `threading`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -77,7 +77,7 @@ class _SimThreading:
 
 
 class _SimSecrets:
-    """`secrets`."""
+    """Stands in for the module `secrets`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -95,7 +95,7 @@ class _SimSecrets:
 
 
 def _in_pieces(world: World, real: Callable[..., Any], *, crc: bool) -> Callable[..., Any]:
-    """A copy that others get in between of."""
+    """A copy that other fibers can interrupt."""
 
     def copy(destination: FlatBytes, source: Any, before: int = 0) -> Any:
         if not world.here():
@@ -130,8 +130,8 @@ def _modules() -> list[ModuleType]:
 
 @contextmanager
 def installed(world: World, devices: Devices) -> Iterator[None]:
-    """Every module of the package that uses the system's clock, threads, files or secrets gets
-    the world's. What other threads do meanwhile is as it was."""
+    """Give every module of the package the world's clock, threads, files and secrets. Threads that
+    are not fibers of the world still get the real ones."""
 
     def executor(max_workers: int = 2, name: str = "worker", **_: Any) -> Any:
         if not world.here():
@@ -158,12 +158,13 @@ def installed(world: World, devices: Devices) -> Iterator[None]:
 
 
 @cache
-def _places(wanted: frozenset[int]) -> list[tuple[ModuleType, str, Any]]:
-    """Where modules of the package name what has these ids. Looking takes a tenth of a run."""
+def _places(ids: frozenset[int]) -> list[tuple[ModuleType, str, Any]]:
+    """All names in the package's modules for objects with these ids. Cached, as the search takes a
+    tenth of a run."""
     return [
         (module, name, value)
         for module in _modules()
         if module is not payload
         for name, value in vars(module).items()
-        if id(value) in wanted
+        if id(value) in ids
     ]

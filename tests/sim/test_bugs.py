@@ -1,4 +1,4 @@
-"""Every planted bug is found, by few seeds."""
+"""The simulation finds every planted bug within a few seeds."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.sim.bugs import BUGS, planted
 from tests.sim.plan import plan_of
 from tests.sim.run import Outcome, run
 
-#: What a bug may take to be found.
+#: The most seeds that finding a bug may take.
 MOST_SEEDS = 1000
-#: A seed that found it, to begin with: an edit anywhere may make it another one.
+#: A seed that found each bug, tried first. Any edit of the code may change which seeds do.
 FOUND_BY = {
     "budget arithmetic": 14,
     "publish before verify": 14,
@@ -34,7 +34,7 @@ FOUND_BY = {
 }
 
 
-def tried(seeds: Iterable[int]) -> Outcome | None:
+def first_failure(seeds: Iterable[int]) -> Outcome | None:
     return next((o for o in map(run, map(plan_of, seeds)) if o.failure is not None), None)
 
 
@@ -46,8 +46,8 @@ def test_each_has_its_seed() -> None:
 @pytest.mark.parametrize("name", BUGS)
 def test_a_planted_bug_is_found(name: str) -> None:
     with planted(name):
-        outcome = tried(chain([FOUND_BY[name]], range(MOST_SEEDS)))
+        outcome = first_failure(chain([FOUND_BY[name]], range(MOST_SEEDS)))
     assert outcome is not None, f"{name}: {MOST_SEEDS} seeds did not find it"
     assert outcome.failure is not None
-    # It is the bug that was found.
+    # Without the bug, the seed passes.
     assert run(outcome.plan).failure is None

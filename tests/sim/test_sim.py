@@ -1,4 +1,4 @@
-"""Seeds that are run with every change, what a run is made of, and how one is made smaller."""
+"""The seeds that run with every change, determinism of runs, and shrinking."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.sim.run import run
 from tests.sim.shrink import shrink
 from tests.support.lengths import times
 
-#: Shared by those who run the tests at once. `make sim` has more.
+#: Divided among the parallel test workers. `make sim` runs more.
 SEEDS = times(100, 1_000)
 AT_ONCE = 20
 
@@ -24,8 +24,8 @@ def test_no_promise_is_broken(first: int) -> None:
             pytest.fail(f"{outcome.failure}\n{smallest.failure}\n{smallest.plan}")
 
 
-def test_a_seed_says_everything() -> None:
-    """The same plan, and everything in the same order."""
+def test_a_seed_determines_everything() -> None:
+    """A seed always gives the same plan and the same order of events."""
     for seed in range(8):
         assert plan_of(seed) == plan_of(seed)
         one, other = run(plan_of(seed)), run(plan_of(seed))
@@ -33,7 +33,7 @@ def test_a_seed_says_everything() -> None:
 
 
 def test_a_failing_plan_is_made_smaller() -> None:
-    """What is left breaks the same promise, and can't do without most of its steps."""
+    """The smaller plan breaks the same promise and has only the steps that it needs."""
     with planted("stale secret accepted"):
         outcome = next(o for o in map(run, map(plan_of, range(500))) if o.failure is not None)
         smallest = shrink(outcome)

@@ -1,4 +1,4 @@
-"""The machine under a simulation: who is next, what ends with a process, what a device loses."""
+"""The simulated machine: scheduling, death of processes, and what devices lose."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.sim.world import Failure, Process, World
 
 
 def steps_of(seed: int) -> list[str]:
-    """Two processes that take three steps each, in the order in which they did."""
+    """The order in which two processes perform three steps each."""
     world, done = World(seed, yield_rate=1), list[str]()
 
     def work(name: str) -> None:
@@ -63,7 +63,7 @@ def test_a_wait_that_nothing_ends_is_found() -> None:
             condition.wait()
 
     Process(world, "one").spawn("main", wait)
-    with pytest.raises(Failure, match="nobody will ever run again"):
+    with pytest.raises(Failure, match="no fiber can ever run again"):
         world.block()
     world.end()
 
@@ -71,7 +71,7 @@ def test_a_wait_that_nothing_ends_is_found() -> None:
 def test_a_fiber_that_dies_is_found() -> None:
     world = World(1)
     Process(world, "one").spawn("main", lambda: [][0])
-    with pytest.raises(Failure, match="nothing ends in silence"):
+    with pytest.raises(Failure, match="no task or thread fails silently"):
         world.pass_time(10**9)
     world.end()
 
@@ -118,7 +118,7 @@ def test_jobs_of_an_executor_end_or_fail_with_their_process() -> None:
 
 
 def written(seed: int, directory: Path, *, sync: str) -> bytes:
-    """Four sectors of a file after power loss: they were `old` and synced, then `new`."""
+    """The first byte of four sectors after a power loss: synced as `o`, then written as `n`."""
     world = World(seed, yield_rate=0)
     devices = Devices(world, directory)
     system = SimOs(world, devices)
@@ -147,7 +147,7 @@ def written(seed: int, directory: Path, *, sync: str) -> bytes:
 def test_power_loss_takes_sectors_that_were_not_synced(
     tmp_path: Path, sync: str, some: bool, every: bool
 ) -> None:
-    """Also those of a sync that failed, whatever a later one says."""
+    """Sectors of a failed sync may be lost too, even if a later sync succeeds."""
     found = set()
     for seed in range(20):
         directory = tmp_path / str(seed)

@@ -1,4 +1,4 @@
-"""What threads are and wait with, in a simulated process."""
+"""Replacements for `threading` and `ThreadPoolExecutor` in a simulated process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.sim.world import Fiber, Killed, World
 
 
 class SimLock:
-    """`threading.Lock`."""
+    """Stands in for `threading.Lock`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -45,7 +45,7 @@ class SimLock:
 
 
 class SimCondition:
-    """`threading.Condition`."""
+    """Stands in for `threading.Condition`."""
 
     def __init__(self, world: World, lock: Any = None) -> None:
         self._world = world
@@ -61,18 +61,18 @@ class SimCondition:
     def wait(self, timeout: float | None = None) -> bool:
         world = self._world
         until_ns = None if timeout is None else world.now_ns + int(timeout * 1e9)
-        told = [False]
-        waiting = (world.current, told)
+        notified = [False]
+        waiting = (world.current, notified)
         self._waiting.append(waiting)
         self._lock.release()
         try:
-            while not told[0] and (until_ns is None or world.now_ns < until_ns):
+            while not notified[0] and (until_ns is None or world.now_ns < until_ns):
                 world.block(until_ns)
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
             self._lock.acquire()
-        return told[0]
+        return notified[0]
 
     def wait_for(self, condition: Callable[[], Any], timeout: float | None = None) -> Any:
         until_ns = None if timeout is None else self._world.now_ns + int(timeout * 1e9)
@@ -84,8 +84,8 @@ class SimCondition:
         return result
 
     def notify(self, n: int = 1) -> None:
-        for fiber, told in self._waiting[:n]:
-            told[0] = True
+        for fiber, notified in self._waiting[:n]:
+            notified[0] = True
             self._world.wake(fiber)
         del self._waiting[:n]
 
@@ -94,7 +94,7 @@ class SimCondition:
 
 
 class SimEvent:
-    """`threading.Event`."""
+    """Stands in for `threading.Event`."""
 
     def __init__(self, world: World) -> None:
         self._condition = SimCondition(world)
@@ -117,11 +117,11 @@ class SimEvent:
 
 
 class SimThread:
-    """`threading.Thread`: a fiber of the process that starts it."""
+    """Stands in for `threading.Thread`: a fiber of the process that starts it."""
 
     def __init__(
         self,
-        group: None = None,  # noqa: ARG002  # as it is called
+        group: None = None,  # noqa: ARG002  # threading.Thread has it
         target: Callable[..., object] | None = None,
         name: str | None = None,
         args: tuple[Any, ...] = (),
@@ -157,7 +157,7 @@ class SimThread:
 
 
 class SimExecutor(Executor):
-    """`ThreadPoolExecutor` of the process that makes it: its threads are fibers."""
+    """Stands in for `ThreadPoolExecutor`: its workers are fibers of the process that creates it."""
 
     def __init__(self, world: World, max_workers: int = 2, name: str = "worker") -> None:
         self._world = world
@@ -167,10 +167,10 @@ class SimExecutor(Executor):
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._workers: list[Fiber] = []
         self._idle: list[Fiber] = []
-        self._shut = False
+        self._is_shut_down = False
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        if self._shut:
+        if self._is_shut_down:
             raise RuntimeError("cannot schedule new futures after shutdown")
         future: Future[Any] = Future()
         if self._process.dead:
@@ -189,7 +189,7 @@ class SimExecutor(Executor):
         try:
             while True:
                 while not self._jobs:
-                    if self._shut:
+                    if self._is_shut_down:
                         return
                     self._idle.append(world.current)
                     world.block()
@@ -208,9 +208,9 @@ class SimExecutor(Executor):
                     future.set_result(result)
         finally:
             if self._process.dead:
-                self._forget_jobs()
+                self._fail_jobs()
 
-    def _forget_jobs(self) -> None:
+    def _fail_jobs(self) -> None:
         while self._jobs:
             future = self._jobs.popleft()[0]
             if future.set_running_or_notify_cancel():
@@ -218,7 +218,7 @@ class SimExecutor(Executor):
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         world = self._world
-        self._shut = True
+        self._is_shut_down = True
         if cancel_futures or self._process.dead:
             while self._jobs:
                 self._jobs.popleft()[0].cancel()

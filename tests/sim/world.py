@@ -1,9 +1,9 @@
-"""One simulated machine: a clock, processes made of fibers, and who of them runs next.
+"""One simulated machine: a clock, processes made of fibers, and the scheduler that runs them.
 
-A fiber is a greenlet that stands for a thread. It hands over to the next where it waits or where
-something takes time (`World.operate`), and nowhere else. Which is next, and how long everything
-takes, is drawn from the seed. So real code, threads and locks and all, runs in an order that the
-seed alone decides.
+A fiber is a greenlet that stands for a thread. It yields to another fiber only where it waits and
+where an operation takes time (`World.operate`). The seed decides which fiber runs next and how
+long operations take. So the seed alone determines the order in which the real code runs, threads
+and locks included.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from typing import Any, Final
 
 from greenlet import getcurrent, greenlet
 
-#: What a step costs that takes no time worth speaking of.
+#: The duration of an operation that takes next to no time.
 STEP_NS: Final = 1_000
 _UNWINDING_STEPS: Final = 20_000
 
 
 class Killed(BaseException):
-    """The process ended here. Not an Exception: nothing of it may go on."""
+    """Raised in every fiber of a killed process. No Exception, so that no handler continues."""
 
 
 class Failure(BaseException):
-    """A promise was broken."""
+    """A promise of the daemon was broken."""
 
     def __init__(self, promise: str, detail: str) -> None:
         super().__init__(f"{promise}: {detail}")
         self.promise = promise
         self.detail = detail
 
-    def alone(self) -> Failure:
-        """The same without what it was raised from, which is told in words."""
-        told = Failure(self.promise, self.detail)
+    def without_frames(self) -> Failure:
+        """A copy that keeps its cause only as text, so that it refers to no frames of the run."""
+        copy = Failure(self.promise, self.detail)
         if self.__cause__ is not None:
-            told.add_note("".join(traceback.format_exception(self.__cause__)))
-        return told
+            copy.add_note("".join(traceback.format_exception(self.__cause__)))
+        return copy
 
 
 class Process:
-    """Some fibers that live and die together. `ops` counts what it did: a number at which it can
-    be killed."""
+    """Fibers that live and die together. `ops` counts the operations of the process, so that it
+    can be killed or stopped at a given one."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -55,12 +55,12 @@ class Process:
         self.stopped_until_ns = 0
         self.ops = 0
         self.kill_at_op: int | None = None
-        #: the same, counted in syncs that it asked a device for
+        #: syncs of a device until it is killed
         self.kill_at_sync: int | None = None
         self.stop_at_op: int | None = None
         self.stop_for_ns = 0
         self.fibers: list[Fiber] = []
-        #: called in the moment of its death
+        #: called at the moment of its death
         self.when_dead: list[Callable[[], None]] = []
         world.processes.append(self)
 
@@ -69,18 +69,18 @@ class Process:
             raise Killed
 
     def die(self) -> None:
-        """At once: none of its fibers does anything more."""
+        """Kill the process: none of its fibers performs another operation."""
         if self.dead:
             return
         self.dead = True
-        for told in self.when_dead:
-            told()
+        for callback in self.when_dead:
+            callback()
         for fiber in self.fibers:
             if fiber is not self.world.current:
                 self.world.wake(fiber)
 
     def reap(self) -> None:
-        """Wait until all its fibers have ended, as they do when it is dead."""
+        """Wait until all fibers have ended. Those of a dead process are woken to unwind."""
         for _ in range(_UNWINDING_STEPS):
             if all(fiber.done for fiber in self.fibers):
                 self.fibers.clear()
@@ -104,7 +104,7 @@ class Fiber:
     def __init__(self, process: Process, name: str, target: Callable[[], None] | None) -> None:
         self.process = process
         self.name = name
-        #: changes whenever it runs: what was to wake it before then does not any more
+        #: changes whenever it runs, which makes earlier scheduled wake-ups void
         self.epoch = 0
         self.done = False
         self.waiting_for_end: list[Fiber] = []
@@ -123,29 +123,31 @@ class Fiber:
         except Killed:
             pass
         except BaseException as problem:
-            world.found("nothing ends in silence", f"{self.name} ended with {problem!r}", problem)
+            world.found(
+                "no task or thread fails silently", f"{self.name} ended with {problem!r}", problem
+            )
         self.done = True
         for fiber in self.waiting_for_end:
             world.wake(fiber)
         world.current = world.following()
-        # Where a greenlet goes on that has come to its end.
+        # A greenlet that ends switches to its parent.
         self.greenlet.parent = world.current.greenlet
 
 
 class World:
-    """See the module. Who makes it is its first fiber, `main`."""
+    """See the module. Its creator becomes its first fiber, `main`."""
 
     def __init__(self, seed: int, *, yield_rate: float = 0.1) -> None:
         self.random = random.Random(seed)
-        #: for what code under test asks the system for: keys, secrets
+        #: replaces the system's random source: keys and secrets come from it
         self.entropy = random.Random(f"entropy {seed}")
         self.now_ns = 10**12
-        #: the wall clock is so far ahead of the monotonic one
+        #: how far the wall clock is ahead of the monotonic clock
         self.wall_offset_ns = 17 * 10**17
         self.yield_rate = yield_rate
         self.failure: Failure | None = None
         self.unwinding = False
-        #: changes with everything that is scheduled: equal for equal runs
+        #: a checksum of all scheduling decisions: equal runs have equal digests
         self.digest = 0
         self.switches = 0
         self.processes: list[Process] = []
@@ -156,14 +158,14 @@ class World:
         self.current = self.main
         self._thread = threading.get_ident()
 
-    # ---- what fibers do
+    # ---- called by fibers
 
     def here(self) -> bool:
-        """Is this one of its fibers, and not a thread of something else?"""
+        """Whether the caller is a fiber of this world rather than another thread."""
         return self._thread == threading.get_ident()
 
     def operate(self, usual_ns: int = STEP_NS) -> None:
-        """The current fiber does something that others could get in between of."""
+        """The current fiber performs an operation, after which another fiber may run."""
         process = self.current.process
         process.check()
         process.ops += 1
@@ -179,7 +181,7 @@ class World:
             self.pass_time(self.delay_ns())
 
     def synced(self) -> None:
-        """A device has stored something for the current fiber: a moment to lose power at."""
+        """A device completed a sync of the current fiber. The machine may lose power here."""
         process = self.current.process
         if process.kill_at_sync is not None:
             process.kill_at_sync -= 1
@@ -188,7 +190,7 @@ class World:
                 raise Killed
 
     def delay_ns(self) -> int:
-        """Mostly below a millisecond, sometimes much more."""
+        """A random delay: mostly below a millisecond, rarely up to 300 ms."""
         draw = self.random.random()
         return int(10 ** (3 + 3 * draw)) if draw < 0.97 else int(self.random.random() * 3e8)
 
@@ -198,7 +200,7 @@ class World:
             self.block(until_ns)
 
     def block(self, until_ns: int | None = None) -> None:
-        """The current fiber waits until it is woken, or until then. May return early."""
+        """The current fiber waits until it is woken or the time comes. May return early."""
         me = self.current
         me.process.check()
         if until_ns is not None:
@@ -213,59 +215,59 @@ class World:
             self._push(self.now_ns, fiber, fiber.epoch)
 
     def later(self, in_ns: int, callback: Callable[[], None]) -> None:
-        """Have something called that takes no time and waits for nothing."""
+        """Schedule a callback that neither blocks nor takes time."""
         self._push(self.now_ns + in_ns, callback, -1)
 
-    def _push(self, at_ns: int, what: Any, epoch: int) -> None:
+    def _push(self, at_ns: int, target: Any, epoch: int) -> None:
         self._number += 1
-        # What a dead process still does is seen by nobody.
+        # Operations of a dead process have no visible effects, so they must not draw from the seed.
         order = 0.0 if self.unwinding or self.current.process.dead else self.random.random()
-        heapq.heappush(self._heap, (at_ns, order, self._number, what, epoch))
+        heapq.heappush(self._heap, (at_ns, order, self._number, target, epoch))
 
-    # ---- who is next
+    # ---- the scheduler
 
     def hand_over(self, me: Fiber) -> None:
-        """Let the next run; returns when it is this one's turn again."""
+        """Switch to the next fiber. Returns when this one is scheduled again."""
         following = self.following()
         if following is me:
             return
         self.current = following
-        # To asyncio all fibers are one thread.
+        # asyncio sees all fibers as one thread, so each fiber restores its own running loop.
         loop = asyncio._get_running_loop()
         asyncio._set_running_loop(None)
         following.greenlet.switch()
         asyncio._set_running_loop(loop)
 
     def following(self) -> Fiber:
-        """Who runs next."""
+        """The fiber that runs next. Callbacks that are due before it are called."""
         while True:
             if self.failure is not None and not self.unwinding:
                 self.main.epoch += 1
                 return self.main
             if not self._heap:
-                self.found("no wait without a bound", "nobody will ever run again")
+                self.found("no wait without a bound", "no fiber can ever run again")
                 continue
-            at_ns, _, _, what, epoch = heapq.heappop(self._heap)
-            if not isinstance(what, Fiber):
+            at_ns, _, _, target, epoch = heapq.heappop(self._heap)
+            if not isinstance(target, Fiber):
                 self.now_ns = max(self.now_ns, at_ns)
-                what()
+                target()
                 continue
-            if what.done or what.epoch != epoch:
+            if target.done or target.epoch != epoch:
                 continue
-            process = what.process
+            process = target.process
             if process.stopped_until_ns > max(at_ns, self.now_ns) and not process.dead:
-                self._push(process.stopped_until_ns, what, epoch)
+                self._push(process.stopped_until_ns, target, epoch)
                 continue
             self.now_ns = max(self.now_ns, at_ns)
-            what.epoch += 1
+            target.epoch += 1
             self.switches += 1
-            self.digest = zlib.crc32(b"%d %s" % (self.now_ns, what.name.encode()), self.digest)
-            return what
+            self.digest = zlib.crc32(b"%d %s" % (self.now_ns, target.name.encode()), self.digest)
+            return target
 
-    # ---- what is found
+    # ---- broken promises
 
     def found(self, promise: str, detail: str, cause: BaseException | None = None) -> None:
-        """A promise is broken: nothing more happens than that the run ends."""
+        """Record a broken promise. The run ends when `main` is scheduled, which is next."""
         if self.unwinding:
             return
         if self.failure is None:
@@ -273,7 +275,7 @@ class World:
             self.failure.__cause__ = cause
 
     def fail(self, promise: str, detail: str) -> None:
-        """The same; does not return to a fiber."""
+        """Record a broken promise and end the run: does not return to a fiber of the world."""
         self.found(promise, detail)
         if self.current is self.main:
             self.raise_found()
@@ -285,7 +287,7 @@ class World:
             raise self.failure
 
     def end(self) -> None:
-        """Kill everything. From `main`."""
+        """Kill all processes and wait for their fibers. Called from `main`."""
         self.unwinding = True
         for process in self.processes:
             if process is not self.main.process:

@@ -1,1 +1,1 @@
-"""A soak: clients work on a daemon for a long time, and nothing of it grows."""
+"""A soak: clients use a daemon for a long time, and none of its resources may grow."""

@@ -1,9 +1,9 @@
-"""Clients work on a daemon for so many minutes; what could grow is held against its second tenth.
+"""Runs clients on a daemon for a time, and compares the last tenth of it with the second.
 
     python -m tests.soak --minutes 60
 
-Prints the tenths as JSON. Exit status 1: something grew, something wrong was read, or the daemon's
-accounting does not hold in the end.
+Prints the tenths as JSON. Exit status 1: a resource grew, an operation got slower, wrong bytes were
+read, or the daemon's accounting is wrong at the end.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from .work import Worker
 
 
 def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dict[str, object]:
-    """One run, `samples` of each tenth."""
+    """Run once, taking this many `samples` in each tenth."""
     tenths = [Tenth() for _ in range(TENTHS)]
     begun_s = time.monotonic()
     length_s = 60 * minutes
     lock, waiting = threading.Lock(), threading.Event()
 
-    def took(operation: str, took_s: float) -> None:
+    def note(operation: str, took_s: float) -> None:
         number = int(TENTHS * (time.monotonic() - begun_s) / length_s)
         with lock:
             tenths[min(number, TENTHS - 1)].took_s.setdefault(operation, []).append(took_s)
@@ -38,8 +38,8 @@ def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dic
         daemon = stack.enter_context(private_daemon(ram="8MiB", shm="8MiB", disk="16MiB"))
         directories = [daemon.directory / "disk", daemon.shm_directory]
         begun_s = time.monotonic()
-        crowd = [Worker(daemon.address, seed, pause_s, took) for seed in range(workers)]
-        for worker in crowd:
+        clients = [Worker(daemon.address, seed, pause_s, note) for seed in range(workers)]
+        for worker in clients:
             worker.start()
             stack.callback(worker.stop)
         for number in range(TENTHS * samples):
@@ -47,16 +47,16 @@ def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dic
                 max(0.0, begun_s + (number + 1) * length_s / (TENTHS * samples) - time.monotonic())
             )
             tenths[number // samples].samples.append(sample(daemon.pid, directories))
-        for worker in crowd:
+        for worker in clients:
             worker.stop()
         with daemon.admin() as admin:
             problems = problems_of(admin)
     return {
         "minutes": minutes,
-        "operations": dict(sum((worker.counts for worker in crowd), Counter())),
+        "operations": dict(sum((worker.counts for worker in clients), Counter())),
         "tenths": [tenth.as_dict() for tenth in tenths],
         "grew": growth(tenths),
-        "wrong": [name for worker in crowd for name in worker.wrong],
+        "wrong": [name for worker in clients for name in worker.wrong],
         "problems": problems,
     }
 

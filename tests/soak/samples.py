@@ -1,4 +1,4 @@
-"""What of a daemon could grow, and whether it did."""
+"""Samples of a daemon's resources, and whether they grew."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from statistics import median, quantiles
 from typing import Final
 
 TENTHS: Final = 10
-#: The first tenth fills the tiers, and what is made once.
+#: The tenth to compare with. The first one fills the tiers and creates what is created once.
 _SETTLED: Final = 1
-#: What may be there more at the end than in the second tenth, by the larger of both: a part of it,
-#: and a little for what comes and goes.
+#: The allowed growth from the second tenth to the last: this part or this amount, whichever is
+#: larger.
 _MORE_PART: Final = 0.05
 _MORE: Final = {"memory_bytes": 8 * 2**20, "descriptors": 12, "threads": 6, "file_bytes": 2**20}
-#: Medians of operations. Other work on the machine makes them differ by half.
+#: The allowed ratio of median times. Other load on the machine changes them by half.
 _SLOWER: Final = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Of the daemon and its processes, at one moment. `memory_bytes`: its own, not the arenas."""
+    """Resources of the daemon and its child processes. `memory_bytes`: private memory only."""
 
     memory_bytes: int
     descriptors: int
@@ -31,40 +31,42 @@ class Sample:
 
 @dataclass
 class Tenth:
-    """A tenth of the time."""
+    """The samples and times in one tenth of a run."""
 
     samples: list[Sample] = field(default_factory=list)
     took_s: dict[str, list[float]] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, object]:
-        told: dict[str, object] = {name: self.typical(name) for name in _MORE}
+        fields: dict[str, object] = {name: self.typical(name) for name in _MORE}
         for operation, took_s in sorted(self.took_s.items()):
             *_, late_s = quantiles(took_s, n=100) if len(took_s) > 1 else took_s
-            told[f"{operation}_ms"] = [round(1000 * median(took_s), 2), round(1000 * late_s, 2)]
-        return told
+            fields[f"{operation}_ms"] = [round(1000 * median(took_s), 2), round(1000 * late_s, 2)]
+        return fields
 
     def typical(self, name: str) -> int:
-        """The median over the samples."""
+        """The median of a field over the samples."""
         return int(median(getattr(sample, name) for sample in self.samples))
 
 
 def growth(tenths: Sequence[Tenth]) -> list[str]:
-    """What is more in the last tenth than in the second, in sentences."""
+    """A sentence for each field and operation that grew from the second tenth to the last."""
     second, last = tenths[_SETTLED], tenths[-1]
     grown = []
-    for name, little in _MORE.items():
+    for name, allowed in _MORE.items():
         before, after = second.typical(name), last.typical(name)
-        if after > before + max(little, _MORE_PART * before):
+        if after > before + max(allowed, _MORE_PART * before):
             grown.append(f"{name}: {before:,} in the second tenth, {after:,} in the last")
     for operation in second.took_s.keys() & last.took_s.keys():
         before_s, after_s = median(second.took_s[operation]), median(last.took_s[operation])
         if after_s > _SLOWER * before_s:
-            grown.append(f"a {operation} took {before_s:.5f} s, and {after_s:.5f} s in the last")
+            grown.append(
+                f"{operation}: {before_s:.5f} s in the second tenth, {after_s:.5f} s in the last"
+            )
     return grown
 
 
 def sample(pid: int, directories: Sequence[Path]) -> Sample:
-    """Raises OSError if the daemon is gone."""
+    """Sample a daemon. Raises OSError if it has ended."""
     memory = descriptors = threads = 0
     for one in [pid, *_children(pid)]:
         status = Path(f"/proc/{one}/status").read_text().splitlines()
@@ -83,12 +85,12 @@ def _children(pid: int) -> list[int]:
 
 
 def _stored_bytes(directory: Path) -> int:
-    """What the files below take of their device."""
+    """The bytes that the files below take on their device."""
     total = 0
     for path in directory.rglob("*"):
         try:
             found = path.lstat()
         except FileNotFoundError:
-            continue  # it was renamed meanwhile
+            continue  # renamed or removed meanwhile
         total += found.st_blocks * 512
     return total

@@ -1,4 +1,4 @@
-"""A soak of seconds works and reads nothing wrong; what grows is called so."""
+"""A short soak works and reads no wrong bytes, and growth is reported."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ FLAT = Sample(50 * 2**20, 40, 20, 10 * 2**20)
 
 
 def tenths(last: Sample = FLAT, took_s: float = 0.001) -> list[Tenth]:
-    made = [Tenth([FLAT] * 3, {"save": [0.001] * 9}) for _ in range(TENTHS - 1)]
-    return [*made, Tenth([last] * 3, {"save": [took_s] * 9})]
+    first = [Tenth([FLAT] * 3, {"save": [0.001] * 9}) for _ in range(TENTHS - 1)]
+    return [*first, Tenth([last] * 3, {"save": [took_s] * 9})]
 
 
-def test_seconds_of_it() -> None:
+def test_a_short_soak() -> None:
     report: Any = soak(0.05, workers=2, pause_s=0.0, samples=2)
     assert report["wrong"] == []
     assert report["problems"] == []
@@ -27,7 +27,7 @@ def test_seconds_of_it() -> None:
     assert report["tenths"][-1]["file_bytes"] > 16 * 2**20
 
 
-def test_what_stays_is_flat() -> None:
+def test_small_changes_are_no_growth() -> None:
     assert growth(tenths()) == []
     assert growth(tenths(Sample(54 * 2**20, 45, 22, 10 * 2**20), 0.0015)) == []
 
@@ -41,11 +41,11 @@ def test_what_stays_is_flat() -> None:
         (Sample(50 * 2**20, 40, 20, 12 * 2**20), "file_bytes"),
     ],
 )
-def test_what_grows_is_named(last: Sample, name: str) -> None:
+def test_growing_resources_are_named(last: Sample, name: str) -> None:
     (sentence,) = growth(tenths(last))
     assert name in sentence
 
 
-def test_what_gets_slower_is_named() -> None:
+def test_slower_operations_are_named() -> None:
     (sentence,) = growth(tenths(took_s=0.003))
     assert "save" in sentence

@@ -1,4 +1,4 @@
-"""What clients do in a soak: everything that an engine does, and what engines do when they die."""
+"""The clients of a soak: they do what engines do, and disconnect as dying engines do."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.support.entries import items_of, key_of, payload_of
 _ENTRIES: Final = 400
 _MOST_BYTES: Final = 200_000
 _DEADLINE_MS: Final = 10_000
-#: A client is closed, and another one opened, after so many operations.
+#: Operations after which a client is closed and a new one opened.
 _LIFE: Final = 300
 
 
 class Worker(threading.Thread):
-    """One client after the other, until it is stopped."""
+    """Uses one client after another until it is stopped. Passes each operation's time to `note`."""
 
     def __init__(
-        self, address: str, seed: int, pause_s: float, took: Callable[[str, float], None]
+        self, address: str, seed: int, pause_s: float, note: Callable[[str, float], None]
     ) -> None:
         super().__init__(name=f"soak {seed}", daemon=True)
         self.counts: Counter[str] = Counter()
@@ -34,7 +34,7 @@ class Worker(threading.Thread):
         self._address = address
         self._random = random.Random(seed)
         self._pause_s = pause_s
-        self._took = took
+        self._note = note
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -51,11 +51,11 @@ class Worker(threading.Thread):
                     begun_s = time.monotonic()
                     operation(client)
                     name = operation.__name__
-                    self._took(name, time.monotonic() - begun_s)
+                    self._note(name, time.monotonic() - begun_s)
                     self.counts[name] += 1
                     if self._stopping.wait(self._pause_s):
                         break
-            self._break_in()
+            self._send_half_a_frame()
 
     def _names(self) -> list[str]:
         first = self._random.randrange(_ENTRIES)
@@ -85,8 +85,8 @@ class Worker(threading.Thread):
     def delete(self, client: Client) -> None:
         client.delete([key_of(name) for name in self._names()[:2]])
 
-    def _break_in(self) -> None:
-        """A connection that says half of something and hangs up."""
+    def _send_half_a_frame(self) -> None:
+        """Connect, send half a frame and hang up."""
         path = self._address.removeprefix(UNIX_SCHEME) + LOCAL_SUFFIX
         with socket.socket(socket.AF_UNIX) as sock, suppress(OSError):
             sock.connect(path)

@@ -30,8 +30,8 @@ def shared_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like `asyncio.run`, but in the shared loop: cancels the tasks that `main` leaves behind, and
-    waits for threads of `asyncio.to_thread`. Fails if an exception in the loop was not handled."""
+    """Like `asyncio.run`, but in the shared loop: ends the tasks, timers and `asyncio.to_thread`
+    threads that `main` leaves. Fails if an exception in the loop was not handled."""
     loop = shared_loop()
     unhandled: list[dict[str, Any]] = []
     executor = ThreadPoolExecutor(thread_name_prefix="asyncio")
@@ -58,6 +58,9 @@ async def _end_tasks_and_threads(executor: ThreadPoolExecutor) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
+    # asyncio has no public list of them. Those of TLS connections outlive their transports.
+    for timer in loop._scheduled:  # type: ignore[attr-defined]
+        timer.cancel()
 
     def shut_down() -> None:
         executor.shutdown()

@@ -274,8 +274,8 @@ def sessions_table(
     """Sessions with their rates over the last `between_s`, or since they were opened if it is 0."""
     if not sessions:
         return Text("no sessions")
-    over = f"the last {between_s:.3g} s" if between_s else "the time since a session was opened"
-    caption = f"rates are of {over}; clients report with their heartbeats"
+    over = f"over the last {between_s:.3g} s" if between_s else "since the session was opened"
+    caption = f"rates {over}; clients report with their heartbeats"
     table = make_table(
         "session|owner|namespace|>age|>last heartbeat|>claims|>reservations|"
         ">look-ups/s|>hits/s|>restores/s|>restored/s|>restored|>saves/s|>saved/s|>saved",

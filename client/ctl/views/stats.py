@@ -173,8 +173,8 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
         if t.recovered_entries or t.dropped_at_start:
             notes.append(
                 Text(
-                    f"{label}: {t.recovered_entries:,} entries ({size(t.recovered_bytes)}) came "
-                    f"back at the start, {t.dropped_at_start:,} were dropped"
+                    f"{label}: recovered {t.recovered_entries:,} entries "
+                    f"({size(t.recovered_bytes)}) at the start, dropped {t.dropped_at_start:,}"
                 )
             )
         if t.corrupt:
@@ -187,10 +187,9 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
 
 
 def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
-    line = Text(f"{label}: {size(scrub.payload_bytes)} read back in the background")
-    if scrub.passes:
-        line.append(", once through" if scrub.passes == 1 else f", {scrub.passes:,} times through")
-    line.append(f", {scrub.progress_permille / 1000:.0%} of this time")
+    passes = "1 pass" if scrub.passes == 1 else f"{scrub.passes:,} passes"
+    line = Text(f"{label}: scrubber read {size(scrub.payload_bytes)}, {passes} complete")
+    line.append(f", current pass at {scrub.progress_permille / 1000:.0%}")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
     return line

@@ -73,7 +73,7 @@ def test_it_shows_what_it_does_and_ends_with_no_mismatches(directory: Path) -> N
         "60 of 60",
         "everything adds up",
         "kill -9",
-        "of before",
+        "and recovered",
         "tokens not prefilled",
     ):
         assert words in shown

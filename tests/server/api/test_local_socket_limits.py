@@ -124,7 +124,7 @@ async def test_only_a_connection_of_a_session_may_be_idle(
 async def test_a_large_request_needs_a_session_and_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local_socket.local, "MAX_SMALL_REQUEST_BYTES", 1000)
+    monkeypatch.setattr(local_socket, "LOCAL_SMALL_REQUEST_BYTES", 1000)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         large = frame(lookup=pb.LookupRequest(keys=map(key, range(100))))

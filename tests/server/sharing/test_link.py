@@ -1,4 +1,4 @@
-"""The order in which shared entries leave a full engine, and what a node remembers of them."""
+"""The order in which a full engine evicts shared entries, and which expiries a node remembers."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ def test_each_chain_has_a_root_of_its_own() -> None:
     assert expiries_ms(uses, HOUR_MS) == [leaf, leaf + 1, root, root + 1]
 
 
-def test_what_nobody_read_goes_before_what_was_read() -> None:
+def test_unread_entries_expire_before_read_ones() -> None:
     unread, read = expiries_ms([(NOW_NS + 1000, 0), (NOW_NS, 1)], HOUR_MS)
     assert read - unread == UNUSED_MS
 
 
-def test_however_deep_it_lives_for_half_its_life() -> None:
+def test_the_deepest_entry_lives_for_half_the_time() -> None:
     life_ms = 2 * DEPTH_MS
     uses = [(NOW_NS + step, 0) for step in range(100)]
     assert min(expiries_ms(uses, life_ms)) == NOW_MS + life_ms // 2
     assert expiries_ms([], life_ms) == []
 
 
-def test_what_is_known_is_bounded_and_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_expiries_are_bounded_and_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "MAX_KNOWN", 3)
     known = Known()
     keys = [Key(bytes([number]) * 32) for number in range(4)]

@@ -30,7 +30,7 @@ KEYS = [entry.key for entry in ENTRIES]
 
 
 class Bucket(BaseHTTPRequestHandler):
-    """A server that has every object. `fault` may answer instead, or return False."""
+    """A server that has every object. `fault` may answer a request instead, or return False."""
 
     fault: Callable[[Bucket], bool]
     protocol_version = "HTTP/1.1"
@@ -89,11 +89,11 @@ def offers() -> list[Offer]:
 
 
 def fetch(store: ObjectStore, deadline_s: float) -> list[Outcome]:
-    rooms = [memoryview(bytearray(len(DATA))) for _ in ENTRIES]
-    wanted = [Wanted(entry, room) for entry, room in zip(ENTRIES, rooms, strict=True)]
-    outcomes = store.get(wanted, deadline_s)
-    for outcome, room in zip(outcomes, rooms, strict=True):
-        assert outcome is not Outcome.DONE or bytes(room) == DATA
+    buffers = [memoryview(bytearray(len(DATA))) for _ in ENTRIES]
+    requests = [Wanted(entry, buffer) for entry, buffer in zip(ENTRIES, buffers, strict=True)]
+    outcomes = store.get(requests, deadline_s)
+    for outcome, buffer in zip(outcomes, buffers, strict=True):
+        assert outcome is not Outcome.DONE or bytes(buffer) == DATA
     return outcomes
 
 
@@ -105,7 +105,7 @@ def test_an_address_without_tls_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         assert store.health() == {}
 
 
-def test_one_that_hangs_costs_the_deadline_and_then_nothing(
+def test_a_hanging_store_costs_one_deadline_and_then_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     answers = threading.Event()
@@ -117,7 +117,7 @@ def test_one_that_hangs_costs_the_deadline_and_then_nothing(
         assert "in time" in store.health()["objects"]
         began_s = monotonic()
         assert store.find(KEYS, began_s + PATIENCE_S) == [None] * len(KEYS)
-        assert monotonic() - began_s < PATIENCE_S, "it has a rest"
+        assert monotonic() - began_s < PATIENCE_S, "requests were sent during the pause"
         answers.set()
         eventually(lambda: None not in store.find(KEYS, soon()))
         eventually(lambda: store.health() == {})
@@ -127,7 +127,7 @@ def test_one_that_hangs_costs_the_deadline_and_then_nothing(
     ("status", "code"),
     [(403, "SignatureDoesNotMatch"), (403, "AccessDenied"), (500, "InternalError"), (503, "Slow")],
 )
-def test_errors_are_misses_and_are_said(
+def test_errors_are_misses_and_are_reported(
     monkeypatch: pytest.MonkeyPatch, status: int, code: str
 ) -> None:
     def refuse(request: Bucket) -> bool:
@@ -158,7 +158,7 @@ def test_an_answer_that_breaks_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) ->
         assert Outcome.DONE not in fetch(store, soon())
 
 
-def test_one_that_is_not_there_is_a_miss_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_is_a_miss_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     with bucket(monkeypatch):
         pass
     with closing(ObjectStore("s3://bucket/prefix", "test")) as store:
@@ -167,13 +167,13 @@ def test_one_that_is_not_there_is_a_miss_at_once(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("url", ["s3:", "gopher://x/y", "nothing"])
-def test_what_is_no_bucket_is_refused(url: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # obstore's own sentences
+def test_invalid_urls_are_refused(url: str) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011  # obstore's own messages
         ObjectStore(url, "test")
 
 
 @pytest.mark.skipif(S3_URL not in os.environ, reason="needs the server of `make s3`")
-def test_a_wrong_secret_is_said_by_a_real_s3(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_secret_is_reported_with_a_real_s3(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     with closing(ObjectStore(os.environ[S3_URL], "test")) as store:
         assert store.find(KEYS, soon()) == [None] * len(KEYS)

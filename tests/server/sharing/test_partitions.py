@@ -1,6 +1,5 @@
-"""A fleet whose nodes and masters are hosts of their own, while they are killed and cut off: no
-wrong bytes are served, and no call takes longer than allowed. `bench_fleet.py --hosts` is the long
-form."""
+"""A fleet whose nodes and masters are hosts of their own. While they are killed and cut off, no
+wrong bytes are served, and no call exceeds its limit. `bench_fleet.py --hosts` is the long form."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ from tests.support.warm import WARM
 BENCH = Path(__file__).parents[2] / "bench/bench_fleet.py"
 RUN = f"import runpy; runpy.run_path({str(BENCH)!r}, run_name='__main__')"
 BLOCKS = 6
-#: Each request goes to another node than the one before, and begins with the prompt of that one.
+#: Each request goes to another node than the previous one, and begins with its prompt.
 REQUESTS = 21
 
 pytestmark = pytest.mark.skipif(bool(why_unavailable()), reason=why_unavailable() or "-")
 
 
 def reaches(here: Host, there: Host) -> bool:
-    """Whether a connection to a closed port is refused, which a reachable host does."""
+    """Whether a connection to a closed port is refused: an unreachable host would not answer."""
     script = (
         f"import socket\ntry: socket.create_connection(('{there.address}', 9), 0.5)\n"
         "except ConnectionRefusedError: print('refused')\nexcept OSError: pass"
@@ -79,4 +78,4 @@ def test_a_fleet_in_trouble_serves_nothing_wrong(tmp_path: Path, payloads: str) 
     assert not found["mismatches"]
     assert found["verified_bytes"]
     assert {"cut", "part", "kill_master", "kill_daemon"} <= found["faults"].keys()
-    assert found["shared"]["fetched_entries"], "it was of use beside all that"
+    assert found["shared"]["fetched_entries"], "nothing was shared despite the faults"

@@ -1,4 +1,4 @@
-"""Reads from another node: one round trip, right bytes or none, and then the second node."""
+"""Reads from another node: one round trip, right bytes or none. Misses go to a second node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.peers import DaemonPeer, Pace
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
-from tests.server.sharing.test_two_nodes import keys_of, run_of, save
+from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fake_redis import FakeRedis
 from tests.support.fakes import PATIENCE_S
@@ -25,13 +25,13 @@ from tests.support.outside import DaemonProcess, daemon_process
 from tests.support.redis_servers import free_ports
 
 
-def wanted(key: Key, payload: bytes, *, crc: int | None = None) -> Wanted:
+def read_of(key: Key, payload: bytes, *, crc: int | None = None) -> Wanted:
     expected = crc32c(payload) if crc is None else crc
     entry = SharedEntry(key, len(payload), 1, 0, expected)
     return Wanted(entry, memoryview(bytearray(len(payload))))
 
 
-def test_payloads_come_in_one_trip_each_for_itself() -> None:
+def test_one_round_trip_reads_payloads_independently() -> None:
     keys = [Key(os.urandom(32)) for _ in range(5)]
     payloads = [os.urandom(size) for size in (1, 5_000, 300_000, 7_000, 7_000)]
     with tcp_daemon(ram="64MiB") as daemon:
@@ -40,27 +40,27 @@ def test_payloads_come_in_one_trip_each_for_itself() -> None:
                 assert client.save(key, payload, tier=Tier.RAM, reason=SaveReason.EVICT).ok
         with closing(DaemonPeer(tcp_address(daemon), Security())) as peer:
             assert peer._client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
-            asked = [
-                wanted(keys[0], payloads[0]),
-                wanted(keys[1], payloads[1][1:]),  # a wrong length
-                wanted(keys[2], payloads[2]),
-                wanted(keys[3], payloads[3], crc=0),  # a wrong checksum
-                wanted(keys[4], payloads[4]),  # was never there
+            reads = [
+                read_of(keys[0], payloads[0]),
+                read_of(keys[1], payloads[1][1:]),  # a wrong length
+                read_of(keys[2], payloads[2]),
+                read_of(keys[3], payloads[3], crc=0),  # a wrong checksum
+                read_of(keys[4], payloads[4]),  # never saved
             ]
-            outcomes = peer.read(asked, monotonic() + PATIENCE_S)
+            outcomes = peer.read(reads, monotonic() + PATIENCE_S)
             done, absent = Outcome.DONE, Outcome.ABSENT
             assert outcomes == [done, absent, done, absent, absent]
-            assert [bytes(asked[n].room) for n in (0, 2)] == [payloads[0], payloads[2]]
+            assert [bytes(reads[n].room) for n in (0, 2)] == [payloads[0], payloads[2]]
             rpcs: Any = peer._client.counters["rpcs"]
             assert {name: count for name, count in rpcs.items() if count} == {"Fetch": 1}
             with daemon.admin() as admin:
                 assert not admin.claims()
             daemon.kill()
-            assert peer.read(asked[:1], monotonic() + PATIENCE_S) == [Outcome.UNAVAILABLE]
-            assert peer.read(asked[:1], monotonic()) == [Outcome.UNAVAILABLE]
+            assert peer.read(reads[:1], monotonic() + PATIENCE_S) == [Outcome.UNAVAILABLE]
+            assert peer.read(reads[:1], monotonic()) == [Outcome.UNAVAILABLE]
 
 
-# ---- the second place
+# ---- the second node
 
 
 MIB = 2**20
@@ -68,7 +68,7 @@ MIB = 2**20
 
 @pytest.fixture
 def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """The second node fetched every entry from the first; the third has none."""
+    """Three nodes: the second has fetched all entries from the first, the third has none."""
     with ExitStack() as stack:
         engine = FakeRedis()
         stack.callback(engine.close)
@@ -89,20 +89,21 @@ def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
             clients.append(stack.enter_context(client))
         save(clients[0], range(12))
         eventually(lambda: len(engine.values) == 12)
-        assert run_of(clients[1]) == 12
+        assert restored_blocks(clients[1]) == 12
         both = b" ".join((addresses[1], addresses[0]))
         eventually(lambda: all(value.endswith(both) for value, _ in engine.values.values()))
         yield engine, daemons, clients
 
 
-def second(daemon: DaemonProcess) -> tuple[int, int]:
+def second_reads(daemon: DaemonProcess) -> tuple[int, int]:
+    """The numbers of entries requested from a second node, and of those that it sent."""
     with daemon.admin() as admin:
         shared = admin.stats().shared
         return shared["second_asked"], shared["second_came"]
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "evicted"])
-def test_it_comes_from_the_second_place(
+def test_entries_are_read_from_the_second_node(
     three: tuple[FakeRedis, list[DaemonProcess], list[Client]], how: str
 ) -> None:
     _, daemons, clients = three
@@ -114,35 +115,35 @@ def test_it_comes_from_the_second_place(
                 os.kill(daemons[1].pid, signal.SIGSTOP)
             case _:
                 clients[1].delete(keys_of(clients[1]))
-        assert run_of(clients[2]) == 12
+        assert restored_blocks(clients[2]) == 12
     finally:
         if how == "stopped":
             os.kill(daemons[1].pid, signal.SIGCONT)
-    assert second(daemons[2]) == (12, 12)
+    assert second_reads(daemons[2]) == (12, 12)
 
 
-def test_the_second_is_not_asked_for_what_the_first_brought(
+def test_the_second_node_is_not_asked_for_entries_of_the_first(
     three: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
     _, daemons, clients = three
-    assert run_of(clients[2]) == 12
-    assert second(daemons[2]) == (0, 0)
+    assert restored_blocks(clients[2]) == 12
+    assert second_reads(daemons[2]) == (0, 0)
 
 
-def test_what_neither_has_is_forgotten(
+def test_entries_that_neither_node_has_are_forgotten(
     three: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
     engine, daemons, clients = three
     for client in clients[:2]:
         client.delete(keys_of(client)[3:4])
-    assert run_of(clients[2]) == 3
+    assert restored_blocks(clients[2]) == 3
     assert not any(keys_of(clients[2])[3].hex().encode() in name for name in engine.values)
-    assert second(daemons[2]) == (1, 0)
+    assert second_reads(daemons[2]) == (1, 0)
 
 
-def test_patience_is_what_reads_took_and_never_more_than_half() -> None:
+def test_the_wait_follows_earlier_reads_and_is_half_the_time_at_most() -> None:
     pace = Pace()
-    assert pace.patience_s(MIB, 1.0) == 0.5, "nothing is known yet"
+    assert pace.patience_s(MIB, 1.0) == 0.5, "no read was timed yet"
     for _ in range(64):
         pace.add(MIB, 0.05)
     assert pace.patience_s(MIB, 1.0) == pytest.approx(0.1)
@@ -151,4 +152,4 @@ def test_patience_is_what_reads_took_and_never_more_than_half() -> None:
     assert 0.1 < pace.patience_s(2 * MIB, 1.0) < 0.2
     for _ in range(2):
         pace.add(MIB, 5.0)
-    assert pace.patience_s(MIB, 1.0) == pytest.approx(0.1), "one in twenty may be slow"
+    assert pace.patience_s(MIB, 1.0) == pytest.approx(0.1), "the slowest twentieth does not count"

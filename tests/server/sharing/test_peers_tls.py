@@ -1,4 +1,4 @@
-"""Nodes that read from each other over TLS, each with its certificate and a token of the fleet."""
+"""Nodes read from each other over TLS, each with its certificate and a token of the fleet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import Client
-from tests.server.sharing.test_two_nodes import keys_of, run_of, save
+from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
@@ -36,8 +36,8 @@ def secret(path: Path, text: str) -> Path:
     return path
 
 
-def signed(directory: Path, authority: Authority, number: int) -> tuple[Path, Path]:
-    """Write a node's certificate and key, and the CA of the fleet, to the files of its options."""
+def write_certificate(directory: Path, authority: Authority, number: int) -> tuple[Path, Path]:
+    """Write a node's certificate and key, and the CA of the fleet, to the configured files."""
     shutil.copy(authority.certificate, directory / "fleet.pem")
     certificate, key = directory / f"node-{number}.pem", directory / f"node-{number}.key"
     for source, target in zip(authority.sign(f"node-{number}"), (certificate, key), strict=True):
@@ -50,7 +50,7 @@ def signed(directory: Path, authority: Authority, number: int) -> tuple[Path, Pa
 def nodes(
     tmp_path: Path, authority: Authority, *flags: str
 ) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """Two nodes; the second has `flags`, too. Their files are in `tmp_path`."""
+    """Two nodes. `flags` are added to the second. Their files are in `tmp_path`."""
     fleet = tmp_path / "fleet.pem"
     tokens = secret(tmp_path / "tokens", f"read a-node {TOKEN}\n")
     token = secret(tmp_path / "token", f"{TOKEN}\n")
@@ -59,7 +59,7 @@ def nodes(
         stack.callback(engine.close)
         daemons, clients = [], []
         for number, port in enumerate(free_ports(2)):
-            certificate, key = signed(tmp_path, authority, number)
+            certificate, key = write_certificate(tmp_path, authority, number)
             daemon = stack.enter_context(
                 daemon_process(
                     f"--shared.engine={engine.url}",
@@ -83,14 +83,14 @@ def nodes(
 
 
 def test_nodes_read_from_each_other_over_tls(tmp_path: Path, authority: Authority) -> None:
-    with nodes(tmp_path, authority) as (engine, daemons, (here, there)):
-        save(here, range(12))
+    with nodes(tmp_path, authority) as (engine, daemons, (first, second)):
+        save(first, range(12))
         eventually(lambda: len(engine.values) == 12)
         assert max(len(value) for value, _ in engine.values.values()) < 200
-        assert run_of(there) == 12
+        assert restored_blocks(second) == 12
         with daemons[0].admin() as admin:
             stats = admin.stats()
-            assert stats.in_flight["data_connections"], "payloads came over the data socket"
+            assert stats.in_flight["data_connections"], "the payloads did not use the data socket"
             assert not stats.in_flight["data_handshake_refusals"]
         assert not any(TOKEN in daemon.log.read_text() for daemon in daemons)
 
@@ -98,10 +98,10 @@ def test_nodes_read_from_each_other_over_tls(tmp_path: Path, authority: Authorit
 def test_a_fleet_changes_its_certificates_without_a_restart(
     tmp_path: Path, authority: Authority, stranger: Authority
 ) -> None:
-    """All certificates change: connections made afterwards do not use the former ones."""
-    with nodes(tmp_path, authority) as (engine, daemons, (here, there)):
+    """All certificates are replaced: new connections use the new ones."""
+    with nodes(tmp_path, authority) as (engine, daemons, (first, second)):
         for number, daemon in enumerate(daemons):
-            signed(tmp_path, stranger, number)
+            write_certificate(tmp_path, stranger, number)
             with daemon.admin() as admin:
                 changed = admin.configure(apply=True).changed
             assert {each.option for each in changed if each.live} == {
@@ -109,38 +109,38 @@ def test_a_fleet_changes_its_certificates_without_a_restart(
                 "server.tls_key",
                 "server.tls_client_ca",
             }
-        save(here, range(12))
+        save(first, range(12))
         eventually(lambda: len(engine.values) == 12)
-        assert run_of(there) == 12
+        assert restored_blocks(second) == 12
         with daemons[0].admin() as admin:
             in_flight = admin.stats().in_flight
         assert in_flight["data_connections"]
         assert not in_flight["data_handshake_refusals"]
 
 
-@pytest.mark.parametrize("what", ["token", "certificate", "expired", "trust"])
-def test_who_is_not_let_in_misses_and_says_why(
-    tmp_path: Path, authority: Authority, stranger: Authority, what: str
+@pytest.mark.parametrize("wrong_part", ["token", "certificate", "expired", "trust"])
+def test_a_refused_node_misses_and_reports_why(
+    tmp_path: Path, authority: Authority, stranger: Authority, wrong_part: str
 ) -> None:
     """The second node is not trusted by the first, or does not trust it."""
     wrong = secret(tmp_path / "wrong", "wrong-" * 10)
     certificate, key = (
-        stranger.sign("node") if what == "certificate" else authority.sign("late", days=-1)
+        stranger.sign("node") if wrong_part == "certificate" else authority.sign("late", days=-1)
     )
     flags = {
         "token": [f"--shared.peer_token_file={wrong}"],
         "trust": [f"--shared.peer_ca={stranger.certificate}"],
-    }.get(what, [f"--server.tls_cert={certificate}", f"--server.tls_key={key}"])
-    with nodes(tmp_path, authority, *flags) as (engine, daemons, (here, there)):
-        save(here, range(12))
+    }.get(wrong_part, [f"--server.tls_cert={certificate}", f"--server.tls_key={key}"])
+    with nodes(tmp_path, authority, *flags) as (engine, daemons, (first, second)):
+        save(first, range(12))
         eventually(lambda: len(engine.values) == 12)
-        assert run_of(there) == 0
+        assert restored_blocks(second) == 0
         with daemons[1].admin() as admin:
             assert admin.stats().shared["unavailable"]
             eventually(lambda: any("shared peer" in part for part in admin.stats().notices))
-        save(there, range(12))
-        assert run_of(there) == 12
-        assert keys_of(here) == keys_of(there)
+        save(second, range(12))
+        assert restored_blocks(second) == 12
+        assert keys_of(first) == keys_of(second)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_who_is_not_let_in_misses_and_says_why(
         (["--shared.peer_ca="], "shared.peer_ca and server.tls_cert"),
     ],
 )
-def test_bad_settings_end_the_start_with_a_sentence(
+def test_bad_settings_are_refused_at_the_start(
     tmp_path: Path, authority: Authority, flags: list[str], words: str
 ) -> None:
     certificate, key = authority.sign("node")

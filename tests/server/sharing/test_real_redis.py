@@ -1,4 +1,4 @@
-"""redis-server itself: dead, restarted, failing over, full, moving slots, behind TLS."""
+"""A real redis-server: dead, restarted, failing over, full, moving slots, behind TLS."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def fetch(store: RedisStore, entries: list[SharedEntry] = ENTRIES) -> list[Outco
 
 
 def store_of(servers: list[RedisServer], stack: ExitStack) -> RedisStore:
-    """A store that has put every entry."""
+    """A store that has put all entries."""
     store = stack.enter_context(closing(RedisStore([s.url for s in servers], "test", 2)))
     assert store.nodes.wait_until_reached(PATIENCE_S)
     assert set(store.put(offers(), soon())) == {Outcome.DONE}
@@ -77,7 +77,7 @@ def test_with_one_of_three_masters_dead_the_others_are_used(tmp_path: Path) -> N
         eventually(lambda: list(store.health()) == [f"127.0.0.1:{servers[0].port}"])
 
 
-def test_one_that_was_restarted_has_nothing_and_takes_everything(tmp_path: Path) -> None:
+def test_a_restarted_engine_is_empty_and_accepts_entries(tmp_path: Path) -> None:
     with redis_servers(tmp_path, 1) as servers, ExitStack() as stack:
         store = store_of(servers, stack)
         servers[0].restart()
@@ -92,7 +92,7 @@ def test_a_replica_that_takes_over_is_used(tmp_path: Path) -> None:
         replica = add_replica(servers[0], tmp_path / "replica", stack)
         store = store_of(servers, stack)
         with closing(redis.Redis.from_url(servers[0].url)) as client:
-            assert client.wait(1, 10_000) == 1, "the replica has all of it"
+            assert client.wait(1, 10_000) == 1, "the replica is not complete"
         servers[0].kill()
         eventually(lambda: store.find(KEYS, soon()) == ENTRIES)
         assert ("127.0.0.1", replica.port) in store.nodes.all()
@@ -113,15 +113,15 @@ def test_slots_that_move_cost_misses_while_they_do(tmp_path: Path) -> None:
         two.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", ids[0])
         one.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", ids[1])
         one.execute_command("MIGRATE", "127.0.0.1", servers[1].port, store.name(moved), 0, 5000)
-        there = [entry if entry.key != moved else None for entry in ENTRIES]
-        assert store.find(KEYS, soon()) == there, "half-way it is a miss, and nothing else is"
+        expected = [entry if entry.key != moved else None for entry in ENTRIES]
+        assert store.find(KEYS, soon()) == expected, "only the moving entry is a miss"
         for each in (two, one):
             each.execute_command("CLUSTER SETSLOT", slot, "NODE", ids[1])
         eventually(lambda: store.find(KEYS, soon()) == ENTRIES)
         assert set(fetch(store)) == {Outcome.DONE}
 
 
-def test_one_that_is_full_refuses_and_its_policy_is_named(tmp_path: Path) -> None:
+def test_a_full_engine_refuses_and_its_policy_is_named(tmp_path: Path) -> None:
     full = ("--maxmemory", "8mb", "--maxmemory-policy", "noeviction")
     with redis_servers(tmp_path, 1, *full) as servers, ExitStack() as stack:
         store = store_of(servers, stack)
@@ -130,7 +130,7 @@ def test_one_that_is_full_refuses_and_its_policy_is_named(tmp_path: Path) -> Non
         assert Outcome.REFUSED in outcomes
         for entry, outcome in zip(more, outcomes, strict=True):
             found = store.find([entry.key], soon())
-            assert found == [entry if outcome is Outcome.DONE else None], "no head without its rest"
+            assert found == [entry if outcome is Outcome.DONE else None], "a head without its parts"
         assert set(fetch(store)) == {Outcome.DONE}
         assert any("noeviction" in problem for problem in store.problems())
         assert store.statuses()[0].refused > 0
@@ -163,7 +163,7 @@ def test_tls(tmp_path: Path) -> None:
         assert set(fetch(store, [*ENTRIES, *large])) == {Outcome.DONE}
 
 
-def test_a_certificate_that_is_over_is_said_and_nothing_is_sent(tmp_path: Path) -> None:
+def test_an_expired_certificate_is_reported_and_nothing_is_sent(tmp_path: Path) -> None:
     options, url = tls(tmp_path / "certificates", -1)
     with redis_servers(tmp_path, 1, *options), closing(RedisStore([url], "test", 2)) as store:
         eventually(lambda: "certificate" in store.health().get("slots", ""))

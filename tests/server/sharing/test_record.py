@@ -1,4 +1,4 @@
-"""The format of entries in an engine, and what is wrong with it is refused."""
+"""The format of entries in an engine. Malformed values are refused."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ KEY = Key(b"k" * 32)
 ENTRY = SharedEntry(KEY, 4096, 16, 4, 77)
 
 
-def test_a_header_says_what_was_put_into_it() -> None:
+def test_a_header_is_decoded_as_it_was_encoded() -> None:
     header = encode_header(ENTRY)
     assert len(header) == HEADER_BYTES
     assert decode_header(KEY, header) == ENTRY
     assert decode_header(KEY, header + b"and the payload") == ENTRY
 
 
-def test_any_bit_that_is_flipped_is_noticed() -> None:
+def test_any_flipped_bit_is_noticed() -> None:
     header = encode_header(ENTRY)
     for bit in range(8 * HEADER_BYTES):
         flipped = bytearray(header)
@@ -38,11 +38,11 @@ def test_any_bit_that_is_flipped_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("length", range(HEADER_BYTES))
-def test_what_is_shorter_is_no_header(length: int) -> None:
+def test_a_shorter_header_is_refused(length: int) -> None:
     assert decode_header(KEY, encode_header(ENTRY)[:length]) is None
 
 
-def test_a_header_of_another_key_is_none() -> None:
+def test_a_header_of_another_key_is_refused() -> None:
     assert decode_header(Key(b"x" * 32), encode_header(ENTRY)) is None
 
 
@@ -58,7 +58,7 @@ def test_a_header_of_another_key_is_none() -> None:
         {"layer_count": MAX_LAYERS + 1},
     ],
 )
-def test_what_no_entry_can_be_is_refused_whole_as_it_is(fields: dict[str, int]) -> None:
+def test_intact_headers_of_impossible_entries_are_refused(fields: dict[str, int]) -> None:
     assert decode_header(KEY, encode_header(replace(ENTRY, **fields))) is None
 
 
@@ -77,4 +77,4 @@ def test_parts_are_all_of_the_bytes_in_order(length: int) -> None:
     values[0] += HEADER_BYTES
     assert max(values) <= MAX_VALUE_BYTES
     assert len(values) == -(-(HEADER_BYTES + length) // MAX_VALUE_BYTES)
-    assert max(values) - min(values) < 64 * len(values), "as long as each other"
+    assert max(values) - min(values) < 64 * len(values), "parts of different lengths"

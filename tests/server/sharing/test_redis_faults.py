@@ -50,11 +50,11 @@ def soon() -> float:
 
 
 def fetch(store: RedisStore, deadline_s: float) -> list[Outcome]:
-    rooms = [memoryview(bytearray(len(DATA))) for _ in ENTRIES]
-    wanted = [Wanted(entry, room) for entry, room in zip(ENTRIES, rooms, strict=True)]
-    outcomes = store.get(wanted, deadline_s)
-    for outcome, room in zip(outcomes, rooms, strict=True):
-        assert outcome is not Outcome.DONE or bytes(room) == DATA
+    buffers = [memoryview(bytearray(len(DATA))) for _ in ENTRIES]
+    requests = [Wanted(entry, buffer) for entry, buffer in zip(ENTRIES, buffers, strict=True)]
+    outcomes = store.get(requests, deadline_s)
+    for outcome, buffer in zip(outcomes, buffers, strict=True):
+        assert outcome is not Outcome.DONE or bytes(buffer) == DATA
     return outcomes
 
 
@@ -63,7 +63,7 @@ def share_of(node: FakeRedis) -> int:
 
 
 def counts(store: RedisStore, node: FakeRedis) -> tuple[int, int, int]:
-    """The numbers of requests to a node, of unanswered and of refused ones."""
+    """The numbers of all, unanswered and refused requests to a node."""
     (found,) = (each for each in store.statuses() if each.name == f"127.0.0.1:{node.port}")
     return found.requests, found.unanswered, found.refused
 
@@ -85,7 +85,7 @@ def test_a_node_that_hangs_costs_its_own_keys_and_no_more_than_the_deadline(
     assert counts(store, nodes[0])[1:] == (0, 0)
 
 
-def test_a_node_that_is_slow_costs_what_it_did_not_send_in_time(
+def test_a_slow_node_misses_only_what_it_sends_late(
     nodes: list[FakeRedis], store: RedisStore
 ) -> None:
     sent: list[bytes] = []
@@ -103,7 +103,7 @@ def test_a_node_that_is_slow_costs_what_it_did_not_send_in_time(
     assert outcomes.count(Outcome.UNAVAILABLE) == share_of(nodes[1]) - 4
 
 
-def test_a_node_that_hangs_is_not_waited_for_for_ever(
+def test_a_hanging_node_is_skipped_after_some_calls(
     nodes: list[FakeRedis], store: RedisStore
 ) -> None:
     nodes[1].answers.clear()
@@ -112,7 +112,7 @@ def test_a_node_that_hangs_is_not_waited_for_for_ever(
     began_s = monotonic()
     found = store.find(KEYS, began_s + PATIENCE_S)
     assert found.count(None) == share_of(nodes[1])
-    assert monotonic() - began_s < PATIENCE_S, "nobody waited for its answer"
+    assert monotonic() - began_s < PATIENCE_S, "the store waited for the hanging node"
     assert list(store.health()) == [f"127.0.0.1:{nodes[1].port}"]
     assert states(store).count(NodeState.SERVING) == 2
     nodes[1].answers.set()
@@ -124,7 +124,7 @@ def test_a_node_that_hangs_is_not_waited_for_for_ever(
 def test_an_answer_that_comes_late_is_never_taken_for_another(
     nodes: list[FakeRedis], store: RedisStore
 ) -> None:
-    """The connection is closed when its first answer is missing."""
+    """The connection is closed at its first missing answer."""
     nodes[1].answers.clear()
     store.find(KEYS, monotonic() + 0.01)
     nodes[1].answers.set()
@@ -142,7 +142,7 @@ def test_a_node_that_hangs_up_is_reached_again(nodes: list[FakeRedis], store: Re
     eventually(lambda: None not in store.find(KEYS, soon()))
 
 
-def test_a_node_that_hangs_up_in_the_middle_costs_what_it_did_not_answer(
+def test_a_node_that_hangs_up_misses_only_unanswered_keys(
     nodes: list[FakeRedis], store: RedisStore
 ) -> None:
     seen: list[bytes] = []
@@ -163,7 +163,7 @@ def test_a_node_that_hangs_up_in_the_middle_costs_what_it_did_not_answer(
 @pytest.mark.parametrize(
     "rubbish", [b"!?\r\n", b"$x\r\n", b":\r\n", b"*1\r\n$1\r\na\r\n", b"x" * 5000]
 )
-def test_what_is_no_reply_is_a_miss(
+def test_an_invalid_reply_is_a_miss(
     nodes: list[FakeRedis], store: RedisStore, rubbish: bytes
 ) -> None:
     expected = len(KEYS) - share_of(nodes[0])
@@ -174,16 +174,18 @@ def test_what_is_no_reply_is_a_miss(
 
 
 @pytest.mark.parametrize("rubbish", [b"$5\r\n", b"\0" * 100, b"$99999999999\r\n", b"$-1\r\n"])
-def test_what_could_be_the_beginning_of_a_reply_ends_with_the_deadline(
+def test_an_incomplete_reply_ends_with_the_deadline(
     nodes: list[FakeRedis], store: RedisStore, rubbish: bytes
 ) -> None:
     nodes[0].fault = lambda command: rubbish if command[0] == b"GET" else None
-    fetch(store, monotonic() + 0.1)  # compares the payloads of those that are done
+    fetch(store, monotonic() + 0.1)  # it checks the payloads of all hits
     nodes[0].fault = lambda _: None
-    eventually(lambda: None not in store.find([key for key in KEYS if there(nodes, key)], soon()))
+    eventually(
+        lambda: None not in store.find([key for key in KEYS if is_stored(nodes, key)], soon())
+    )
 
 
-def there(nodes: list[FakeRedis], key: Key) -> bool:
+def is_stored(nodes: list[FakeRedis], key: Key) -> bool:
     return any(key.hex().encode() in name for node in nodes for name in node.values)
 
 
@@ -193,7 +195,7 @@ def test_a_full_engine_refuses(nodes: list[FakeRedis], store: RedisStore) -> Non
     outcomes = store.put(offers(), soon())
     assert outcomes.count(Outcome.REFUSED) == share_of(nodes[1])
     assert outcomes.count(Outcome.DONE) == len(KEYS) - share_of(nodes[1])
-    assert set(fetch(store, soon())) == {Outcome.DONE}, "what was there stays"
+    assert set(fetch(store, soon())) == {Outcome.DONE}, "a refused save removed an entry"
     assert counts(store, nodes[1])[1:] == (0, share_of(nodes[1]))
 
 
@@ -228,7 +230,7 @@ def test_values_of_another_form_are_misses_and_are_dropped(
 
 
 def test_slots_that_move_are_asked_for_again(nodes: list[FakeRedis], store: RedisStore) -> None:
-    """One of three nodes is removed; the others take its keys."""
+    """One of three nodes is removed, and the others take its keys."""
     gone = nodes[0]
     for node in nodes[1:]:
         node.values |= gone.values
@@ -242,23 +244,23 @@ def test_slots_that_move_are_asked_for_again(nodes: list[FakeRedis], store: Redi
     assert len(store.nodes.all()) == 2
 
 
-def test_a_wrong_password_is_said_and_nothing_is_found() -> None:
+def test_a_wrong_password_is_reported_and_nothing_is_found() -> None:
     node = FakeRedis("right")
     with closing(node), closing(RedisStore([node.url.replace("right", "wrong")], "t", 1)) as store:
         eventually(lambda: "slots are not known" not in store.health().get("slots", ""))
         assert "password" in store.health()["slots"]
-        assert "wrong" not in str(store.health()), "the secret itself is not said"
+        assert "wrong" not in str(store.health()), "the password is in the message"
         assert store.find(KEYS, soon()) == [None] * len(KEYS)
 
 
-def test_the_right_password_is_taken() -> None:
+def test_the_right_password_is_accepted() -> None:
     node = FakeRedis("right")
     with closing(node), closing(RedisStore([node.url], "t", 1)) as store:
         assert store.nodes.wait_until_reached(PATIENCE_S)
         assert set(store.put(offers(), soon())) == {Outcome.DONE}
 
 
-def test_an_engine_that_is_not_there_is_a_miss_at_once_and_taken_when_it_comes() -> None:
+def test_an_unreachable_engine_misses_at_once_and_is_used_when_it_starts() -> None:
     node = FakeRedis()
     url = node.url
     node.close()
@@ -298,7 +300,7 @@ def test_each_setting_is_looked_at() -> None:
     bad_values = [*bad.items(), *((name, "rubbish") for name in good if "enabled" not in name)]
     for name, value in bad_values:
         if (name, value) == ("cluster-require-full-coverage", "rubbish"):
-            continue  # only yes is bad
+            continue  # here only "yes" is bad
         problems = bad_settings(good | {name: value})
         assert len(problems) == 1, name
         assert name in problems[0]
@@ -315,5 +317,5 @@ def test_rubbish_instead_of_slots_is_refused_or_serves_nothing(ranges: object) -
 
 @pytest.mark.parametrize("urls", [[], ["http://x"], ["redis://host:port"]])
 def test_addresses_that_are_none_are_refused(urls: list[str]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  # redis-py's own sentences
+    with pytest.raises(ValueError):  # noqa: PT011  # redis-py's own messages
         RedisStore(urls, "t")

@@ -1,4 +1,4 @@
-"""The daemon's own session, under which entries of other nodes are fetched."""
+"""The daemon's own session, which fetches entries of other nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S = 30.0
 CONFIG = SharingConfig(Tier.RAM, WritePolicy.NONE, 3_600_000, 2**20)
 
 
-class Elsewhere(SharedStore):
+class FullEngine(SharedStore):
     """An engine that has every key, with the same bytes."""
 
     def find(self, keys: Sequence[Key], _deadline_s: float) -> list[SharedEntry | None]:
@@ -55,8 +55,8 @@ class Elsewhere(SharedStore):
         pass
 
 
-class Halting(Elsewhere):
-    """An engine that sends the first payload of a call, and then nothing until the deadline."""
+class HaltingEngine(FullEngine):
+    """An engine that sends only the first payload of a call before the deadline."""
 
     def __init__(self) -> None:
         self.find_by_s = self.get_by_s = 0.0
@@ -77,8 +77,8 @@ class Halting(Elsewhere):
 
 
 @in_loop
-async def test_what_came_in_full_by_the_deadline_is_kept(tmp_path: Path) -> None:
-    store = Halting()
+async def test_payloads_complete_by_the_deadline_are_kept(tmp_path: Path) -> None:
+    store = HaltingEngine()
     async with running(tmp_path) as daemon:
         sharing = await Sharing.begin(daemon.core, store, CONFIG)
         try:
@@ -90,19 +90,19 @@ async def test_what_came_in_full_by_the_deadline_is_kept(tmp_path: Path) -> None
             assert sharing.counts()["unavailable"] == 1
         finally:
             await sharing.close()
-    assert store.find_by_s < store.get_by_s < deadline_s, "the rest is for publishing"
+    assert store.find_by_s < store.get_by_s < deadline_s, "no time is left for publishing"
 
 
 @in_loop
 async def test_a_session_that_ended_is_followed_by_another(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        sharing = await Sharing.begin(daemon.core, Elsewhere(), CONFIG)
+        sharing = await Sharing.begin(daemon.core, FullEngine(), CONFIG)
         try:
             deadline_s = monotonic() + PATIENCE_S
             assert await sharing.fetch([key(1)], ClaimMode.RUN, deadline_s) == 1
             (own,) = daemon.tables.sessions
             daemon.core.post(SessionLost(own, "for a test", daemon.core.clock.now_ns()))
-            assert await sharing.fetch([key(2)], ClaimMode.RUN, deadline_s) == 0, "a miss"
+            assert await sharing.fetch([key(2)], ClaimMode.RUN, deadline_s) == 0, "not a miss"
             await daemon.until(lambda: bool(daemon.tables.sessions))
             assert await sharing.fetch([key(2)], ClaimMode.RUN, deadline_s) == 1
             session = await daemon.open()
@@ -113,7 +113,7 @@ async def test_a_session_that_ended_is_followed_by_another(tmp_path: Path) -> No
         await daemon.until(lambda: not daemon.tables.sessions)
 
 
-class Misconfigured(Elsewhere):
+class MisconfiguredEngine(FullEngine):
     """An engine with a bad setting until `mended` is set."""
 
     mended = False
@@ -123,12 +123,12 @@ class Misconfigured(Elsewhere):
 
 
 @in_loop
-async def test_settings_are_said_until_they_are_mended(
+async def test_bad_settings_are_reported_until_they_are_fixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sharing_module, "_SETTINGS_EVERY_S", 0.0)
     monkeypatch.setattr(sharing_module, "_HEARTBEAT_S", 0.01)
-    store = Misconfigured()
+    store = MisconfiguredEngine()
     async with running(tmp_path) as daemon:
         sharing = await Sharing.begin(daemon.core, store, CONFIG)
         try:

@@ -1,4 +1,4 @@
-"""Two real daemons and one engine: blocks that are saved on one are read on the other, and failures
+"""Two real daemons and one engine. Blocks saved on one daemon are read on the other, and failures
 of the engine are misses."""
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def fleet(*flags: str) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Cl
 
 
 @pytest.fixture
-def everything() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
+def sharing_all() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
     with fleet("--shared.write=all") as made:
         yield made
 
 
 @pytest.fixture
 def peers() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
-    """Two daemons that read from each other; the engine has no payloads."""
+    """Two daemons that read payloads from each other. The engine has none."""
     with ExitStack() as stack:
         engine = FakeRedis()
         stack.callback(engine.close)
@@ -90,34 +90,35 @@ def save(client: Client, numbers: range) -> None:
     assert all(outcomes), outcomes
 
 
-def run_of(client: Client) -> int:
-    """How many blocks of the prompt a search finds. Checks the bytes of each."""
+def restored_blocks(client: Client) -> int:
+    """Restore all blocks of the prompt that a search finds, and check their bytes. Returns their
+    number."""
     hit = client.longest_run(client.chain(NAMESPACE, TOKENS, BLOCK_TOKENS))
     return restored(client, hit) if hit else 0
 
 
 def restored(client: Client, hit: Hit) -> int:
-    rooms = [bytearray(BLOCK_BYTES) for _ in hit.keys]
-    result = client.restore_into(hit, rooms)
-    assert all(bytes(room) == payload(n, BLOCK_BYTES) for n, room in enumerate(rooms))
+    buffers = [bytearray(BLOCK_BYTES) for _ in hit.keys]
+    result = client.restore_into(hit, buffers)
+    assert all(bytes(buffer) == payload(n, BLOCK_BYTES) for n, buffer in enumerate(buffers))
     hit.release()
     return sum(result.restored)
 
 
-def test_what_one_node_saved_another_restores(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_one_node_restores_what_another_saved(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    assert run_of(there) == 0
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    assert restored_blocks(second) == 0
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    assert run_of(there) == 12
-    asked = len(engine.commands)
-    assert run_of(there) == 12, "it is here now"
-    assert [c for c in engine.commands[asked:] if c[0] in (b"GET", b"GETRANGE")] == []
+    assert restored_blocks(second) == 12
+    commands_before = len(engine.commands)
+    assert restored_blocks(second) == 12, "the local copy was not found"
+    assert [c for c in engine.commands[commands_before:] if c[0] in (b"GET", b"GETRANGE")] == []
 
 
-def said(daemon: DaemonProcess, *arguments: str) -> str:
+def prefixctl(daemon: DaemonProcess, *arguments: str) -> str:
     result = CliRunner(env={"COLUMNS": "160"}).invoke(
         app, [*arguments, "--address", daemon.address]
     )
@@ -125,139 +126,139 @@ def said(daemon: DaemonProcess, *arguments: str) -> str:
     return result.stdout
 
 
-def test_operators_see_what_came_from_where_and_how_the_engine_is(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_operators_see_where_entries_are_from_and_the_engine_state(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, daemons, (here, there) = everything
+    engine, daemons, (first, second) = sharing_all
     node = f"127.0.0.1:{engine.port}"
-    save(here, range(12))
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    assert run_of(there) == 12
-    key = keys_of(here)[3].hex()
-    eventually(lambda: "offered to other nodes" in said(daemons[0], "why", key))
-    why = said(daemons[1], "why", key)
+    assert restored_blocks(second) == 12
+    key = keys_of(first)[3].hex()
+    eventually(lambda: "offered to other nodes" in prefixctl(daemons[0], "why", key))
+    why = prefixctl(daemons[1], "why", key)
     assert "brought from another node" in why
     assert node in why
-    stats = said(daemons[1], "stats").splitlines()
+    stats = prefixctl(daemons[1], "stats").splitlines()
     assert any("12 entries" in line for line in stats)
     assert any(node in line and "serving" in line for line in stats), stats
     engine.close()
-    assert run_of(there) == 12
-    eventually(lambda: "unreachable" in said(daemons[1], "stats"))
+    assert restored_blocks(second) == 12
+    eventually(lambda: "unreachable" in prefixctl(daemons[1], "stats"))
     with daemons[1].admin() as admin:
         found = admin.stats().shared
         assert (found["nodes"], found["nodes_serving"]) == (1, 0)
-    assert not there.longest_run(there.chain(NAMESPACE, [7] * 64, BLOCK_TOKENS))
+    assert not second.longest_run(second.chain(NAMESPACE, [7] * 64, BLOCK_TOKENS))
     with daemons[1].admin() as admin:
         assert admin.stats().shared["unanswered"] > 0
 
 
-def test_a_look_without_a_claim_brings_it_as_well(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_a_search_without_a_claim_also_fetches(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    hit = there.longest_run(there.chain(NAMESPACE, TOKENS, BLOCK_TOKENS), claim=False)
-    assert len(hit.keys) == restored(there, hit) == 12
+    hit = second.longest_run(second.chain(NAMESPACE, TOKENS, BLOCK_TOKENS), claim=False)
+    assert len(hit.keys) == restored(second, hit) == 12
 
 
-def test_a_run_that_is_here_in_part_is_made_longer(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_a_partial_local_run_is_extended(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    save(there, range(5))
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    save(second, range(5))
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    assert run_of(there) == 12
+    assert restored_blocks(second) == 12
 
 
 def test_a_hole_ends_the_run(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    name = name_of(keys_of(here)[7])
+    name = name_of(keys_of(first)[7])
     del engine.values[name]
-    assert run_of(there) == 7
+    assert restored_blocks(second) == 7
 
 
 def test_the_longest_prefix_of_another_node_is_preferred(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
+    engine, _, (first, second) = sharing_all
     tokens = list(range(4096))
-    for client, length in ((there, 2048), (here, 4096)):
+    for client, length in ((second, 2048), (first, 4096)):
         key = prefix_key(NAMESPACE, tokens[:length])
         assert client.save(key, payload(length, 50_000), tier=Tier.RAM, token_count=length)
     eventually(lambda: len(engine.values) == 2)
-    with there.longest_prefix(NAMESPACE, tokens) as hit:  # type: ignore[union-attr]
+    with second.longest_prefix(NAMESPACE, tokens) as hit:  # type: ignore[union-attr]
         assert list(hit.token_counts) == [4096]
         room = bytearray(50_000)
-        assert there.restore_into(hit, [room])
+        assert second.restore_into(hit, [room])
         assert room == payload(4096, 50_000)
 
 
-def test_what_was_read_twice_is_offered_by_default() -> None:
-    with fleet() as (engine, _, (here, there)):
-        save(here, range(12))
-        assert run_of(there) == 0
-        assert not engine.values, "nobody has used it yet"
-        assert run_of(here) == 12
+def test_entries_read_twice_are_offered_by_default() -> None:
+    with fleet() as (engine, _, (first, second)):
+        save(first, range(12))
+        assert restored_blocks(second) == 0
+        assert not engine.values, "an unread entry was offered"
+        assert restored_blocks(first) == 12
         eventually(lambda: len(engine.values) == 12)
-        assert run_of(there) == 12
+        assert restored_blocks(second) == 12
         lives = [until for _, (_, until) in engine.values.items()]
         assert len(set(lives)) == 12
-        by_key = [engine.values[name_of(key)][1] for key in keys_of(here)]
-        assert by_key == sorted(by_key, reverse=True), "the root lives longest"
+        by_key = [engine.values[name_of(key)][1] for key in keys_of(first)]
+        assert by_key == sorted(by_key, reverse=True), "the root does not expire last"
 
 
 def test_an_engine_that_lost_everything_is_filled_again_by_use(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, _there) = everything
-    save(here, range(12))
+    engine, _, (first, _second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     engine.values.clear()
-    eventually(lambda: run_of(here) == 12 and len(engine.values) == 12)
+    eventually(lambda: restored_blocks(first) == 12 and len(engine.values) == 12)
 
 
-def test_what_the_engine_evicted_is_offered_again_when_it_is_saved_again(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_evicted_entries_are_offered_again_when_saved_again(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, daemons, (here, there) = everything
-    save(here, range(12))
+    engine, daemons, (first, second) = sharing_all
+    save(first, range(12))
     with daemons[0].admin() as admin:
         eventually(lambda: admin.stats().shared["offered_entries"] == 12)
-    here.delete(keys_of(here)[7:])
-    del engine.values[name_of(keys_of(here)[7])]
-    assert run_of(here) == 7
-    save(here, range(7, 8))
+    first.delete(keys_of(first)[7:])
+    del engine.values[name_of(keys_of(first)[7])]
+    assert restored_blocks(first) == 7
+    save(first, range(7, 8))
     eventually(lambda: len(engine.values) == 12)
-    assert run_of(there) == 12
+    assert restored_blocks(second) == 12
 
 
 def test_a_flipped_bit_in_the_engine_is_a_miss(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    name = name_of(keys_of(here)[4])
+    name = name_of(keys_of(first)[4])
     value, until = engine.values[name]
-    spoilt = bytearray(value)
-    spoilt[1000] ^= 4
-    engine.values[name] = (bytes(spoilt), until)
-    assert run_of(there) == 4
-    assert name not in engine.values, "it is dropped"
+    damaged = bytearray(value)
+    damaged[1000] ^= 4
+    engine.values[name] = (bytes(damaged), until)
+    assert restored_blocks(second) == 4
+    assert name not in engine.values, "the damaged value was not dropped"
 
 
-def test_an_engine_that_hangs_costs_what_the_client_waits_and_nothing_local(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_a_hanging_engine_delays_only_shared_reads(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, daemons, (here, there) = everything
-    save(here, range(3))
+    engine, daemons, (first, second) = sharing_all
+    save(first, range(3))
     eventually(lambda: len(engine.values) == 3)
     engine.answers.clear()
     with Client(daemons[1].address, shared_wait_ms=50) as hurried:
@@ -265,42 +266,42 @@ def test_an_engine_that_hangs_costs_what_the_client_waits_and_nothing_local(
         assert not hit
         assert hit.miss is MissReason.ABSENT
         save(hurried, range(3, 12))
-        assert run_of(hurried) == 0, "the first blocks did not come"
+        assert restored_blocks(hurried) == 0, "the first blocks were fetched"
         save(hurried, range(3))
-        assert run_of(hurried) == 12
+        assert restored_blocks(hurried) == 12
     engine.answers.set()
     eventually(lambda: len(engine.values) == 12)
-    assert run_of(here) == 12
-    assert run_of(there) == 12
+    assert restored_blocks(first) == 12
+    assert restored_blocks(second) == 12
 
 
-def test_an_engine_that_is_gone_is_said_and_misses(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_a_dead_engine_is_reported_and_misses(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, daemons, (here, there) = everything
-    save(here, range(12))
+    engine, daemons, (first, second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     engine.close()
-    assert run_of(there) == 0
-    save(there, range(12))
-    assert run_of(there) == 12
+    assert restored_blocks(second) == 0
+    save(second, range(12))
+    assert restored_blocks(second) == 12
     eventually(lambda: bool(daemons[1].logged("shared_engine")))
     assert daemons[1].stop() == 0
 
 
-def test_many_readers_at_once_bring_it_once(
-    everything: tuple[FakeRedis, list[DaemonProcess], list[Client]],
+def test_concurrent_readers_fetch_each_block_once(
+    sharing_all: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = everything
-    save(here, range(12))
+    engine, _, (first, second) = sharing_all
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    asked = len(engine.commands)
-    chain = there.chain(NAMESPACE, TOKENS, BLOCK_TOKENS).keys
-    pending = [there.claim_async(chain) for _ in range(8)]
+    commands_before = len(engine.commands)
+    chain = second.chain(NAMESPACE, TOKENS, BLOCK_TOKENS).keys
+    pending = [second.claim_async(chain) for _ in range(8)]
     for each in pending:
         each.result(PATIENCE_S).release()
-    assert run_of(there) == 12
-    got = [command for command in engine.commands[asked:] if command[0] == b"GET"]
+    assert restored_blocks(second) == 12
+    got = [command for command in engine.commands[commands_before:] if command[0] == b"GET"]
     assert len(got) == 12
 
 
@@ -316,7 +317,7 @@ def test_fleets_share_nothing_with_each_other() -> None:
             clients.append(stack.enter_context(Client(daemon.address)))
         save(clients[0], range(12))
         eventually(lambda: len(engine.values) == 12)
-        assert run_of(clients[1]) == 0
+        assert restored_blocks(clients[1]) == 0
 
 
 @pytest.mark.parametrize(
@@ -329,7 +330,7 @@ def test_fleets_share_nothing_with_each_other() -> None:
         ("--shared.tier=disk", "no budget"),
     ],
 )
-def test_bad_settings_end_the_start_with_a_sentence(flag: str, words: str) -> None:
+def test_bad_settings_are_refused_at_the_start(flag: str, words: str) -> None:
     flags = ("--shared.engine=redis://127.0.0.1:1", "--disk.budget=0")
     with daemon_process() as daemon:
         ended = daemon.attempt(*flags, flag)
@@ -341,38 +342,38 @@ def test_bad_settings_end_the_start_with_a_sentence(flag: str, words: str) -> No
 def test_nodes_read_from_each_other(
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = peers
-    save(here, range(12))
+    engine, _, (first, second) = peers
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     assert max(len(value) for value, _ in engine.values.values()) < 200
     before = dict(engine.values)
-    assert run_of(there) == 12
+    assert restored_blocks(second) == 12
     eventually(lambda: all(engine.values[name][0] != before[name][0] for name in before))
-    here.delete(keys_of(here))
-    assert run_of(here) == 12, "and back again"
+    first.delete(keys_of(first))
+    assert restored_blocks(first) == 12, "the first node did not fetch its blocks back"
 
 
-def test_what_a_node_has_evicted_is_a_miss_and_is_asked_for_once(
+def test_an_entry_evicted_by_its_node_is_a_miss_and_is_forgotten(
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = peers
-    save(here, range(12))
+    engine, _, (first, second) = peers
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    here.delete(keys_of(here)[4:5])
-    assert run_of(there) == 4
-    assert not any(keys_of(here)[4].hex().encode() in name for name in engine.values)
+    first.delete(keys_of(first)[4:5])
+    assert restored_blocks(second) == 4
+    assert not any(keys_of(first)[4].hex().encode() in name for name in engine.values)
 
 
-def test_a_node_that_is_gone_is_a_miss(
+def test_a_dead_node_is_a_miss(
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, daemons, (here, there) = peers
-    save(here, range(12))
+    engine, daemons, (first, second) = peers
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     daemons[0].kill()
-    assert run_of(there) == 0
-    save(there, range(12))
-    assert run_of(there) == 12
+    assert restored_blocks(second) == 0
+    save(second, range(12))
+    assert restored_blocks(second) == 12
 
 
 @pytest.mark.parametrize("address", [b"no address \xff", b"unix:/run/x", b"127.0.0.1:1", b""])
@@ -380,10 +381,10 @@ def test_a_node_that_lies_about_its_address_is_a_miss(
     address: bytes,
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (here, there) = peers
-    save(here, range(12))
+    engine, _, (first, second) = peers
+    save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     for name, (value, until) in list(engine.values.items()):
         engine.values[name] = (value[:64] + address, until)
-    assert run_of(there) == 0
-    assert run_of(here) == 12
+    assert restored_blocks(second) == 0
+    assert restored_blocks(first) == 12

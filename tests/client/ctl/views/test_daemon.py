@@ -143,7 +143,7 @@ def test_sessions_are_whole_at_every_width(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
     for word in ("llama-3-70b", "2s ago", "1m1s", "205MiB", "2GiB", "0.49", "16.8MiB", "namespace"):
         assert word in text, word
-    assert "since a session was opened" in " ".join(text.split())
+    assert "since the session was opened" in " ".join(text.split())
     later = drawn(sessions_table(found, session_rates(found, found, 2.0), 2.0), width)
     assert "the last 2 s" in later
 

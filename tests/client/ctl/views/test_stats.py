@@ -46,7 +46,7 @@ def test_the_statistics_say_what_there_is() -> None:
     compiled = stats()
     compiled.compiled = True
     assert "1.2.3, compiled  serving" in drawn(stats_view(compiled, "unix:/x"), 120)
-    assert "shm: 5 entries (0B) came back at the start, 2 were dropped" in text
+    assert "shm: recovered 5 entries (0B) at the start, dropped 2" in text
     assert "shm: 1 entries were damaged and dropped" in text
     lines = [line.split() for line in text.splitlines()]
     assert text.splitlines()[1] == "hit ratio  82.0 % of 5,000 tokens, 50.0 % of 20 look-ups"
@@ -74,7 +74,7 @@ def test_what_was_read_back_is_said_in_a_sentence() -> None:
         pb.ScrubStats(entries=3, payload_bytes=2**20, passes=2, progress_permille=250)
     )
     text = drawn(stats_view(told, "unix:/x"), 120)
-    assert "disk: 1MiB read back in the background, 2 times through, 25% of this time" in text
+    assert "disk: scrubber read 1MiB, 2 passes complete, current pass at 25%" in text
 
 
 def test_without_look_ups_there_is_no_ratio() -> None:
