@@ -275,12 +275,10 @@ def _become(
         if request["new_session"]:
             os.setsid()
         os.chdir(request["cwd"])
-        # Moves the descriptors out of the way of their final numbers.
-        above = max(request["numbers"]) + 1
-        starting_fd, own_fd, *fds = [
-            fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above)
-            for fd in (starting.detach(), own.detach(), *fds)
-        ]
+        # Moves the descriptors out of the way of their final numbers, and leaves no copy behind.
+        fds = [starting.detach(), own.detach(), *fds]
+        above = max(*request["numbers"], *fds) + 1
+        starting_fd, own_fd, *fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
         os.closerange(3, above)
         for fd, number in zip(fds, request["numbers"], strict=True):
             os.dup2(fd, number)
