@@ -235,7 +235,8 @@ class Committer:
     def _since(self, began_ns: int) -> tuple[Step, ...]:
         """All steps of a commit that was requested at `began_ns`, its wait first."""
         first_ns = self._steps[0].began_ns if self._steps else began_ns
-        return (Step("commit.queue", began_ns, max(began_ns, first_ns)), *self._steps)
+        # Two clocks were read, one after the other: in between the thread may have waited.
+        return (Step("commit.queue", min(began_ns, first_ns), first_ns), *self._steps)
 
     @contextmanager
     def _step(self, name: str) -> Iterator[None]:
