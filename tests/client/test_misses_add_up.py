@@ -15,6 +15,7 @@ from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
+from tests.support.lengths import times
 
 LABELS = ("llama", "qwen")
 #: Reasons for absent keys that concern a tier.
@@ -109,9 +110,10 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
 
 def test_a_live_replay_adds_up_before_and_after_a_restart() -> None:
     """With evictions in every tier; the daemon's numbers equal those of the replay."""
-    requests = list(generate("multi-turn", requests=200, seed=12, block_tokens=512))
+    each = times(60, 100)
+    requests = list(generate("multi-turn", requests=2 * each, seed=12, block_tokens=512))
     with private_daemon(ram="96KiB", shm="96KiB", disk="512KiB") as daemon:
-        for part in (requests[:100], requests[100:]):
+        for part in (requests[:each], requests[each:]):
             totals = LiveReplay(
                 part, LiveOptions(daemon.address, workers=2, tiers=tuple(Tier))
             ).run()

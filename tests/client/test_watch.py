@@ -37,6 +37,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError, DaemonUnavailable, UnknownTier
 from prefixd.proto.keys import Key
 from tests.support.daemon import private_daemon
+from tests.support.lengths import times
 
 
 def key(number: int) -> Key:
@@ -115,7 +116,7 @@ def test_random_cuts_of_a_live_replay_leave_exactly_what_there_is(daemon: Privat
         cutting = threading.Thread(target=cut_again_and_again, daemon=True)
         cutting.start()
         for part in range(3):
-            requests = generate("multi-turn", requests=80, seed=part, block_tokens=512)
+            requests = generate("multi-turn", requests=times(40, 80), seed=part, block_tokens=512)
             options = LiveOptions(daemon.address, tiers=tuple(Tier), salt=str(part))
             LiveReplay(requests, options).run()
             with daemon.admin() as admin:

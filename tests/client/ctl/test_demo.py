@@ -64,13 +64,13 @@ def name_of_its_directories(directory: Path) -> str:
 
 
 def test_it_shows_what_it_does_and_ends_with_no_mismatches(directory: Path) -> None:
-    with demo(directory, "--requests", "60", command=SCRIPT) as process:
+    with demo(directory, "--requests", "20", command=SCRIPT) as process:
         shown, complaints = process.communicate()
     assert process.returncode == 0, shown + complaints
     assert shown.splitlines()[-1] == "0 mismatches"
     for words in (
         "prefixd demo",
-        "60 of 60",
+        "20 of 20",
         "everything adds up",
         "kill -9",
         "and recovered",

@@ -22,6 +22,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.daemon import eventually, private_daemon, problems_of
+from tests.support.lengths import times
 
 SLOTS = 80
 
@@ -80,8 +81,8 @@ def lru_hit_tokens(requests: Iterable[Request], slots: int, block_tokens: int = 
 
 @pytest.fixture(scope="module")
 def requests() -> list[Request]:
-    """Over three times as many blocks as a tier has room for leave it again."""
-    return list(generate("multi-turn", requests=90, seed=3, block_tokens=512))
+    """Far more blocks than a tier has room for leave it again."""
+    return list(generate("multi-turn", requests=times(60, 90), seed=3, block_tokens=512))
 
 
 @pytest.mark.parametrize("in_place", [False, True])
