@@ -50,10 +50,10 @@ TESTS = Path(__file__).parent
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """With `-n auto`: three workers for two cores, since tests also wait for daemons and clocks."""
+    """With `-n auto`: two workers for each core, since tests also wait for daemons and clocks."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
-    return max(1, 3 * len(os.sched_getaffinity(0)) // 2)
+    return 2 * len(os.sched_getaffinity(0))
 
 
 @pytest.hookimpl(wrapper=True)
