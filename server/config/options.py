@@ -268,7 +268,7 @@ class Shared(Section):
     nodes of a Valkey or Redis, single or Cluster, separated by commas; or s3://bucket[/prefix],
     with AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on in the environment. Empty: this
     node shares nothing. Needs `pip install 'prefixd[shared]'`, or `prefixd[s3]`."""
-    password_file: str = ""
+    password_file: File = ""
     """A file with the password of the engine's user, on one line; empty: no password."""
     fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"
     """Name of the fleet. Nodes with another name share nothing with this one."""

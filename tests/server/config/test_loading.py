@@ -165,6 +165,13 @@ def test_default_paths() -> None:
     assert default_paths({"XDG_STATE_HOME": "relative"}, 7)["disk.directory"].startswith("~/")
 
 
+@pytest.mark.parametrize("option", ["shared.password_file", "shared.peer_ca"])
+def test_names_of_files_are_made_absolute(option: str) -> None:
+    section, name = option.split(".")
+    config = load(f"--{option}=~/secret")
+    assert getattr(getattr(config, section), name) == str(Path.home() / "secret")
+
+
 def test_auto_directories_are_found_out_and_others_made_absolute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
