@@ -1,17 +1,31 @@
-"""`PREFIXD_COMPILE=1 pip install .` compiles the busiest modules to C extensions, with mypyc.
+"""The three things about the package that pyproject.toml can't say.
 
-Other modules import them as before. All else about the package is in pyproject.toml; without the
-variable this file does nothing.
+The package `prefixd` consists of links in src/prefixd to the top-level folders. Git on Windows, zip
+tools and source distributions lose symbolic links, and a wheel built without them would be empty.
+So they are made again here, or the build ends with a sentence.
+
+A package index shows the README alone, so its relative links are made to point at the repository.
+
+`PREFIXD_COMPILE=1 pip install .` compiles the busiest modules to C extensions, with mypyc. Other
+modules import them as before.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+
+PACKAGE = Path(__file__).parent / "src/prefixd"
+LINKED = ("client", "connectors", "proto", "server", "tiers")
+
+#: A link or a picture of the README within the repository.
+RELATIVE = re.compile(r"""(\]\(|(?:src|srcset|href)=")(?![a-z]+:|[#/])([^)"\s]+)""")
 
 #: The state and its tables, the ledgers and eviction orders, and the index writer: where a daemon
 #: spends its time apart from copies and sockets.
@@ -24,6 +38,35 @@ COMPILED = (
     "tiers/order.py",
     "tiers/shares.py",
 )
+
+
+def mend_links() -> None:
+    """Make each link in src/prefixd that is missing, or that became a file with the link's text."""
+    for name in LINKED:
+        link, target = PACKAGE / name, Path("../..", name)
+        if link.is_dir():
+            continue
+        if not (PACKAGE / target).is_dir():
+            sys.exit(f"prefixd can't be built from an incomplete checkout: {name}/ is missing")
+        try:
+            link.unlink(missing_ok=True)
+            link.symlink_to(target, target_is_directory=True)
+        except OSError as problem:
+            sys.exit(
+                f"prefixd can't be built here: {link} has to be a symbolic link to {target}, "
+                f"and it can't be made ({problem.strerror})"
+            )
+
+
+def readme() -> str:
+    """The README with links that work anywhere."""
+    home = tomllib.loads(Path("pyproject.toml").read_text())["project"]["urls"]["Repository"]
+    text = Path("README.md").read_text(encoding="utf-8")
+    return RELATIVE.sub(lambda found: f"{found[1]}{home}/{_view(found[2])}/main/{found[2]}", text)
+
+
+def _view(path: str) -> str:
+    return "raw" if path.endswith((".svg", ".png")) else "blob"
 
 
 def arguments() -> list[str]:
@@ -48,4 +91,9 @@ def options() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    setup(**options())
+    mend_links()
+    setup(
+        long_description=readme(),
+        long_description_content_type="text/markdown",
+        **options(),
+    )
