@@ -91,12 +91,8 @@ def test_a_zip_and_the_source_distribution_make_the_same_wheel(tmp_path: Path) -
     assert (unpacked / "src/prefixd/client").is_file()
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
     subprocess.run([*pip, "-w", str(tmp_path / "a"), str(unpacked)], check=True)
-    subprocess.run(
-        [sys.executable, "-c", "from setuptools.build_meta import build_sdist; build_sdist('..')"],
-        cwd=unpacked,
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    build = [sys.executable, "-m", "build", "--sdist", "--outdir", str(tmp_path), str(unpacked)]
+    subprocess.run(build, check=True, stdout=subprocess.DEVNULL)
     (source,) = tmp_path.glob("*.tar.gz")
     subprocess.run([*pip, "-w", str(tmp_path / "b"), str(source)], check=True)
 
