@@ -315,7 +315,7 @@ def test_the_image_gets_everything_that_the_package_is_made_of() -> None:
     assert copied == packages | {"src"}
     ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     assert ignored[1] == "*"
-    for name in (*copied, "pyproject.toml", "README.md", "LICENSE"):
+    for name in (*copied, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         assert f"!{name}" in ignored
 
 
