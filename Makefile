@@ -4,11 +4,11 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures sim power mutants fuzz soak s3 engines docs check format proto clean
+.PHONY: dev demo test quick pictures sim power mutants fuzz soak kernel-san s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install 'prefixd[server]'`.
-$(VENV)/.runtime: pyproject.toml
+$(VENV)/.runtime: pyproject.toml setup.py $(wildcard proto/native/*)
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[server]'
@@ -47,6 +47,25 @@ sim: $(VENV)/.dev ## simulate daemons and clients: seeds SEED to SEED + RUNS, of
 LOSSES ?= 200
 power: $(VENV)/.dev ## simulate power losses of a recorded daemon, and start a daemon on each; needs a C compiler
 	$(BIN)/python -m tests.power --losses $(LOSSES)
+
+# The native kernel under sanitisers: alone, and below Python; and for AArch64 where qemu-user and a
+# cross compiler are installed (Debian: gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user).
+INPUTS ?= 1000000
+KERNEL := tests/kernel/check.c proto/native/crc32c.c proto/native/sha256.c proto/native/rows.c
+SANITISED := -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+kernel-san: $(VENV)/.dev ## check the native kernel with INPUTS of each kind, under sanitisers and on AArch64
+	@mkdir -p build/kernel/prefixd/proto
+	$(CC) $(SANITISED) -Wall -Wextra -Werror $(KERNEL) -o build/kernel/check && build/kernel/check $(SEED) $(INPUTS)
+	$(CC) $(SANITISED) -shared -fPIC -DPy_LIMITED_API=0x030B0000 \
+		-I$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("include"))') \
+		proto/native/*.c -o build/kernel/_native.abi3.so
+	PREFIXD_LONG=1 PREFIXD_KERNEL=build/kernel/_native.abi3.so ASAN_OPTIONS=detect_leaks=0 \
+		LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libubsan.so)" \
+		$(BIN)/python -m pytest -q -p no:cacheprovider tests/proto/test_kernel.py
+	@if command -v aarch64-linux-gnu-gcc qemu-aarch64 >/dev/null; then \
+		aarch64-linux-gnu-gcc -O2 -static $(KERNEL) -o build/kernel/check-aarch64 && \
+		qemu-aarch64 build/kernel/check-aarch64 $(SEED) $$(($(INPUTS) / 20)); \
+	else echo "not tried for AArch64: no cross compiler or no qemu-user"; fi
 
 s3: $(VENV)/.dev ## test the contract of shared stores against a real S3, Ceph's (Debian: radosgw ceph-mon ceph-osd ceph-common)
 	$(BIN)/python -m tests.contract.against_s3

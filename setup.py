@@ -1,10 +1,12 @@
-"""The three things about the package that pyproject.toml can't say.
+"""The four things about the package that pyproject.toml can't say.
 
 The package `prefixd` consists of links in src/prefixd to the top-level folders. Git on Windows, zip
 tools and source distributions lose symbolic links, and a wheel built without them would be empty.
 So they are made again here, or the build ends with a sentence.
 
 A package index shows the README alone, so its relative links are made to point at the repository.
+
+The native kernel (`proto/kernel.py`) is built where there is a C compiler, and left out elsewhere.
 
 `PREFIXD_COMPILE=1 pip install .` compiles the busiest modules to C extensions, with mypyc. Other
 modules import them as before.
@@ -19,9 +21,11 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
 
-PACKAGE = Path(__file__).parent / "src/prefixd"
+ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "src/prefixd"
+KERNEL = ROOT / "proto/native"
 LINKED = ("client", "connectors", "proto", "server", "tiers")
 
 #: A link or a picture of the README within the repository.
@@ -77,9 +81,22 @@ def arguments() -> list[str]:
     return ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", *files]
 
 
+def kernel() -> Extension:
+    """One module for every Python from 3.11 on."""
+    return Extension(
+        "prefixd.proto._native",
+        sources=[str(path.relative_to(ROOT)) for path in sorted(KERNEL.glob("*.c"))],
+        depends=[str(path.relative_to(ROOT)) for path in KERNEL.glob("*.h")],
+        extra_compile_args=["-O3"],
+        define_macros=[("Py_LIMITED_API", "0x030B0000")],
+        py_limited_api=True,
+        optional=True,
+    )
+
+
 def options() -> dict[str, Any]:
     if os.environ.get("PREFIXD_COMPILE") != "1":
-        return {}
+        return {"ext_modules": [kernel()]}
     needed: dict[str, Any] = {"setup_requires": ["mypy[mypyc]>=1.14"]}
     try:
         from mypyc.build import mypycify
@@ -87,7 +104,7 @@ def options() -> dict[str, Any]:
         if "egg_info" not in sys.argv:
             raise
         return needed  # pip asks for the build requirements before installing them
-    return needed | {"ext_modules": mypycify(arguments(), opt_level="2")}
+    return needed | {"ext_modules": [kernel(), *mypycify(arguments(), opt_level="2")]}
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable
-from typing import Final, TypeAlias
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import Final, Literal, TypeAlias
 
 from .errors import RecordError
 from .index import (
@@ -22,6 +23,7 @@ from .index import (
     MAX_CHAIN,
     MAX_EXTENTS,
     MOVING,
+    MULTIPLIER_BYTES,
     ONE_EXTENT,
     ROW_BYTES,
     SHAPE,
@@ -30,6 +32,7 @@ from .index import (
     generation_of,
     unpack_header,
 )
+from .kernel import native
 from .limits import KEY_BYTES
 from .payload import crc32c
 
@@ -40,6 +43,8 @@ _REST_OF_CHAIN: Final = range(MAX_CHAIN - 1)
 _KEY_PART: Final = slice(KEY_BYTES)
 #: How often a search follows a chain that keeps changing, before it reports the key as absent.
 _TRIES: Final = 8
+#: Keys that one call of the kernel looks up in a lazy sequence.
+_MOST_KEYS: Final = 64
 #: Equal to no shape.
 _UNSETTLED: Final = -1
 _generation_of: Final = struct.Struct(f"<{GENERATION_OFFSET}xQ").unpack_from
@@ -67,7 +72,7 @@ class IndexReader:
     """Looks entries up in a mapped index. Thread-safe; takes no locks.
 
     It returns packed rows, for `unpack_row` and `generation_of`. A key that is not `KEY_BYTES` long
-    raises struct.error. No content of the file makes a method raise or loop: damaged
+    raises struct.error or ValueError. No content of the file makes a method raise or loop: damaged
     rows, and all rows of a revoked index, are not found. `live` tells whether the index is valid.
     """
 
@@ -91,6 +96,12 @@ class IndexReader:
         self._heads: Final = words[heads_start : heads_start + layout.max_heads]
         self._links: Final = words[LINK_OFFSET // 4 :: ROW_BYTES // 4]
         self._generations: Final = longs[GENERATION_OFFSET // 8 :: ROW_BYTES // 8]
+        #: What the kernel is told of this index.
+        self._described: Final = (
+            layout.max_heads,
+            len(self._generations),
+            multiplier.to_bytes(MULTIPLIER_BYTES, "little"),
+        )
         words.release()
         longs.release()
 
@@ -158,14 +169,21 @@ class IndexReader:
             return False
         # No two entries share a generation, and a removed row loses its own at once. So comparing
         # the generation in its place says as much as a look-up, at a tenth of the cost.
-        generations = self._generations
-        moved = [
-            (number, row)
-            for number, row in rows
-            if not 0 < generations[number] == _generation_of(row)[0]
-        ]
-        if not moved:
-            return self.live
+        if native:
+            rows = list(rows)
+            positions = native.moved(self._data, *self._described, rows)
+            if not positions:
+                return positions is not None
+            moved = [rows[position] for position in positions]
+        else:
+            generations = self._generations
+            moved = [
+                (number, row)
+                for number, row in rows
+                if not 0 < generations[number] == _generation_of(row)[0]
+            ]
+            if not moved:
+                return self.live
         found = self.get(row[_KEY_PART] for _, row in moved)
         return all(
             now is not None and generation_of(now) == generation_of(row)
@@ -186,7 +204,10 @@ class IndexReader:
 
     def find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
         """The number and row of each key, or None. `stop_at`: end with the first key that is there
-        (True) or is not (False). `keys` may be lazy: no key after it is taken."""
+        (True) or is not (False). Of an iterator, no key after it is taken; of a lazy sequence, some
+        may be."""
+        if native:
+            return self._find_natively(keys, -1 if stop_at is None else 1 if stop_at else 0)
         # Written out without calls: it runs for every block.
         data, heads, links, header = self._data, self._heads, self._links, self._header
         multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
@@ -234,6 +255,22 @@ class IndexReader:
                 add((number, found))
                 if stop_at:
                     break
+        return results
+
+    def _find_natively(
+        self, keys: Iterable[bytes], stop_at: Literal[-1, 0, 1]
+    ) -> list[Placed | None]:
+        """`find`. A lazy sequence is taken in pieces that grow, any other iterable key by key."""
+        if isinstance(keys, list | tuple):
+            return native.find(self._data, *self._described, keys, stop_at)
+        growing = isinstance(keys, Sequence)
+        results: list[Placed | None] = []
+        remaining, most = iter(keys), 1
+        while some := list(islice(remaining, most)):
+            results += native.find(self._data, *self._described, some, stop_at)
+            if stop_at >= 0 and (results[-1] is not None) == stop_at:
+                break
+            most = min(2 * most, _MOST_KEYS) if growing else 1
         return results
 
     def _shape(self) -> tuple[int, int, int]:

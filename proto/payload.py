@@ -1,6 +1,7 @@
 """Payloads: their layout and checksum, the pieces that they lie in, and copies of them.
 
-A slice assignment is as fast as the machine, but holds the GIL: 5 MiB stop an event loop for
+The native kernel copies and computes the checksum in one pass, without the GIL (`kernel`). Without
+it: a slice assignment is as fast as the machine, but holds the GIL: 5 MiB stop an event loop for
 a quarter of a millisecond. Copies of `RELEASE_BYTES` and more go through `ctypes.memmove` here,
 which releases the GIL and reaches the same 12-19 GB/s (`preadv` from a memfd: 7-9). Finding the two
 addresses takes 4 us, so small copies stay slice assignments.
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 from fastcrc import crc32
 
 from .errors import InvalidSize
+from .kernel import native
 from .keys import TOKEN_BYTES, Key, Namespace, block_key_of_bytes, prefix_key_of_bytes
 from .limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
 
@@ -39,10 +41,10 @@ _WRITABLE: Final = 1
 # ---- checksum
 
 #: CRC32C (Castagnoli, as in iSCSI) of any contiguous buffer, continuing the second argument. It
-#: releases the GIL from 16 KiB on. It uses carry-less multiplication where the processor has it,
-#: which takes 0.6 of the time of the processor's own CRC32C instruction
+#: releases the GIL from 16 KiB on. Both forms use carry-less multiplication where the processor has
+#: it, which takes 0.6 of the time of the processor's own CRC32C instruction
 #: (tests/bench/bench_checksums.py).
-crc32c = crc32.iscsi
+crc32c = native.crc32c if native else crc32.iscsi
 
 
 # ---- layout
@@ -254,6 +256,9 @@ def addresses_of(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
 
 def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
     """Copy `source` into `destination`. Raises ValueError if their lengths differ."""
+    if native:
+        native.copy(_buffers(destination), _buffers(source))
+        return
     if isinstance(destination, Pieces) or isinstance(source, Pieces):
         whole = source if isinstance(source, Pieces) else _bytes_of(destination, source)
         for room, part in pairs(destination, whole):
@@ -269,6 +274,8 @@ def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
 
 def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -> int:
     """`copy`, and return the CRC32C of what is in `destination` afterwards, continuing `crc`."""
+    if native:
+        return native.copy_crc32c(_buffers(destination), _buffers(source), crc)
     if isinstance(source, Pieces):
         for room, part in pairs(destination, source):
             crc = copy_crc32c(room, part, crc)
@@ -296,6 +303,10 @@ def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -
             ctypes.memmove(to + start, at + start, len(piece))
             crc = crc32c(piece, crc)
     return crc
+
+
+def _buffers(data: Buffer | Pieces) -> Buffer | Sequence[memoryview]:
+    return data.views if isinstance(data, Pieces) else data
 
 
 def prefault(views: Sequence[memoryview]) -> None:

@@ -1,0 +1,83 @@
+"""The functions of the native kernel (`proto/native/module.c`).
+
+Buffers are contiguous. Every function checks all arguments before a byte moves, and raises
+TypeError, ValueError, BufferError or OSError. None of them keeps a buffer after it returns.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from typing_extensions import Buffer
+
+def crc32c(data: Buffer, crc: int = 0, /) -> int:
+    """The CRC32C of `data`, continuing `crc`. Without the GIL from 16 KiB on."""
+
+def copy(target: Buffer | Sequence[Buffer], source: Buffer | Sequence[Buffer], /) -> None:
+    """Copy, without the GIL. Either side may be a list or a tuple of buffers. Raises ValueError if
+    the sizes differ."""
+
+def copy_crc32c(
+    target: Buffer | Sequence[Buffer], source: Buffer | Sequence[Buffer], crc: int = 0, /
+) -> int:
+    """`copy`, and return the CRC32C of what was stored, continuing `crc`."""
+
+def scatter(
+    memory: Buffer,
+    starts: Sequence[int],
+    limits_bytes: Sequence[int],
+    targets: Sequence[Buffer | Sequence[Buffer]],
+    check: Sequence[bool],
+    /,
+) -> list[int | None]:
+    """Fill each target, a buffer or a list of buffers, from `memory[start:]`; it is at most
+    `limit` long. All without the GIL. Returns the CRC32C of those with `check`. Raises OSError if
+    a target is longer than its limit or than the memory."""
+
+def gather(
+    memory: Buffer,
+    starts: Sequence[int],
+    limits_bytes: Sequence[int],
+    sources: Sequence[Buffer | Sequence[Buffer]],
+    check: Sequence[bool],
+    /,
+) -> list[int | None]:
+    """`scatter` the other way: copy each source to `memory[start:]`."""
+
+def chain_keys(parent: Buffer, index: int, tokens: Buffer, block_tokens: int, /) -> list[bytes]:
+    """The keys of the complete blocks of `tokens`, 32-bit little-endian integers. Raises ValueError
+    for one that is not in 0 ... 2^31 - 1, and for an index that does not fit."""
+
+def digests(head: Buffer, ids: Sequence[Buffer], /) -> list[bytes]:
+    """SHA-256(head || id) of each. A head has at most 63 bytes."""
+
+def find(
+    index: Buffer,
+    max_heads: int,
+    rows: int,
+    multiplier: bytes,
+    keys: Sequence[bytes],
+    stop_at: Literal[-1, 0, 1],
+    /,
+) -> list[tuple[int, bytes] | None]:
+    """The number and the row of each key. `stop_at`: end with the first key that is there (1) or is
+    not (0)."""
+
+def moved(
+    index: Buffer,
+    max_heads: int,
+    rows: int,
+    multiplier: bytes,
+    placed: Sequence[tuple[int, bytes]],
+    /,
+) -> list[int] | None:
+    """The positions of those rows that have another generation now; None if the index is revoked.
+    All loads before this call are ordered before its own."""
+
+def forms() -> tuple[list[str], list[str]]:
+    """The forms of checksums and of hashes that run on this processor, best first."""
+
+def form() -> tuple[str, str]:
+    """The forms in use."""
+
+def use(checksum: str, hash: str, /) -> None:
+    """Use these forms, in this process. For tests."""

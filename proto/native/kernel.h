@@ -1,0 +1,74 @@
+/* The native kernel: checksums, checked copies, hashes and index rows over plain memory.
+ *
+ * Nothing here knows Python, allocates, or fails: `module.c` checks every size and offset before it
+ * calls. The pure forms in `proto/payload.py`, `proto/keys.py` and `proto/index_reader.py` give the
+ * same results, bit for bit.
+ */
+#ifndef PREFIXD_KERNEL_H
+#define PREFIXD_KERNEL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- CRC32C (Castagnoli, as in iSCSI), with and without a copy */
+
+/* The CRC32C of `size` bytes, continuing `crc`. */
+uint32_t kernel_crc32c(uint32_t crc, const uint8_t *from, size_t size);
+
+/* Copy `size` bytes, and return the CRC32C of what was stored, continuing `crc`. Each byte is read
+ * once: what another process writes to `from` meanwhile changes both the copy and its checksum, or
+ * neither. The ranges do not overlap. */
+uint32_t kernel_copy_crc32c(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size);
+
+/* ---- SHA-256 */
+
+/* The key of each of `count` blocks, one after the other in `keys` (32 bytes each):
+ * SHA-256(key before it || u32le(first + i) || block_bytes of tokens). `block_bytes` is a multiple
+ * of 4. */
+void kernel_chain(const uint8_t parent[32], uint32_t first, const uint8_t *tokens,
+                  size_t block_bytes, size_t count, uint8_t *keys);
+
+/* SHA-256(root || id): the digest of two pieces, for keys made of an engine's hashes. */
+void kernel_sha256(const uint8_t *root, size_t root_bytes, const uint8_t *id, size_t id_bytes,
+                   uint8_t digest[32]);
+
+/* ---- rows of the index (`proto/index.py`) */
+
+enum { ROW_BYTES = 96, CHECKED_BYTES = 92, MAX_CHAIN = 16, MAX_EXTENTS = 4096, WORDS_PER_ROW = 9 };
+
+/* An index in memory that another process writes. `rows` is the number of whole rows in it. */
+struct kernel_index {
+    const uint8_t *data;
+    uint32_t max_heads;
+    uint32_t rows;
+    uint64_t multiplier[2]; /* low word first */
+};
+
+/* The most bytes that a row with its continuation takes. */
+enum { LONGEST_ROW_BYTES = CHECKED_BYTES + 16 * (MAX_EXTENTS - 1) };
+
+/* Whether the index is valid: it was not revoked. */
+int kernel_index_live(const struct kernel_index *index);
+
+/* The number of the row of `key`, 0 if there is none. The row's bytes go to `row`, which has room
+ * for LONGEST_ROW_BYTES, and their number to `row_bytes`. Reads within the index and ends, whatever
+ * its content. */
+uint32_t kernel_index_find(const struct kernel_index *index, const uint8_t key[32], uint8_t *row,
+                           size_t *row_bytes);
+
+/* Whether the row of this number still has this generation. All loads before this call are
+ * ordered before its own. */
+int kernel_index_stands(const struct kernel_index *index, uint32_t number, uint64_t generation);
+
+/* ---- what the processor has */
+
+/* The names of the forms that run here, best first, for checksums and for hashes; NULL ends. */
+const char *const *kernel_checksum_forms(void);
+const char *const *kernel_hash_forms(void);
+/* Use another form than the best one, for tests. Returns 0 if it does not run here. */
+int kernel_use_checksum(const char *name);
+int kernel_use_hash(const char *name);
+const char *kernel_checksum_form(void);
+const char *kernel_hash_form(void);
+
+#endif

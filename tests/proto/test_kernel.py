@@ -1,0 +1,293 @@
+"""The native kernel gives what the pure forms give, bit for bit, in every form of this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.machinery import ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastcrc import crc32
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prefixd.proto import index_reader, kernel
+from prefixd.proto.index import ROW_BYTES, Layout, pack_header
+from prefixd.proto.index_reader import IndexReader
+from prefixd.proto.keys import Namespace, block_keys
+from tests.support.lengths import LONG
+
+ROOT = Path(__file__).resolve().parents[2]
+NATIVE = ROOT / "proto/native"
+
+
+def _module() -> Any:
+    """The kernel that was built, or the sanitised one that `make kernel-san` names."""
+    other = os.environ.get("PREFIXD_KERNEL")
+    if other is None:
+        return pytest.importorskip(
+            "prefixd.proto._native", reason="the native kernel was not built: no C compiler"
+        )
+    loader = ExtensionFileLoader("prefixd.proto._native", other)
+    spec = spec_from_file_location("prefixd.proto._native", other, loader=loader)
+    assert spec is not None
+    loaded = module_from_spec(spec)
+    loader.exec_module(loaded)
+    return loaded
+
+
+_native = _module()
+FORMS = [(checksum, hashing) for checksum in _native.forms()[0] for hashing in _native.forms()[1]]
+ROOM = st.integers(0, 700)
+
+
+@pytest.fixture(params=FORMS, ids="-".join)
+def form(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = _native.form()
+    _native.use(*request.param)
+    yield
+    _native.use(*before)
+
+
+def noise(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.mark.usefixtures("form")
+def test_checksums_and_checked_copies_are_those_of_the_library() -> None:
+    for size in [*range(300), 511, 512, 513, 4096, 65_536 + 7, 300_001]:
+        data, seed = noise(size, size), size * 7
+        expected = crc32.iscsi(data, seed)
+        assert _native.crc32c(data, seed) == expected
+        room = bytearray(b"\xa5" * (size + 2))
+        with memoryview(room) as whole:
+            assert _native.copy_crc32c(whole[1 : 1 + size], data, seed) == expected
+        assert room == b"\xa5" + data + b"\xa5"
+
+
+@pytest.mark.usefixtures("form")
+def test_digests_and_chains_are_those_of_hashlib() -> None:
+    for size in [*range(150), 1000, 4097]:
+        head, data = noise(33, size), noise(size, size + 1)
+        assert _native.digests(head, [data]) == [hashlib.sha256(head + data).digest()]
+    parent = noise(32)
+    for block_tokens in (1, 4, 16, 61, 512):
+        raw = bytes(byte & 0x7F for byte in noise(4 * 1100 + 2 * block_tokens))
+        expected, before = [], parent
+        for index in range(len(raw) // (4 * block_tokens)):
+            part = raw[index * 4 * block_tokens : (index + 1) * 4 * block_tokens]
+            position = (index + 5).to_bytes(4, "little")
+            before = hashlib.sha256(before + position + part).digest()
+            expected.append(before)
+        assert _native.chain_keys(parent, 5, raw[: len(raw) // 4 * 4], block_tokens) == expected
+
+
+def test_a_chain_refuses_ids_that_are_none() -> None:
+    bad = b"\0\0\0\0" * 3 + b"\0\0\0\x80"
+    with pytest.raises(ValueError, match="token id"):
+        _native.chain_keys(bytes(32), 0, bad, 2)
+    assert len(_native.chain_keys(bytes(32), 0, bad, 3)) == 1  # not part of a complete block
+    with pytest.raises(ValueError, match="index"):
+        _native.chain_keys(bytes(32), 2**32 - 1, bytes(8), 1)
+    for wrong in ((bytes(31), 0, bytes(4), 1), (bytes(32), 0, bytes(5), 1), (bytes(32), 0, b"", 0)):
+        with pytest.raises(ValueError, match=r"key is|tokens are"):
+            _native.chain_keys(*wrong)
+
+
+@given(st.lists(ROOM, max_size=5), st.lists(ROOM, max_size=5), st.randoms(use_true_random=False))
+def test_pieces_on_both_sides_are_one_run_of_bytes(
+    rooms: list[int], parts: list[int], chance: random.Random
+) -> None:
+    targets, data = [bytearray(size) for size in rooms], [chance.randbytes(size) for size in parts]
+    joined = b"".join(data)
+    if sum(rooms) != len(joined):
+        with pytest.raises(ValueError, match="do not fill"):
+            _native.copy_crc32c(targets, data)
+        targets.append(bytearray(max(0, len(joined) - sum(rooms))))
+        data.append(bytes(max(0, sum(rooms) - len(joined))))
+        joined = b"".join(data)
+    assert _native.copy_crc32c(targets, data, 9) == crc32.iscsi(joined, 9)
+    assert b"".join(targets) == joined
+    for target in targets:
+        target[:] = bytes(len(target))
+    _native.copy(tuple(targets), tuple(data))
+    assert b"".join(targets) == joined
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 4000), st.lists(ROOM, max_size=3), st.booleans()), max_size=5)
+)
+def test_scatter_and_gather_are_copies_one_by_one(
+    entries: list[tuple[int, list[int], bool]],
+) -> None:
+    memory = noise(8192)
+    starts = [start for start, _, _ in entries]
+    targets = [[bytearray(size) for size in sizes] for _, sizes, _ in entries]
+    limits = [sum(sizes) for _, sizes, _ in entries]
+    check = [checked for _, _, checked in entries]
+    crcs = _native.scatter(memory, starts, limits, targets, check)
+    copies = [b"".join(pieces) for pieces in targets]
+    assert copies == [memory[at : at + size] for at, size in zip(starts, limits, strict=True)]
+    expected = [crc32.iscsi(part) if on else None for part, on in zip(copies, check, strict=True)]
+    assert crcs == expected
+    room, plain = bytearray(8192), bytearray(8192)
+    assert _native.gather(room, starts, limits, targets, check) == expected
+    for start, part in zip(starts, copies, strict=True):
+        plain[start : start + len(part)] = part
+    assert room == plain
+
+
+def test_nothing_moves_before_everything_was_checked() -> None:
+    memory, good, long = noise(100), bytearray(10), bytearray(11)
+    for starts, limits, targets in (
+        ([0, 90], [10, 11], [good, long]),  # beyond the end
+        ([0, 0], [10, 10], [good, long]),  # longer than its limit
+        ([0, 101], [10, 0], [good, bytearray()]),
+    ):
+        with pytest.raises(OSError, match="does not hold"):
+            _native.scatter(memory, starts, limits, targets, [True, True])
+        assert good == bytes(10)
+    room = bytearray(100)
+    with pytest.raises(OSError, match="does not hold"):
+        _native.gather(room, [0, 95], [10, 10], [b"x" * 10, b"x" * 10], [False, False])
+    assert room == bytes(100)
+    for wrong in (
+        (memory, [0], [10], [bytes(10)], [True]),  # read-only
+        (memory, [0], [10], [good, good], [True]),
+        (memory, [-1], [10], [good], [True]),
+        (memory, [2**70], [10], [good], [True]),
+        (memory, ["0"], [10], [good], [True]),
+        (memory, [0], [10], ["text"], [True]),
+        (memory, iter([0]), [10], [good], [True]),
+    ):
+        with pytest.raises((BufferError, ValueError, TypeError, OverflowError)):
+            _native.scatter(*wrong)
+        assert good == bytes(10)
+
+
+def a_hostile_index(chance: random.Random) -> bytes:
+    """A right header, and behind it anything."""
+    layout = Layout(max_heads=8, max_rows=12)
+    header = pack_header(layout, bytes(16), chance.getrandbits(128) | 1)
+    data = bytearray(chance.randbytes(layout.size_bytes) if chance.random() < 0.5 else b"")
+    data = data or bytearray(layout.size_bytes)
+    data[: len(header)] = header
+    data[128:136] = (0x4556494C_58444E49).to_bytes(8, "little")
+    data[136:144] = chance.choice([1, 5, 8, 99, chance.getrandbits(64)]).to_bytes(8, "little")
+    rows = range(layout.first_row, layout.end_row)
+    for head in range(8):
+        number = chance.choice([0, *rows, *rows, 2**32 - 1, chance.getrandbits(32)])
+        data[4096 + 4 * head : 4100 + 4 * head] = number.to_bytes(4, "little")
+    for number in rows:
+        start = number * ROW_BYTES
+        row = bytearray(chance.randbytes(88))
+        row[:32] = KEYS[chance.randrange(len(KEYS))]
+        row[72:80] = chance.choice([row[32:40], row[72:80]])
+        row[80:84] = chance.choice([0, 1, 2, 3, 20]).to_bytes(4, "little")
+        row[84:88] = chance.choice([*rows, 0, 2**31]).to_bytes(4, "little")
+        kind = chance.choice([0x33333333, 0x55555555, 0x66666666])
+        checksum = crc32.iscsi(bytes(row)) ^ (kind if chance.random() < 0.9 else 1)
+        link = chance.choice([0, *rows, 2**32 - 1])
+        row += checksum.to_bytes(4, "little") + link.to_bytes(4, "little")
+        data[start : start + ROW_BYTES] = row
+    return bytes(data)
+
+
+KEYS = [noise(32, seed) for seed in range(4)]
+
+
+@pytest.mark.parametrize("seed", range(3000 if LONG else 300))
+def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a hostile daemon's index is read in bounds, and both forms end with the same rows."""
+    index = a_hostile_index(random.Random(seed))
+    reader = IndexReader(index)
+
+    def read() -> list[Any]:
+        found = reader.find(KEYS)
+        placed = [each for each in found if each is not None]
+        stops = [reader.find(KEYS, stop_at=stop) for stop in (False, True)]
+        return [found, stops, reader.unchanged(placed), [reader.unchanged([p]) for p in placed]]
+
+    monkeypatch.setattr(index_reader, "native", _native)
+    natively = read()
+    monkeypatch.setattr(index_reader, "native", None)
+    assert read() == natively
+    reader.close()
+
+
+def test_an_index_has_to_be_as_large_as_it_is_said_to_be() -> None:
+    arguments: list[tuple[Any, ...]] = [
+        (bytes(4000), 1, 1, bytes(16)),
+        (bytes(8192), 0, 1, bytes(16)),
+        (bytes(8192), 2000, 1, bytes(16)),
+        (bytes(8192), 1, 86, bytes(16)),
+        (bytes(8192), 1, 1, bytes(15)),
+        (memoryview(bytes(8193))[1:], 1, 1, bytes(16)),
+    ]
+    for wrong in arguments:
+        with pytest.raises(ValueError, match="index is not so large"):
+            _native.find(*wrong, [bytes(32)], -1)
+    with pytest.raises(ValueError, match="a key is 32 bytes"):
+        _native.find(bytes(8192), 1, 85, bytes(16), [bytes(31)], -1)
+    for placed in ([(1,)], [(1, b"short")], [None], [(-1, bytes(92))]):
+        with pytest.raises((TypeError, OverflowError)):
+            _native.moved(bytes(8192), 1, 85, bytes(16), placed)
+
+
+@pytest.mark.parametrize(
+    ("variable", "begins"),
+    [("1", "pure Python (PREFIXD_PURE"), ("0", "native ("), ("", "native (")],
+)
+def test_the_form_is_said_in_words(variable: str, begins: str) -> None:
+    code = "from prefixd.proto import kernel, payload; print(kernel.FORM); payload.crc32c(b'x')"
+    environment = {**os.environ, "PREFIXD_PURE": variable}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(begins)
+    assert done.stderr == ""
+
+
+def test_this_process_runs_the_form_that_its_environment_asks_for() -> None:
+    pure = os.environ.get("PREFIXD_PURE", "") not in ("", "0")
+    assert (kernel.native is None) == pure
+
+
+def test_both_forms_make_the_same_keys() -> None:
+    code = (
+        "from prefixd.proto.keys import Namespace, block_keys;"
+        "n = Namespace(bytes(32), 'q', bytes(32));"
+        "print([k.hex() for k in block_keys(n, list(range(100)), 7, include_partial=True)])"
+    )
+    expected = block_keys(Namespace(bytes(32), "q", bytes(32)), range(100), 7, include_partial=True)
+    for pure in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PREFIXD_PURE": pure},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.strip() == str([key.hex() for key in expected])
+
+
+def test_the_kernel_holds_without_python(tmp_path: Path) -> None:
+    """`make kernel-san` does the same with sanitisers, longer, and for AArch64."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    sources = [str(NATIVE / f"{name}.c") for name in ("crc32c", "sha256", "rows")]
+    check = tmp_path / "check"
+    flags = ["-O2", "-Wall", "-Wextra", "-Werror"]
+    main = str(ROOT / "tests/kernel/check.c")
+    subprocess.run([compiler, *flags, main, *sources, "-o", str(check)], check=True)
+    done = subprocess.run([str(check), "7", "2000"], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("2000 inputs of each kind are right")
