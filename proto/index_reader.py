@@ -99,7 +99,7 @@ class IndexReader:
         #: What the kernel is told of this index.
         self._described: Final = (
             layout.max_heads,
-            len(self._generations),
+            layout.size_bytes // ROW_BYTES,
             multiplier.to_bytes(MULTIPLIER_BYTES, "little"),
         )
         words.release()

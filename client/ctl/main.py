@@ -81,20 +81,27 @@ def version(ctl: Ctl) -> None:
     """Show the versions of prefixctl and, if one answers, of the daemon."""
     from ... import __version__
     from ...proto.errors import PrefixdError
+    from ...proto.kernel import FORM
 
-    daemon_version = None
+    daemon_version = daemon_kernel = None
     try:
         with ctl.connect(timeout_s=1.0) as daemon:
-            daemon_version = daemon.stats().daemon_version
+            stats = daemon.stats()
+            daemon_version, daemon_kernel = stats.daemon_version, stats.kernel or "unknown"
     except PrefixdError as problem:
         if ctl.given_address is not None:
             raise
         note = str(problem)
     else:
-        note = f"prefixd {daemon_version} at {ctl.address}"
+        note = f"prefixd {daemon_version} at {ctl.address}\n  kernel: {daemon_kernel}"
     ctl.show(
-        {"prefixctl_version": __version__, "daemon_version": daemon_version},
-        lambda: f"prefixctl {__version__}\n{note}",
+        {
+            "prefixctl_version": __version__,
+            "kernel": FORM,
+            "daemon_version": daemon_version,
+            "daemon_kernel": daemon_kernel,
+        },
+        lambda: f"prefixctl {__version__}\n  kernel: {FORM}\n{note}",
     )
 
 

@@ -16,6 +16,7 @@ from typing import Final
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CurveDisabled, InvalidKey, InvalidSize, UnknownClaim, UnknownEntry
+from ...proto.kernel import FORM as KERNEL_FORM
 from ...proto.keys import Key
 from ...proto.namespaces import Namespace
 from ...proto.vocabulary import Tier
@@ -92,6 +93,7 @@ class AdminViews:
         return pb.StatsResponse(
             daemon_version=self._config.daemon_version,
             compiled=_COMPILED,
+            kernel=KERNEL_FORM,
             incarnation=self._config.incarnation,
             uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
             pid=os.getpid(),

@@ -175,7 +175,7 @@ def test_nothing_moves_before_everything_was_checked() -> None:
 
 def a_hostile_index(chance: random.Random) -> bytes:
     """A right header, and behind it anything."""
-    layout = Layout(max_heads=8, max_rows=12)
+    layout = Layout(max_heads=8, max_rows=chance.randrange(12, 60))
     header = pack_header(layout, bytes(16), chance.getrandbits(128) | 1)
     data = bytearray(chance.randbytes(layout.size_bytes) if chance.random() < 0.5 else b"")
     data = data or bytearray(layout.size_bytes)

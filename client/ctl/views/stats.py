@@ -107,6 +107,7 @@ def headline(stats: pb.StatsResponse, address: str) -> Text:
     """Version, health, uptime, process and address of the daemon."""
     return Text.assemble(
         (f"prefixd {stats.daemon_version}", "bold"),
+        f", {stats.kernel.partition(' ')[0]}" if stats.kernel else "",
         ", compiled" if stats.compiled else "",
         "  ",
         health_text(stats),

@@ -19,6 +19,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.replayer import BlockPayloads, keys_of_ids, replay_namespace
 from prefixd.client.saves import SaveItem
 from prefixd.client.wire.transport import ReserveItem
+from prefixd.proto import kernel
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidKey, UnknownEntry
 from prefixd.proto.keys import Key
@@ -323,5 +324,10 @@ def test_version_names_the_daemon_if_there_is_one(daemon: PrivateDaemon) -> None
     from prefixd import __version__
 
     data = run_json(daemon, "version")
-    assert data == {"prefixctl_version": __version__, "daemon_version": __version__}
+    assert data == {
+        "prefixctl_version": __version__,
+        "kernel": kernel.FORM,
+        "daemon_version": __version__,
+        "daemon_kernel": kernel.FORM,
+    }
     assert f"prefixd {__version__} at {daemon.address}" in run(daemon, "version").stdout

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from prefixd import __version__
 from prefixd.client.ctl.main import app
+from prefixd.proto import kernel
 
 COMMANDS = {
     "demo", "replay", "stats", "ls", "inspect", "claims", "reservations", "sessions", "preview",
@@ -54,6 +55,7 @@ def test_the_version_without_a_daemon() -> None:
     result = CliRunner().invoke(app, ["version"], env={"PREFIXD_ADDRESS": "/nowhere/at/all"})
     assert result.exit_code == 0
     assert result.stdout.startswith(f"prefixctl {__version__}\n")
+    assert f"  kernel: {kernel.FORM}\n" in result.stdout
     assert "no daemon answers" in result.stdout
 
 
