@@ -155,6 +155,11 @@ def views_of(data: FlatBytes) -> Sequence[memoryview]:
     return data.views if isinstance(data, Pieces) else (data,)
 
 
+def buffers_of(data: Buffer | Pieces) -> Buffer | Sequence[memoryview]:
+    """`data` as the native kernel takes it."""
+    return data.views if isinstance(data, Pieces) else data
+
+
 def pairs(one: FlatBytes, other: FlatBytes) -> Iterator[tuple[memoryview, memoryview]]:
     """The two buffers side by side, cut wherever either of them has a seam.
 
@@ -257,7 +262,7 @@ def addresses_of(buffers: Sequence[Buffer]) -> Iterator[list[int]]:
 def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
     """Copy `source` into `destination`. Raises ValueError if their lengths differ."""
     if native:
-        native.copy(_buffers(destination), _buffers(source))
+        native.copy(buffers_of(destination), buffers_of(source))
         return
     if isinstance(destination, Pieces) or isinstance(source, Pieces):
         whole = source if isinstance(source, Pieces) else _bytes_of(destination, source)
@@ -275,7 +280,7 @@ def copy(destination: FlatBytes, source: Buffer | Pieces) -> None:
 def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -> int:
     """`copy`, and return the CRC32C of what is in `destination` afterwards, continuing `crc`."""
     if native:
-        return native.copy_crc32c(_buffers(destination), _buffers(source), crc)
+        return native.copy_crc32c(buffers_of(destination), buffers_of(source), crc)
     if isinstance(source, Pieces):
         for room, part in pairs(destination, source):
             crc = copy_crc32c(room, part, crc)
@@ -303,10 +308,6 @@ def copy_crc32c(destination: FlatBytes, source: Buffer | Pieces, crc: int = 0) -
             ctypes.memmove(to + start, at + start, len(piece))
             crc = crc32c(piece, crc)
     return crc
-
-
-def _buffers(data: Buffer | Pieces) -> Buffer | Sequence[memoryview]:
-    return data.views if isinstance(data, Pieces) else data
 
 
 def prefault(views: Sequence[memoryview]) -> None:

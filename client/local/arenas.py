@@ -15,9 +15,11 @@ from weakref import finalize
 
 from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
 from ...proto.errors import RecordError
+from ...proto.kernel import native
 from ...proto.payload import (
     RELEASE_BYTES,
     FlatBytes,
+    buffers_of,
     copy,
     copy_crc32c,
     crc32c,
@@ -123,6 +125,10 @@ class MappedArena(Arena):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
     ) -> list[int | None]:
+        if native:
+            return native.scatter(
+                self._view, offsets, lengths, [buffers_of(target) for target in targets], check
+            )
         # Copies small blocks without a call for each.
         whole, end_bytes = self._view, len(self._view)
         crcs: list[int | None] = []
