@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from .chains import BlockChain as BlockChain
     from .client import Client as Client
     from .hits import Hit as Hit
+    from .identity import Dimension as Dimension
+    from .identity import Part as Part
+    from .identity import StateIdentity as StateIdentity
     from .policy import SavePolicy as SavePolicy
     from .results import Entry as Entry
     from .results import Found as Found
@@ -63,6 +66,7 @@ _HOMES = {
         ".chains": "BlockChain",
         ".client": "Client",
         ".hits": "Hit",
+        ".identity": "Dimension Part StateIdentity",
         ".policy": "SavePolicy",
         ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
         ".saves": "Reservation SaveItem",
@@ -84,6 +88,7 @@ __all__ = [  # literal, for type checkers
     "Cleared",
     "Client",
     "DeleteStatus",
+    "Dimension",
     "Disconnected",
     "Entry",
     "Evicted",
@@ -93,6 +98,7 @@ __all__ = [  # literal, for type checkers
     "Key",
     "MissReason",
     "Namespace",
+    "Part",
     "Presence",
     "Published",
     "Reservation",
@@ -105,6 +111,7 @@ __all__ = [  # literal, for type checkers
     "SavePolicy",
     "SaveReason",
     "SaveStatus",
+    "StateIdentity",
     "Synced",
     "Tier",
     "Watch",
