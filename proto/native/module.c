@@ -136,7 +136,7 @@ static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
         Py_ssize_t length = length_of(args[i]);
         if (length < 0) return NULL;
         if (length != many) {
-            PyErr_SetString(PyExc_ValueError, "the lists have different lengths");
+            PyErr_SetString(PyExc_ValueError, "one list is shorter than the others");
             return NULL;
         }
     }

@@ -23,6 +23,7 @@ MOMENTS: Final = (
     "before the second look",
     "after the second look",
 )
+_AMID_COPIES: Final = MOMENTS[1:4]
 
 
 def disrupt(patch: pytest.MonkeyPatch, moment: str, do: Callable[[], object]) -> None:
@@ -33,6 +34,9 @@ def disrupt(patch: pytest.MonkeyPatch, moment: str, do: Callable[[], object]) ->
         if left:
             left.pop()()
 
+    if moment in _AMID_COPIES:
+        # The kernel copies all entries in one call, so nothing can come in between there.
+        patch.setattr(arenas, "native", None)
     match moment:
         case "before the first look":
             _before(patch, (LocalNode,), "copy", 1, interfere)

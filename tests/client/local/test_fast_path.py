@@ -201,18 +201,21 @@ def test_two_threads_restore_as_one_does(
     pair.local.save_many(items, tier=tier, reason=SaveReason.EVICT)
     threads = set()
     arena = FileArena if tier is Tier.DISK else MappedArena
-    real = arena.read_into
+    real = arena.read_all
 
-    def read_into(
-        this: Any, location: tuple[int, ...], target: memoryview, *, check: bool
-    ) -> int | None:
+    def read_all(
+        this: Any, offsets: Any, lengths: Any, targets: list[memoryview], check: Any
+    ) -> list[int | None]:
         threads.add(threading.get_ident())
-        crc = real(this, location, target, check=check)
-        return crc ^ 1 if wrong is not None and target.obj is buffers[wrong] else crc
+        crcs = real(this, offsets, lengths, targets, check)
+        return [
+            crc ^ 1 if crc and wrong is not None and target.obj is buffers[wrong] else crc
+            for crc, target in zip(crcs, targets, strict=True)
+        ]
 
     monkeypatch.setattr(restores, "SHARED_BYTES", 1)
     monkeypatch.setattr(restores, "CPUS", 2)
-    monkeypatch.setattr(arena, "read_into", read_into)
+    monkeypatch.setattr(arena, "read_all", read_all)
     buffers = [bytearray(size) for size in sizes]
     result = pair.local.longest_run(keys, claim=False).restore_into(buffers)
     assert len(threads) == 2
