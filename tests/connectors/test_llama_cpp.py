@@ -9,9 +9,10 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from prefixd.client import Client, Namespace
+from prefixd.client import Client
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import llama_cpp
+from prefixd.client.identity import Dimension, Part, StateIdentity
+from prefixd.connectors import llama_cpp, llama_cpp_identity
 from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.llama_cpp import PrefixdCache
 from tests.support.daemon import private_daemon
@@ -23,15 +24,20 @@ PROMPT = list(range(100, 150))
 class FakeContext:
     """A context in which the state of a token is the token itself."""
 
-    def __init__(self, *, blocks: bool, can_be_cut: bool = True) -> None:
+    def __init__(self, *, blocks: bool, can_be_cut: bool = True, model: bytes = b"") -> None:
         self.has_spare_sequence = blocks
         self.can_be_cut = can_be_cut
         self.state_of: list[int] = []
         self.evaluated: list[int] = []
+        #: Positions that hold something else than their token says: an image.
+        self.images: set[int] = set()
         self.damaged = False
+        self.model, self.adapter, self.changed = model, 0, False
+        self.evaluated_count = 0
 
     def run(self, cache: PrefixdCache, prompt: Sequence[int], answer: Sequence[int] = ()) -> int:
-        """Do what `Llama` does with a prompt. Returns how many tokens it had to evaluate."""
+        """Do what `Llama` does with a prompt. Returns how many tokens were evaluated for it."""
+        self.evaluated_count = 0
         with pytest.raises(KeyError):
             cache[prompt]
         known = 0
@@ -41,19 +47,48 @@ class FakeContext:
             known += 1
         if not self.can_be_cut and known < len(self.evaluated):
             known = 0
-        assert self.state_of[:known] == list(prompt[:known])
+        self.images &= set(range(known))
+        texts = [index for index in range(known) if index not in self.images]
+        assert [self.state_of[index] for index in texts] == [prompt[index] for index in texts]
         tokens = [*prompt, *answer]
-        self.state_of, self.evaluated = list(tokens), list(tokens)
+        self.state_of, self.evaluated = [*self.state_of[:known], *tokens[known:]], list(tokens)
         cache[tokens] = object()
-        return len(prompt) - known
+        return self.evaluated_count + len(prompt) - known
 
     # ---- as LlamaContext
+
+    def identity(self) -> StateIdentity:
+        return StateIdentity(
+            "test 1",
+            (
+                Dimension("weights", self.model, "test", Part.FINGERPRINT),
+                Dimension("adapter", self.adapter, "test", Part.CONTEXT),
+            ),
+        )
+
+    def adapters_changed(self) -> bool:
+        changed, self.changed = self.changed, False
+        return changed
+
+    def verified(self) -> int:
+        return min([*self.images, len(self.evaluated)])
+
+    def can_sample(self) -> bool:
+        return False
+
+    def evaluate(self, tokens: Sequence[int]) -> None:
+        self.evaluated_count += len(tokens)
+        self.state_of += tokens
+        self.evaluated += tokens
+
+    def forget(self) -> None:
+        self.state_of, self.evaluated, self.images = [], [], set()
 
     def tokens(self) -> list[int]:
         return list(self.evaluated)
 
     def set_tokens(self, tokens: Sequence[int]) -> None:
-        self.evaluated = list(tokens)
+        self.evaluated, self.images = list(tokens), set()
 
     def cut(self, token_count: int) -> None:
         self.state_of = self.state_of[:token_count]
@@ -96,33 +131,33 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
         yield client
 
 
-def cache_of(context: FakeContext, client: Client, namespace: Namespace) -> PrefixdCache:
-    return PrefixdCache(context, namespace, client, block_tokens=BLOCK)
+def cache_of(context: FakeContext, client: Client) -> PrefixdCache:
+    return PrefixdCache(context, client, block_tokens=BLOCK)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def namespace() -> Namespace:
-    return Namespace(os.urandom(32), "gguf", b"c" * 32)
+def model() -> bytes:
+    return os.urandom(32)
 
 
-def test_a_prompt_is_found_block_by_block(client: Client, namespace: Namespace) -> None:
-    first = FakeContext(blocks=True)
-    assert first.run(cache_of(first, client, namespace), PROMPT, [7] * 10) == len(PROMPT)
+def test_a_prompt_is_found_block_by_block(client: Client, model: bytes) -> None:
+    first = FakeContext(blocks=True, model=model)
+    assert first.run(cache_of(first, client), PROMPT, [7] * 10) == len(PROMPT)
     assert client.flush()
-    again = FakeContext(blocks=True)
-    cache = cache_of(again, client, namespace)
+    again = FakeContext(blocks=True, model=model)
+    cache = cache_of(again, client)
     assert PROMPT in cache
     assert again.run(cache, PROMPT) == 1
     diverging = [*PROMPT[:30], 1, *PROMPT[31:]]
-    other = FakeContext(blocks=True)
-    assert other.run(cache_of(other, client, namespace), diverging) == len(PROMPT) - 24
-    continued = FakeContext(blocks=True)
-    assert continued.run(cache_of(continued, client, namespace), [*PROMPT, *[7] * 10, 1]) == 5
+    other = FakeContext(blocks=True, model=model)
+    assert other.run(cache_of(other, client), diverging) == len(PROMPT) - 24
+    continued = FakeContext(blocks=True, model=model)
+    assert continued.run(cache_of(continued, client), [*PROMPT, *[7] * 10, 1]) == 5
 
 
-def test_what_is_in_the_context_is_not_loaded_again(client: Client, namespace: Namespace) -> None:
-    context = FakeContext(blocks=True)
-    cache = cache_of(context, client, namespace)
+def test_what_is_in_the_context_is_not_loaded_again(client: Client, model: bytes) -> None:
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
     context.run(cache, PROMPT)
     assert client.flush()
     before = client.counters["restored_entries"]
@@ -136,47 +171,105 @@ def test_what_is_in_the_context_is_not_loaded_again(client: Client, namespace: N
 
 
 @pytest.mark.parametrize("can_be_cut", [True, False], ids=["attention", "recurrent"])
-def test_whole_states(client: Client, namespace: Namespace, can_be_cut: bool) -> None:
+def test_whole_states(client: Client, model: bytes, can_be_cut: bool) -> None:
     answer = [7] * 10
-    first = FakeContext(blocks=False, can_be_cut=can_be_cut)
-    first.run(cache_of(first, client, namespace), PROMPT, answer)
+    first = FakeContext(blocks=False, can_be_cut=can_be_cut, model=model)
+    first.run(cache_of(first, client), PROMPT, answer)
     assert first.state_of == [*PROMPT, *answer]
     assert client.flush()
-    turn = FakeContext(blocks=False, can_be_cut=can_be_cut)
-    cache = cache_of(turn, client, namespace)
+    turn = FakeContext(blocks=False, can_be_cut=can_be_cut, model=model)
+    cache = cache_of(turn, client)
     assert turn.run(cache, [*PROMPT, *answer, 5, 6]) == 2
-    again = FakeContext(blocks=False, can_be_cut=can_be_cut)
-    evaluated = again.run(cache_of(again, client, namespace), PROMPT)
-    assert evaluated == (1 if can_be_cut else len(PROMPT))
-    assert (PROMPT in cache) == can_be_cut
+    again = FakeContext(blocks=False, can_be_cut=can_be_cut, model=model)
+    assert again.run(cache_of(again, client), PROMPT) == 1
+    assert PROMPT in cache
+
+
+def test_a_context_that_cannot_go_back_loads_instead(client: Client, model: bytes) -> None:
+    context = FakeContext(blocks=False, can_be_cut=False, model=model)
+    cache = cache_of(context, client)
+    context.run(cache, PROMPT, [7] * 10)
+    assert client.flush()
+    context.run(cache, [*PROMPT, *[7] * 10, 1, 2], [3])
+    assert client.flush()
+    assert context.run(cache, [*PROMPT, *[7] * 10, 4, 5]) == 2, "another branch"
+    assert context.run(cache, PROMPT) == 1, "the first prompt again"
+
+
+@pytest.mark.parametrize("can_be_cut", [True, False], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+def test_nothing_is_saved_from_the_first_image_on(
+    client: Client, model: bytes, blocks: bool, can_be_cut: bool
+) -> None:
+    """Its positions have the ids of an earlier prompt."""
+    context = FakeContext(blocks=blocks and can_be_cut, can_be_cut=can_be_cut, model=model)
+    cache = cache_of(context, client)
+    context.evaluated, context.state_of = list(PROMPT), [*PROMPT[:20], *[0] * 20, *PROMPT[40:]]
+    context.images = set(range(20, 40))
+    context.run(cache, PROMPT, [7] * 10)
+    assert client.flush()
+    other = FakeContext(blocks=blocks and can_be_cut, can_be_cut=can_be_cut, model=model)
+    saved = 16 if blocks and can_be_cut else 0
+    assert other.run(cache_of(other, client), PROMPT) == len(PROMPT) - saved
+    # The next text does not reuse the image either.
+    context.images, context.state_of = set(range(20, 40)), [*PROMPT[:20], *[0] * 20, *PROMPT[40:]]
+    context.evaluated = list(PROMPT)
+    text = [*PROMPT[:30], 1]
+    assert context.run(cache, text) == len(text) - (20 if can_be_cut else 0)
+    assert not context.images
+
+
+def test_other_adapters_are_other_keys(client: Client, model: bytes) -> None:
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
+    context.run(cache, PROMPT)
+    assert client.flush()
+    first = cache.identity
+    context.forget()
+    context.adapter, context.changed = 1, True
+    assert context.run(cache, PROMPT) == len(PROMPT)
+    assert cache.identity.digest != first.digest
+    context.forget()
+    context.adapter, context.changed = 0, True
+    assert context.run(cache, PROMPT) == 1
+    assert cache.identity == first
+
+
+def test_a_completion_is_saved_once(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
+    context.run(cache, PROMPT)
+    monkeypatch.setattr(client, "save_many_async", lambda *_, **__: 1 / 0)
+    cache._save_completion()
+    cache[PROMPT] = object()
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
 def test_a_state_that_the_engine_refuses_is_not_there(
-    client: Client, namespace: Namespace, blocks: bool
+    client: Client, model: bytes, blocks: bool
 ) -> None:
-    first = FakeContext(blocks=blocks)
-    first.run(cache_of(first, client, namespace), PROMPT)
+    first = FakeContext(blocks=blocks, model=model)
+    first.run(cache_of(first, client), PROMPT)
     assert client.flush()
-    other = FakeContext(blocks=blocks)
+    other = FakeContext(blocks=blocks, model=model)
     other.damaged = True
-    assert other.run(cache_of(other, client, namespace), PROMPT) == len(PROMPT)
+    assert other.run(cache_of(other, client), PROMPT) == len(PROMPT)
 
 
-def test_without_a_daemon_everything_is_evaluated(
-    namespace: Namespace, tmp_path: os.PathLike[str]
-) -> None:
+def test_without_a_daemon_everything_is_evaluated(model: bytes, tmp_path: os.PathLike[str]) -> None:
     with Client(f"unix:{tmp_path}/none.sock") as client:
         for blocks in (True, False):
-            context = FakeContext(blocks=blocks)
-            assert context.run(cache_of(context, client, namespace), PROMPT) == len(PROMPT)
+            context = FakeContext(blocks=blocks, model=model)
+            assert context.run(cache_of(context, client), PROMPT) == len(PROMPT)
 
 
 def test_what_fails_on_the_way_is_no_failed_request(
-    client: Client, namespace: Namespace, monkeypatch: pytest.MonkeyPatch
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    context = FakeContext(blocks=True)
-    cache = cache_of(context, client, namespace)
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
     monkeypatch.setattr(client, "leading_run", lambda *_: 1 / 0)
     assert context.run(cache, PROMPT) == len(PROMPT)
     assert PROMPT not in cache
@@ -193,7 +286,7 @@ def test_without_the_engine_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) 
 
 def fake_library(monkeypatch: pytest.MonkeyPatch, *without: str) -> ModuleType:
     library = ModuleType("llama_cpp.llama_cpp")
-    for name in llama_cpp._NEEDED:
+    for name in llama_cpp_identity._NEEDED:
         if name not in without:
             setattr(library, name, lambda *_: 0)
     monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
