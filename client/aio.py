@@ -33,6 +33,7 @@ from .client import Client
 from .context import Owner
 from .counters import Snapshot
 from .hits import Hit
+from .identity import StateIdentity
 from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
@@ -358,6 +359,11 @@ class AsyncClient(Asynchronous):
     counters: Snapshot = same("counters")
     connected: bool = same("connected")
     under_pressure: bool = same("under_pressure")
+
+    def announce(self, identity: StateIdentity) -> None:
+        """`Client.announce`; no coroutine, because it waits for nothing."""
+        self.client.announce(identity)
+
     wait_connected = coroutine(Client.wait_connected, waits=True)
 
     async def close(self, *, deadline_ms: int | None = None) -> None:

@@ -8,6 +8,7 @@ closed client, or one that a fork inherited.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import warnings
@@ -30,6 +31,7 @@ from ..proto.vocabulary import SaveReason, Tier
 from .context import CallContext
 from .counters import Counters, Snapshot
 from .hits import Reader
+from .identity import StateIdentity
 from .local.local_transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
 from .policy import LoadSpeeds, MinBenefit, SavePolicy
@@ -46,6 +48,8 @@ from .wire.transport import ReserveItem, SaveTerms, Transport
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
     from .buffers import Payload
+
+logger = logging.getLogger("prefixd.client")
 
 DEFAULT_MAX_PENDING_SAVES: Final = 64
 DEFAULT_MAX_PENDING_BYTES: Final = 2**30
@@ -328,6 +332,17 @@ class Client(Lookups):
         then save what it does not need at once (`SaveReason.EVICT`) and free its own copy. Always
         False when the daemon does not watch memory, or can't be reached."""
         return not self._closed and self._transport.under_pressure
+
+    def announce(self, identity: StateIdentity) -> None:
+        """Say what the keys of a namespace depend on: in the log, one line (a warning if nothing is
+        shared) and a table at level DEBUG, and to the daemon, whose operators see it with
+        `prefixctl identity`. For connectors, when they attach or go on in another namespace. Waits
+        for nothing. The daemon keeps the latest few of a client."""
+        self._check_usable()
+        level = logging.INFO if identity.unshared is None else logging.WARNING
+        logger.log(level, "keys of %s", identity)
+        logger.debug("keys of %s:\n%s", identity.engine, "\n".join(identity.lines()))
+        self._transport.announce(identity.digest, *identity.announcement())
 
     def wait_connected(self, *, deadline_ms: int | None = None) -> bool:
         """Wait until the daemon is reached, and keep trying. False: not by the deadline."""

@@ -10,8 +10,7 @@
         ),
     )
     namespace = identity.namespace()
-    logger.info("%s", identity)
-    logger.debug("%s", "\\n".join(identity.lines()))
+    client.announce(identity)       # into the log, and to operators
 
 A connector declares every dimension, also those whose value is None today. A dimension that the
 engine does not reveal is never left out: the connector derives it (see `weights`), asks the user
@@ -41,7 +40,7 @@ from typing import Any, Final, NamedTuple
 
 from ..proto.errors import InvalidNamespace
 from ..proto.keys import Adapter, ForeignNamespace, Namespace, context_hash
-from ..proto.limits import QUANT_BYTES
+from ..proto.limits import MAX_ENGINE_CHARS, MAX_IDENTITY_WORDS_BYTES, QUANT_BYTES
 from .config_values import Value
 
 __all__ = [
@@ -232,6 +231,15 @@ class StateIdentity:
             for name, value, part, source in rows
         )
         return [line if width is None else cut(line, width) for line in shown]
+
+    def announcement(self) -> tuple[str, str]:
+        """Engine and words as the daemon takes them (`Identity` in prefixd.proto): printable, and
+        no words if they are too long."""
+        words = json.dumps(self.to_json(), separators=(",", ":")).replace("\x7f", "\\u007f")
+        return (
+            printable(self.engine)[:MAX_ENGINE_CHARS],
+            words if len(words) <= MAX_IDENTITY_WORDS_BYTES else "",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The identity as plain JSON, which `from_json` reads. Salts are in it as their SHA-256."""

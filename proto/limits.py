@@ -76,6 +76,11 @@ DEFAULT_DEADLINE_MS: Final = 5_000
 MAX_SESSIONS: Final = 4_096
 #: Labels that the daemon counts separately. Later ones count as "other".
 MAX_LABELS: Final = 64
+#: Identities that the daemon keeps of one session, and the words of one, in printable ASCII.
+MAX_IDENTITIES_PER_SESSION: Final = 4
+MAX_IDENTITY_WORDS_BYTES: Final = 16 * 2**10
+#: The name and version of an engine in an identity.
+MAX_ENGINE_CHARS: Final = 120
 MAX_CLAIMS_PER_SESSION: Final = 65_536
 MAX_RESERVATIONS_PER_SESSION: Final = 65_536
 MAX_WAITERS: Final = 65_536

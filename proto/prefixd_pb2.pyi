@@ -416,6 +416,7 @@ class SessionRequest(google.protobuf.message.Message):
     TOUCH_FIELD_NUMBER: builtins.int
     SUSPECT_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
+    IDENTITY_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello: ...
     @property
@@ -426,6 +427,8 @@ class SessionRequest(google.protobuf.message.Message):
     def suspect(self) -> Global___Suspect: ...
     @property
     def give_back(self) -> Global___GiveBack: ...
+    @property
+    def identity(self) -> Global___Identity: ...
     def __init__(
         self,
         *,
@@ -434,10 +437,11 @@ class SessionRequest(google.protobuf.message.Message):
         touch: Global___Touch | None = ...,
         suspect: Global___Suspect | None = ...,
         give_back: Global___GiveBack | None = ...,
+        identity: Global___Identity | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect", "give_back"] | None: ...
+    def HasField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect", "give_back", "identity"] | None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 
@@ -781,6 +785,35 @@ class GiveBack(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["claim_ids", b"claim_ids"]) -> None: ...
 
 Global___GiveBack: typing_extensions.TypeAlias = GiveBack
+
+@typing.final
+class Identity(google.protobuf.message.Message):
+    """What the keys that a client makes of one namespace depend on, in words, for operators. The daemon does
+    not use it and does not check that it is true. It keeps the latest few of a session, and ignores those
+    that come too often.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    ENGINE_FIELD_NUMBER: builtins.int
+    WORDS_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """32 bytes: clients whose digests are equal share keys"""
+    engine: builtins.str
+    """name and version"""
+    words: builtins.str
+    """JSON in printable ASCII (client/identity.py); empty: it is too long"""
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+        engine: builtins.str = ...,
+        words: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "engine", b"engine", "words", b"words"]) -> None: ...
+
+Global___Identity: typing_extensions.TypeAlias = Identity
 
 @typing.final
 class SessionEvent(google.protobuf.message.Message):
@@ -2979,20 +3012,28 @@ class InspectResponse(google.protobuf.message.Message):
     ENTRY_FIELD_NUMBER: builtins.int
     VERIFIED_FIELD_NUMBER: builtins.int
     PROBLEM_FIELD_NUMBER: builtins.int
+    IDENTITIES_FIELD_NUMBER: builtins.int
     verified: builtins.bool
     problem: builtins.str
     """what is wrong with the bytes, if anything; if not verified: why not"""
     @property
     def entry(self) -> Global___EntryDetail: ...
+    @property
+    def identities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Identity]:
+        """What the session that saved it has announced, the latest first: the entry is of one of these
+        namespaces. Empty: not known.
+        """
+
     def __init__(
         self,
         *,
         entry: Global___EntryDetail | None = ...,
         verified: builtins.bool = ...,
         problem: builtins.str = ...,
+        identities: collections.abc.Iterable[Global___Identity] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["entry", b"entry"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["entry", b"entry", "problem", b"problem", "verified", b"verified"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entry", b"entry", "identities", b"identities", "problem", b"problem", "verified", b"verified"]) -> None: ...
 
 Global___InspectResponse: typing_extensions.TypeAlias = InspectResponse
 
@@ -3230,6 +3271,67 @@ class SessionDetail(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "restores", b"restores", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionDetail: typing_extensions.TypeAlias = SessionDetail
+
+@typing.final
+class ListIdentitiesRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: builtins.int
+    digest: builtins.bytes
+    """the beginning of a digest; empty: list all of them, without their words"""
+    def __init__(
+        self,
+        *,
+        digest: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest"]) -> None: ...
+
+Global___ListIdentitiesRequest: typing_extensions.TypeAlias = ListIdentitiesRequest
+
+@typing.final
+class AnnouncedIdentity(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: builtins.int
+    SESSION_ID_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    session_id: builtins.int
+    owner: builtins.str
+    label: builtins.str
+    """see Hello"""
+    @property
+    def identity(self) -> Global___Identity: ...
+    def __init__(
+        self,
+        *,
+        identity: Global___Identity | None = ...,
+        session_id: builtins.int = ...,
+        owner: builtins.str = ...,
+        label: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["identity", b"identity"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["identity", b"identity", "label", b"label", "owner", b"owner", "session_id", b"session_id"]) -> None: ...
+
+Global___AnnouncedIdentity: typing_extensions.TypeAlias = AnnouncedIdentity
+
+@typing.final
+class ListIdentitiesResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    IDENTITIES_FIELD_NUMBER: builtins.int
+    @property
+    def identities(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AnnouncedIdentity]:
+        """if a digest is given: the first 64"""
+
+    def __init__(
+        self,
+        *,
+        identities: collections.abc.Iterable[Global___AnnouncedIdentity] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["identities", b"identities"]) -> None: ...
+
+Global___ListIdentitiesResponse: typing_extensions.TypeAlias = ListIdentitiesResponse
 
 @typing.final
 class ListSessionsResponse(google.protobuf.message.Message):

@@ -651,6 +651,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.ListSessionsRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.ListSessionsResponse.FromString,
                 _registered_method=True)
+        self.ListIdentities = channel.unary_unary(
+                '/prefixd.v1.Admin/ListIdentities',
+                request_serializer=prefixd__pb2.ListIdentitiesRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.ListIdentitiesResponse.FromString,
+                _registered_method=True)
         self.Preview = channel.unary_unary(
                 '/prefixd.v1.Admin/Preview',
                 request_serializer=prefixd__pb2.PreviewRequest.SerializeToString,
@@ -775,6 +780,13 @@ class AdminServicer(object):
 
     def ListSessions(self, request, context):
         """Connected clients, and what each holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListIdentities(self, request, context):
+        """The identities that the clients of open sessions have announced. Errors: INVALID_ARGUMENT (digest).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -939,6 +951,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.ListSessions,
                     request_deserializer=prefixd__pb2.ListSessionsRequest.FromString,
                     response_serializer=prefixd__pb2.ListSessionsResponse.SerializeToString,
+            ),
+            'ListIdentities': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListIdentities,
+                    request_deserializer=prefixd__pb2.ListIdentitiesRequest.FromString,
+                    response_serializer=prefixd__pb2.ListIdentitiesResponse.SerializeToString,
             ),
             'Preview': grpc.unary_unary_rpc_method_handler(
                     servicer.Preview,
@@ -1180,6 +1197,33 @@ class Admin(object):
             '/prefixd.v1.Admin/ListSessions',
             prefixd__pb2.ListSessionsRequest.SerializeToString,
             prefixd__pb2.ListSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListIdentities(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/prefixd.v1.Admin/ListIdentities',
+            prefixd__pb2.ListIdentitiesRequest.SerializeToString,
+            prefixd__pb2.ListIdentitiesResponse.FromString,
             options,
             channel_credentials,
             insecure,

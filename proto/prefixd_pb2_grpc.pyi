@@ -693,6 +693,22 @@ _AdminListSessionsType = typing_extensions.TypeVar(
     ],
 )
 
+_AdminListIdentitiesType = typing_extensions.TypeVar(
+    '_AdminListIdentitiesType',
+    grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ListIdentitiesRequest,
+        prefixd_pb2.ListIdentitiesResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ListIdentitiesRequest,
+        prefixd_pb2.ListIdentitiesResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        prefixd_pb2.ListIdentitiesRequest,
+        prefixd_pb2.ListIdentitiesResponse,
+    ],
+)
+
 _AdminPreviewType = typing_extensions.TypeVar(
     '_AdminPreviewType',
     grpc.UnaryUnaryMultiCallable[
@@ -933,7 +949,7 @@ _AdminWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType, _AdminWatchType]):
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminListIdentitiesType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType, _AdminWatchType]):
     """---- operators"""
 
     @typing.overload
@@ -961,6 +977,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.ListSessionsRequest,
             prefixd_pb2.ListSessionsResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            prefixd_pb2.ListIdentitiesRequest,
+            prefixd_pb2.ListIdentitiesResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.PreviewRequest,
@@ -1051,6 +1071,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.ListSessionsResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
+            prefixd_pb2.ListIdentitiesRequest,
+            prefixd_pb2.ListIdentitiesResponse,
+        ],
+        grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.PreviewRequest,
             prefixd_pb2.PreviewResponse,
         ],
@@ -1138,6 +1162,9 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
 
     ListSessions: _AdminListSessionsType
     """Connected clients, and what each holds."""
+
+    ListIdentities: _AdminListIdentitiesType
+    """The identities that the clients of open sessions have announced. Errors: INVALID_ARGUMENT (digest)."""
 
     Preview: _AdminPreviewType
     """Tells whether entries of this size can be admitted, and what would be evicted. Changes nothing.
@@ -1242,6 +1269,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.ListSessionsRequest,
         prefixd_pb2.ListSessionsResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        prefixd_pb2.ListIdentitiesRequest,
+        prefixd_pb2.ListIdentitiesResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.PreviewRequest,
@@ -1364,6 +1395,14 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ListSessionsResponse, collections.abc.Awaitable[prefixd_pb2.ListSessionsResponse]]:
         """Connected clients, and what each holds."""
+
+    @abc.abstractmethod
+    def ListIdentities(
+        self,
+        request: prefixd_pb2.ListIdentitiesRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[prefixd_pb2.ListIdentitiesResponse, collections.abc.Awaitable[prefixd_pb2.ListIdentitiesResponse]]:
+        """The identities that the clients of open sessions have announced. Errors: INVALID_ARGUMENT (digest)."""
 
     @abc.abstractmethod
     def Preview(

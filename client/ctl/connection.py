@@ -121,6 +121,12 @@ class AdminConnection:
         pages = self._pages(self._admin.ListReservations, request)
         return [reservation for page in pages for reservation in page.reservations]
 
+    def identities(self, digest: bytes = b"") -> list[pb.AnnouncedIdentity]:
+        """What clients with an open session have announced. `digest`: the beginning of one; only
+        then their words come along."""
+        request = pb.ListIdentitiesRequest(digest=digest)
+        return list(self._operate(self._admin.ListIdentities, request).identities)
+
     def sessions(self) -> pb.ListSessionsResponse:
         return self._operate(self._admin.ListSessions, pb.ListSessionsRequest())
 

@@ -28,7 +28,7 @@ from .command import (
 )
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from ...proto import prefixd_pb2 as pb
     from .connection import AdminConnection
@@ -256,16 +256,26 @@ def inspect(
         bool, typer.Option("--verify", help="Read the payload and compare its checksum.")
     ] = False,
 ) -> None:
-    """Show everything known about one entry.
+    """Show everything known about one entry, and what its key depends on if its client said so.
 
     Exits 1 when --verify finds damage.
     """
-    from .views.daemon import entry_view
-
     with ctl.connect(LONG_TIMEOUT_S if verify else DEFAULT_TIMEOUT_S) as daemon:
         response = daemon.inspect(find_key(daemon, key), verify=verify)
-    ctl.show(response, lambda: entry_view(response, time.time_ns(), verify=verify))
+    ctl.show(response, lambda: _entry_and_identity(response, verify=verify))
     exit_if(verify and (response.problem or not response.verified))
+
+
+def _entry_and_identity(response: pb.InspectResponse, *, verify: bool) -> RenderableType:
+    from rich.console import Group
+
+    from .views.daemon import entry_view
+    from .views.identity import saver_view
+
+    entry = entry_view(response, time.time_ns(), verify=verify)
+    if not response.identities:
+        return entry
+    return Group(entry, "", saver_view(response.identities))
 
 
 def find_key(daemon: AdminConnection, text: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from . import bench, change, lab, live, look, policies, transfer, watch
+from . import bench, change, identity, lab, live, look, policies, transfer, watch
 from .command import (
     AddressOption,
     Ctl,
@@ -124,6 +124,7 @@ command(app, "inspect", look.inspect, panel=LOOK)
 command(app, "claims", look.claims, panel=LOOK)
 command(app, "reservations", look.reservations, panel=LOOK)
 command(app, "sessions", look.sessions, panel=LOOK)
+command(app, "identity", identity.identity, panel=LOOK)
 command(app, "preview", look.preview, panel=LOOK)
 command(app, "check", look.check, panel=LOOK)
 command(app, "verify", look.verify, panel=LOOK)

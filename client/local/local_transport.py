@@ -71,6 +71,7 @@ class LocalTransport:
         self.delete = remote.delete
         self.pull = remote.pull
         self.suspect = remote.suspect
+        self.announce = remote.announce
         self.cancel = remote.cancel
         self._lock = threading.Lock()
         #: The session that `_node` was handed to.

@@ -293,6 +293,9 @@ class GrpcTransport(Transport):
             for batch in self._batches(keys):
                 link.send(pb.SessionRequest(touch=pb.Touch(keys=batch)))
 
+    def announce(self, digest: bytes, engine: str, words: str) -> None:
+        self._keeper.announce(pb.Identity(digest=digest, engine=engine, words=words))
+
     def suspect(self, keys: Sequence[Key]) -> None:
         link = self._keeper.current
         if link is not None:

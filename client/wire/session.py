@@ -30,7 +30,7 @@ from ...proto.errors import (
     InvalidSize,
     PrefixdError,
 )
-from ...proto.limits import MAX_CLIENT_NAME_CHARS
+from ...proto.limits import MAX_CLIENT_NAME_CHARS, MAX_IDENTITIES_PER_SESSION
 from ...proto.namespaces import check_label
 from ..counters import Counters
 from .connection import Connection
@@ -115,6 +115,8 @@ class SessionKeeper:
         self._counters = counters
         self._connect_timeout_ms = connect_timeout_ms
         self._backoff = backoff or Backoff()
+        #: Sent at the beginning of every session, the latest last.
+        self._identities: dict[bytes, pb.Identity] = {}
         self._changed = threading.Condition()
         self._state = _State.CONNECTING
         self._why_down = "it has not answered yet"
@@ -159,6 +161,17 @@ class SessionKeeper:
                 return
             self._state = _State.CONNECTING
         link.close(why)
+
+    def announce(self, identity: pb.Identity) -> None:
+        """Tell the daemon, now and in later sessions. Of more than it keeps, the latest."""
+        with self._changed:
+            self._identities.pop(identity.digest, None)
+            self._identities[identity.digest] = identity
+            if len(self._identities) > MAX_IDENTITIES_PER_SESSION:
+                del self._identities[next(iter(self._identities))]
+            link = self._link if self._state is _State.UP else None
+        if link is not None:
+            link.send(pb.SessionRequest(identity=identity))
 
     @property
     def current(self) -> Link | None:
@@ -257,6 +270,10 @@ class SessionKeeper:
                 self._when_opened(link)
             if not self._enter(_State.UP, link):
                 return
+            with self._changed:
+                identities = list(self._identities.values())
+            for identity in identities:  # one that comes meanwhile is sent twice
+                link.send(pb.SessionRequest(identity=identity))
             logger.info("session %d with the daemon at %s", link.ref.session_id, self.address)
             self._serve(link)
             self._why_down = link.why_ended

@@ -254,6 +254,9 @@ class Transport(Protocol):
         """Have the daemon fetch keys from other nodes, a run of them or the first; at most
         `max_batch_keys`. Returns how many arrived."""
 
+    def announce(self, digest: bytes, engine: str, words: str) -> None:
+        """Tell operators what keys of a namespace depend on, in this session and in later ones."""
+
     def suspect(self, keys: Sequence[Key]) -> None:
         """Report entries whose bytes did not match their checksum. Does not wait."""
 

@@ -33,6 +33,7 @@ from ..runtime.slices import Slices
 from ..runtime.verification import Reading
 from . import messages
 from .calls import Caller
+from .identities import list_identities, saver_of
 from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
 from .sessions import ServiceConfig, Sessions
 from .usage import SessionUsage, bounded
@@ -168,14 +169,17 @@ class AdminViews:
         entry = self._core.state.tables.entries.get(key)
         if entry is None:
             raise UnknownEntry(f"no entry {key.hex()}; it was evicted, or never published")
-        detail = messages.entry_detail(entry)
-        if not request.verify:
-            return pb.InspectResponse(entry=detail)
-        verdict = await self._core.verifications.verify(entry)
-        if verdict is None:
-            return pb.InspectResponse(entry=detail, problem="it left while it was read")
-        verified = verdict.reading is not Reading.FAILED
-        return pb.InspectResponse(entry=detail, verified=verified, problem=verdict.why)
+        response = pb.InspectResponse(entry=messages.entry_detail(entry))
+        saver = await saver_of(self._core.state.tables.journal, key)
+        response.identities.extend(one.message() for one in self._sessions.identities.of(saver))
+        if request.verify:
+            verdict = await self._core.verifications.verify(entry)
+            if verdict is None:
+                response.problem = "it left while it was read"
+            else:
+                response.verified = verdict.reading is not Reading.FAILED
+                response.problem = verdict.why
+        return response
 
     # ---- forecasts
 
@@ -419,6 +423,14 @@ class AdminViews:
             )
             await slices.pause()
         return response
+
+    async def list_identities(
+        self, request: pb.ListIdentitiesRequest, _caller: Caller
+    ) -> pb.ListIdentitiesResponse:
+        if len(request.digest) > limits.KEY_BYTES:
+            raise InvalidKey(f"a digest has {limits.KEY_BYTES} bytes")
+        journal = self._core.state.tables.journal
+        return await list_identities(self._sessions.identities, journal, request.digest)
 
 
 async def _add_details(

@@ -40,6 +40,7 @@ from ..runtime.loop import Core
 from . import messages
 from .access import Access, Namespaces, Role, check_same
 from .calls import Caller, CallerGone, Process, cut_off
+from .identities import Identities
 from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
 
 log = structlog.get_logger("prefixd.sessions")
@@ -112,6 +113,8 @@ class Sessions:
         self.namespaces: Final = Namespaces()
         #: What their clients report, by label.
         self.usage: Final = UsageBook()
+        #: What their clients say that keys depend on.
+        self.identities: Final = Identities()
         #: How long their calls take.
         self.latencies: Final = Latencies(Clock())
         #: The port of the data socket. 0: there is none.
@@ -126,6 +129,10 @@ class Sessions:
         membership = self._open[number] = Membership(number, access)
         self.usage.sessions[number] = SessionUsage()
         return membership
+
+    def is_open(self, number: int) -> bool:
+        """Whether this session is open."""
+        return number in self._open
 
     def access_of(self, number: int) -> Access | None:
         """What the token grants that this session was opened with, if there was one."""
@@ -146,6 +153,7 @@ class Sessions:
         if membership is None:
             return
         del self.usage.sessions[number]
+        self.identities.close(number)
         membership.ended.set_result(None)
         for callback in self.when_closed:
             callback(number)
@@ -372,6 +380,10 @@ class SessionStream:
                 messages.batch_of("claim_ids", request.give_back.claim_ids)
                 claims = tuple(request.give_back.claim_ids)
                 core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
+            case "identity":
+                # A session that is ending takes no more: nothing would remove them.
+                if self._sessions.is_open(session):
+                    self._sessions.identities.announce(session, request.identity, now_ns)
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
 

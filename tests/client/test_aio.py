@@ -83,6 +83,10 @@ def known(made: object) -> set[str]:
     return {name for name in (*vars(made), *dict(properties)) if not name.startswith("_")}
 
 
+#: Methods that make no call, or wait for none.
+WITHOUT_A_CALL = ("announce", "chain", "would_drop")
+
+
 @pytest.mark.parametrize(
     ("sync", "twin"), [(Client, AsyncClient), (Hit, AsyncHit), (Reservation, AsyncReservation)]
 )
@@ -92,7 +96,7 @@ def test_both_have_the_same_methods_with_the_same_parameters(sync: type, twin: t
     assert ours.keys() - {"claim_async", "restore_async"} == theirs.keys()
     for name, method in theirs.items():
         assert parameters(method) == parameters(ours[name]), name
-        assert inspect.iscoroutinefunction(method) == (name not in ("chain", "would_drop")), name
+        assert inspect.iscoroutinefunction(method) == (name not in WITHOUT_A_CALL), name
 
 
 def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any, str]]:

@@ -185,6 +185,7 @@ CACHE = [
 ADMIN: dict[str, Any] = {
     "Stats": pb.StatsRequest,
     "ListSessions": pb.ListSessionsRequest,
+    "ListIdentities": pb.ListIdentitiesRequest,
     "ListEntries": lambda: pb.ListEntriesRequest(tier=pb.TIER_RAM),
     "Clear": lambda: pb.ClearRequest(namespace="nothing-of-that-name"),
     "Inspect": lambda: pb.InspectRequest(key=COMMON),

@@ -466,6 +466,8 @@ def _operators() -> Iterator[Mistake]:
             description, rpc, error, lambda daemon, _: answer(getattr(daemon.admin, rpc)(request))
         )
 
+    long = pb.ListIdentitiesRequest(digest=bytes(33))
+    yield admin("a long digest", "ListIdentities", "invalid_key", long)
     yield admin("a key of 31 bytes", "Inspect", "invalid_key", pb.InspectRequest(key=SHORT))
     yield admin("a key of 31 bytes", "Drop", "invalid_key", pb.DropRequest(keys=[SHORT]))
     yield admin("an empty batch", "Drop", "invalid_batch", pb.DropRequest())
@@ -494,9 +496,8 @@ def _operators() -> Iterator[Mistake]:
         yield admin(f"{len(beginning)} bytes of a key", "Why", "invalid_key", request_why)
     kick = pb.KickRequest(session_id=2**40)
     yield admin("a session that ended or never existed", "Kick", "unknown_session", kick)
-    yield admin(
-        "a key that is not published", "Inspect", "unknown_entry", pb.InspectRequest(key=key(1))
-    )
+    absent = pb.InspectRequest(key=key(1))
+    yield admin("a key that is not published", "Inspect", "unknown_entry", absent)
     page = limits.MAX_PAGE_ENTRIES + 1
     for description, fields in (
         ("a page beyond 10,000 entries", {"page_entries": page}),
@@ -519,12 +520,8 @@ def _operators() -> Iterator[Mistake]:
             yield admin(description, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
     yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
-    yield admin(
-        "more bytes than can be counted",
-        "Preview",
-        "invalid_size",
-        pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=2**40, entries=2**32 - 1),
-    )
+    many = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=2**40, entries=2**32 - 1)
+    yield admin("more bytes than can be counted", "Preview", "invalid_size", many)
     yield admin(
         "a page beyond 10,000 claims",
         "ListClaims",

@@ -92,6 +92,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "ListClaims": lambda *_: pb.ListClaimsRequest(),
     "ListReservations": lambda *_: pb.ListReservationsRequest(),
     "ListSessions": lambda *_: pb.ListSessionsRequest(),
+    "ListIdentities": lambda *_: pb.ListIdentitiesRequest(digest=PUBLISHED),
     "Preview": lambda *_: pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=1),
     "Evict": lambda *_: pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_DISK]),
     "Curve": lambda *_: pb.CurveRequest(tier=pb.TIER_RAM, budget_bytes=[2**20]),
