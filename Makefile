@@ -87,7 +87,7 @@ $(ENGINES)/.done: pyproject.toml
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check numpy 'torch==2.13.*'
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
-		'transformers==5.23.*' 'llama-cpp-python[server]==0.3.36' httpx gguf hypothesis pytest pytest-timeout -e '.[server]'
+		'transformers==5.23.*' 'llama-cpp-python[server]==0.3.36' peft httpx gguf hypothesis pytest pytest-timeout -e '.[server]'
 	@touch $@
 
 engines: $(ENGINES)/.done ## test with llama-cpp-python and transformers themselves, on CPU

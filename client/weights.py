@@ -28,21 +28,28 @@ import re
 import struct
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from time import time_ns
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from fastcrc import crc64
 
 from ..proto.errors import CallerError
 
-__all__ = ["Weights", "fingerprint_of_files", "weights_of"]
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+__all__ = ["Weights", "digest_of_contents", "fingerprint_of_files", "weights_of"]
 
 logger = logging.getLogger(__name__)
 
 _FILE_LABEL: Final = b"prefixd/file/v1\0"
 _FILES_LABEL: Final = b"prefixd/weights/v1\0"
+_CONTENTS_LABEL: Final = b"prefixd/contents/v1\0"
+_QUICK_LABEL: Final = b"prefixd/contents/crc64/v1\0"
 _SEGMENT_BYTES: Final = 32 << 20
 _READ_BYTES: Final = 1 << 20
 #: Beyond this more threads wait for the device, not for the processor.
@@ -229,12 +236,7 @@ def _digests(files: Sequence[Path]) -> list[bytes]:
     def work(job: tuple[int, int]) -> bytes:
         return _segment(files[job[0]], job[1])
 
-    threads = min(_MAX_THREADS, os.cpu_count() or 1, len(jobs))
-    if threads > 1:
-        with ThreadPoolExecutor(threads, thread_name_prefix="prefixd-weights") as pool:
-            segments = list(pool.map(work, jobs))
-    else:
-        segments = list(map(work, jobs))
+    segments = _on_threads(work, jobs)
     parts: dict[int, list[bytes]] = {}
     for (index, _), segment in zip(jobs, segments, strict=True):
         parts.setdefault(index, []).append(segment)
@@ -266,11 +268,62 @@ def _segment(path: Path, offset: int) -> bytes:
     return digest.digest()
 
 
+# ---- digests of contents in memory
+
+
+def digest_of_contents(parts: Sequence[tuple[str, Callable[[], Buffer | None]]]) -> bytes:
+    """32 bytes that identify named contents in memory: SHA-256 over their names and the SHA-256 of
+    each. A part is read when its function is called, on several threads; None: it has no bytes.
+
+    Contents whose CRC-64s were all seen before are not hashed again: 20 GB/s instead of 2 GB/s for
+    each thread. The CRC-64 finds every change by accident, and none of malice: who can choose the
+    contents can read this cache as well.
+    """
+    reads = [read for _, read in parts]
+    quick = hashlib.sha256(_QUICK_LABEL)
+    for (name, _), check in zip(parts, _on_threads(_checksum, reads), strict=True):
+        quick.update(_named(name) + check)
+    folder = _folder()
+    known = _load(folder, quick.hexdigest(), 32)
+    if known is not None:
+        return known
+    digest = hashlib.sha256(_CONTENTS_LABEL)
+    for (name, _), each in zip(parts, _on_threads(_sha256, reads), strict=True):
+        digest.update(_named(name) + each)
+    _keep(folder, quick.hexdigest(), digest.digest())
+    return digest.digest()
+
+
+def _on_threads(work: Callable[[Any], bytes], jobs: Sequence[Any]) -> list[bytes]:
+    threads = min(_MAX_THREADS, os.cpu_count() or 1, len(jobs))
+    if threads < 2:
+        return list(map(work, jobs))
+    with ThreadPoolExecutor(threads, thread_name_prefix="prefixd-weights") as pool:
+        return list(pool.map(work, jobs))
+
+
+def _checksum(read: Callable[[], Buffer | None]) -> bytes:
+    content = read()
+    if content is None:
+        return b""
+    return struct.pack("<QQ", memoryview(content).nbytes, crc64.xz(content))
+
+
+def _sha256(read: Callable[[], Buffer | None]) -> bytes:
+    content = read()
+    return b"" if content is None else hashlib.sha256(content).digest()
+
+
+def _named(name: str) -> bytes:
+    encoded = name.encode()
+    return struct.pack("<I", len(encoded)) + encoded
+
+
 # ---- the cache
 
 
 class _Cache:
-    """A file for each file that was hashed. Each is written beside its place and renamed, so that
+    """A record for each file that was hashed. Each is written beside its place and renamed, so that
     writers at the same time don't meet, and has a sum, so that a damaged one is not believed."""
 
     def __init__(self) -> None:
@@ -281,56 +334,67 @@ class _Cache:
             known = _known.get(path)
         if known is not None and known[0] == state:
             return known[1]
-        if self._folder is None:
+        record = _load(self._folder, _name(path), _STATE.size + 32)
+        if record is None or record[:-32] != _STATE.pack(*_unsigned(state)):
             return None
-        try:
-            with self._place(path).open("rb") as file:
-                raw = file.read(_RECORD_BYTES + 1)
-        except OSError:
-            return None
-        record, digest = raw[:-32], raw[-64:-32]
-        if len(raw) != _RECORD_BYTES or hashlib.sha256(record).digest() != raw[-32:]:
-            return None
-        return digest if record[:-32] == _STATE.pack(*_unsigned(state)) else None
+        return record[-32:]
 
     def put(self, path: Path, state: _State, digest: bytes) -> None:
         with _lock:
             if len(_known) >= _MAX_CACHED:
                 _known.clear()
             _known[path] = state, digest
-        if self._folder is None:
-            return
-        record = _STATE.pack(*_unsigned(state)) + digest
+        _keep(self._folder, _name(path), _STATE.pack(*_unsigned(state)) + digest)
+
+
+def _name(path: Path) -> str:
+    return hashlib.sha256(os.fsencode(path)).hexdigest()
+
+
+def _load(folder: Path | None, name: str, size_bytes: int) -> bytes | None:
+    """A record of the cache; None: it is not there, or damaged."""
+    if folder is None:
+        return None
+    try:
+        with (folder / name).open("rb") as file:
+            raw = file.read(size_bytes + 33)
+    except OSError:
+        return None
+    record = raw[:-32]
+    intact = len(record) == size_bytes and hashlib.sha256(record).digest() == raw[-32:]
+    return record if intact else None
+
+
+def _keep(folder: Path | None, name: str, record: bytes) -> None:
+    """Write a record of the cache, if possible."""
+    if folder is None:
+        return
+    try:
+        _make_room(folder)
+        handle, temporary = tempfile.mkstemp(dir=folder, prefix=".")
         try:
-            self._make_room(self._folder)
-            handle, name = tempfile.mkstemp(dir=self._folder, prefix=".")
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(record + hashlib.sha256(record).digest())
-                Path(name).replace(self._place(path))
-            except BaseException:
-                with suppress(OSError):
-                    Path(name).unlink()
-                raise
-        except OSError as problem:
-            logger.debug("the digest of %s is not kept: %s", path, problem)
-
-    def _place(self, path: Path) -> Path:
-        assert self._folder is not None
-        return self._folder / hashlib.sha256(os.fsencode(path)).hexdigest()
-
-    def _make_room(self, folder: Path) -> None:
-        """Remove the older half of a full cache."""
-        paths = list(folder.iterdir())
-        if len(paths) < _MAX_CACHED:
-            return
-        for path in sorted(paths, key=_mtime_ns)[: len(paths) // 2]:
+            with os.fdopen(handle, "wb") as file:
+                file.write(record + hashlib.sha256(record).digest())
+            Path(temporary).replace(folder / name)
+        except BaseException:
             with suppress(OSError):
-                path.unlink()
+                Path(temporary).unlink()
+            raise
+    except OSError as problem:
+        logger.debug("a digest is not kept: %s", problem)
+
+
+def _make_room(folder: Path) -> None:
+    """Remove the older half of a full cache."""
+    paths = list(folder.iterdir())
+    if len(paths) < _MAX_CACHED:
+        return
+    for path in sorted(paths, key=_mtime_ns)[: len(paths) // 2]:
+        with suppress(OSError):
+            path.unlink()
 
 
 _STATE: Final = struct.Struct("<5Q")
-_RECORD_BYTES: Final = _STATE.size + 64
 
 
 def _unsigned(state: _State) -> Iterator[int]:

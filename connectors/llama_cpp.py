@@ -88,7 +88,8 @@ class PrefixdCache:
         """
         context = LlamaContext(llama, fingerprint=fingerprint, salt=salt)
         cache = cls(context, client, **options)
-        logger.info("llama-cpp-python: %s", cache.identity)
+        log = logger.info if cache.identity.unshared is None else logger.warning
+        log("llama-cpp-python: %s", cache.identity)
         logger.debug("%s", "\n".join(cache.identity.lines()))
         context.after_generation(cache._save_completion)
         return cache

@@ -7,12 +7,13 @@ import os
 import stat
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from prefixd.client import weights
-from prefixd.client.weights import fingerprint_of_files, weights_of
+from prefixd.client.weights import digest_of_contents, fingerprint_of_files, weights_of
 from prefixd.proto.errors import CallerError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -370,3 +371,40 @@ def test_the_commit_that_was_loaded_counts_and_not_where_the_branch_is_now(
     assert weights_of("org/model", revision="../refs/main", cache_dir=tmp_path) is not None
     (tmp_path / "models--org--model" / "refs" / "main").write_text("../../elsewhere")
     assert weights_of("org/model", cache_dir=tmp_path) is None
+
+
+# ---- contents in memory
+
+
+def test_contents_are_identified_by_names_and_bytes() -> None:
+    def digest(**contents: bytes | None) -> bytes:
+        return digest_of_contents(
+            [
+                (name, partial(bytes.__add__, b"", value) if value else no_bytes)
+                for name, value in contents.items()
+            ]
+        )
+
+    def no_bytes() -> None:
+        return None
+
+    made = [
+        digest(),
+        digest(a=b"1"),
+        digest(a=b"2"),
+        digest(b=b"1"),
+        digest(a=b"1", b=b"2"),
+        digest(a=b"2", b=b"1"),
+        digest(a=b"12", b=None),
+        digest(a=b"12"),
+    ]
+    assert len(set(made)) == len(made)
+    assert digest(a=b"1") == made[1]
+
+
+def test_known_contents_are_not_hashed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = digest_of_contents([("a", lambda: b"content")])
+    monkeypatch.setattr("prefixd.client.weights._sha256", lambda _: 1 / 0)
+    assert digest_of_contents([("a", lambda: b"content")]) == first
+    with pytest.raises(ZeroDivisionError):
+        digest_of_contents([("a", lambda: b"other content")])

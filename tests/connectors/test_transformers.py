@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, Namespace
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.connectors.engine import UnsupportedEngine
-from prefixd.connectors.transformers import load_cache, namespace_of, save_cache
+from prefixd.connectors.transformers import load_cache, save_cache
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S
@@ -42,7 +42,7 @@ class DynamicLayer:
         self.values: Any = None
 
     def lazy_initialization(self, keys: Any, values: Any) -> None:
-        assert keys.shape == values.shape
+        assert keys.shape[:3:2] == values.shape[:3:2]
 
     def get_seq_length(self) -> int:
         return 0 if self.keys is None else int(self.keys.shape[2])
@@ -58,14 +58,16 @@ class DynamicCache:
 
 
 def config_of(layer: type = DynamicLayer, width: int = WIDTH) -> Any:
-    text = SimpleNamespace(
+    config = SimpleNamespace(
+        layer=layer,
         num_key_value_heads=HEADS,
-        num_attention_heads=HEADS,
+        num_attention_heads=2 * HEADS,
         head_dim=width,
-        num_hidden_layers=LAYERS,
-        dtype=np.float32,
+        dtype=np.dtype(np.float32),
     )
-    return SimpleNamespace(layer=layer, get_text_config=lambda: text, to_dict=dict)
+    config.get_text_config = lambda: config
+    config.to_dict = lambda: {"width": width}
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +77,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, value in (
         (utils, "DynamicCache", DynamicCache),
         (utils, "DynamicLayer", DynamicLayer),
-        (torch, "float32", np.float32),
+        (torch, "float32", np.dtype(np.float32)),
         (torch, "empty", lambda shape, dtype: np.empty(shape, dtype).view(Tensor)),
     ):
         setattr(module, name, value)
@@ -132,6 +134,62 @@ def test_whole_blocks_come_back_bit_by_bit(client: Client, namespace: Namespace)
     assert (found.token_count, found.cache.layers[0].get_seq_length()) == (16, 16)
 
 
+@pytest.mark.parametrize(
+    "tokens", [[TOKENS], np.array(TOKENS), np.array([TOKENS]), {"input_ids": [TOKENS]}]
+)
+def test_ids_are_taken_as_tokenisers_give_them(
+    client: Client, namespace: Namespace, tokens: Any
+) -> None:
+    saving = save_cache(client, namespace, tokens, filled(50), block_tokens=BLOCK)
+    assert len(saving.result(PATIENCE_S)) == 6
+    assert load_cache(client, namespace, config_of(), tokens, block_tokens=BLOCK).token_count == 48
+    with pytest.raises(CallerError, match="2 prompts"):
+        load_cache(client, namespace, config_of(), [TOKENS, TOKENS])
+
+
+@pytest.mark.parametrize(
+    ("heads", "value_heads", "key_width", "value_width", "fields"),
+    [
+        (1, 1, WIDTH, WIDTH, {"num_key_value_heads": None}),
+        (4, 4, WIDTH, WIDTH, {"num_key_value_heads": None}),
+        (1, 1, 6, 2, {"kv_lora_rank": 6, "qk_rope_head_dim": 2}),
+        (4, 4, 5, 3, {"qk_nope_head_dim": 3, "qk_rope_head_dim": 2, "v_head_dim": 3}),
+    ],
+    ids=["one head for all", "every head", "latent", "latent, given apart"],
+)
+def test_keys_and_values_of_other_shapes_are_found(
+    client: Client,
+    namespace: Namespace,
+    heads: int,
+    value_heads: int,
+    key_width: int,
+    value_width: int,
+    fields: dict[str, Any],
+) -> None:
+    config = config_of()
+    for name, value in fields.items():
+        setattr(config, name, value)
+    cache = DynamicCache(config)
+    random = np.random.default_rng(1)
+    for layer in cache.layers:
+        layer.keys = random.random((1, heads, 50, key_width), np.float32).view(Tensor)
+        layer.values = random.random((1, value_heads, 50, value_width), np.float32).view(Tensor)
+    assert save(client, namespace, TOKENS, cache) == 6
+    found = load_cache(client, namespace, config, TOKENS, block_tokens=BLOCK)
+    assert found.token_count == 48
+    for layer, saved in zip(found.cache.layers, cache.layers, strict=True):
+        assert (layer.keys == saved.keys[:, :, :48]).all()
+        assert (layer.values == saved.values[:, :, :48]).all()
+
+
+def test_another_number_type_is_a_miss(client: Client, namespace: Namespace) -> None:
+    save(client, namespace, TOKENS, filled(50))
+    found = load_cache(
+        client, namespace, config_of(), TOKENS, dtype=np.dtype(np.int32), block_tokens=BLOCK
+    )
+    assert found.token_count == 0
+
+
 def test_the_last_token_is_left_to_be_evaluated(client: Client, namespace: Namespace) -> None:
     save(client, namespace, TOKENS, filled(50))
     found = load_cache(client, namespace, config_of(), TOKENS[:48], block_tokens=BLOCK)
@@ -169,29 +227,3 @@ def test_without_the_engine_a_sentence_says_so(
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
     with pytest.raises(UnsupportedEngine, match=r"needs transformers \(made for 5\.23\.0\)"):
         load_cache(client, namespace, config_of(), TOKENS)
-
-
-def test_every_weight_and_every_setting_makes_another_namespace() -> None:
-    class Weights(Tensor):
-        @property
-        def dtype(self) -> Any:
-            return "float32"
-
-        def numel(self) -> int:
-            return self.size
-
-        def contiguous(self) -> Weights:
-            return self
-
-    def model(value: int = 0, rope: float = 1.0, dtype: str = "float32") -> Any:
-        config = SimpleNamespace(to_dict=lambda: {"rope": rope, "_name_or_path": os.urandom(4)})
-        weights = np.full(4, value, np.uint8).view(Weights)
-        return SimpleNamespace(
-            config=config, dtype=dtype, state_dict=lambda: {"a": weights, "b": weights[:0]}
-        )
-
-    models = [model(), model(1), model(rope=2.0), model(dtype="bfloat16")]
-    namespaces = [namespace_of(each) for each in models]
-    assert len(set(namespaces)) == len(models)
-    assert namespace_of(model()) == namespaces[0]
-    assert namespace_of(model(), salt="tenant") != namespaces[0]
