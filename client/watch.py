@@ -23,7 +23,7 @@ from typing import Final, NamedTuple, Self, TypeAlias
 import grpc
 
 from ..proto import prefixd_pb2 as pb
-from ..proto.endpoints import ADMIN_ADDRESS_VARIABLE, default_address, normalize_address
+from ..proto.endpoints import ADMIN_ADDRESS_VARIABLE, default_addresses, normalize_address
 from ..proto.errors import (
     ConfigError,
     DaemonUnavailable,
@@ -40,6 +40,7 @@ from ..proto.namespaces import Namespace
 from ..proto.prefixd_pb2_grpc import AdminStub
 from ..proto.vocabulary import SaveReason, Tier
 from .wire.messages import understanding
+from .wire.reach import reach
 from .wire.security import open_channel, operators_of
 from .wire.session import Backoff
 
@@ -50,9 +51,6 @@ _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, 
 _PING_MS: Final = 2 * WATCH_BEAT_MS
 _OPTIONS: Final = [
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    # Find a restarted daemon at once, not after a back-off of minutes.
-    ("grpc.initial_reconnect_backoff_ms", 50),
-    ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.keepalive_time_ms", _PING_MS),
     ("grpc.keepalive_timeout_ms", _PING_MS),
     ("grpc.http2.max_pings_without_data", 0),
@@ -60,6 +58,8 @@ _OPTIONS: Final = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+#: How long a daemon may take to accept a connection.
+_CONNECT_S: Final = 1.0
 #: Messages that the thread of an `AsyncWatch` reads ahead of its iterator.
 _AHEAD: Final = 4
 
@@ -147,11 +147,13 @@ class Watch:
         published key with the token ids that were saved with it, unless there are more than 8,192.
         `position`: continue there. Raises ConfigError, and DaemonUnavailable where the daemon can't
         be watched."""
-        self.address: Final = normalize_address(address or default_address())
-        self._operators = (
-            operators or os.environ.get(ADMIN_ADDRESS_VARIABLE) or operators_of(self.address)
-        )
-        if self._operators is None:
+        daemons = (normalize_address(address),) if address else default_addresses()
+        #: Of the daemon, or of the places where it is looked for.
+        self.address: Final = " or ".join(daemons)
+        operators = operators or os.environ.get(ADMIN_ADDRESS_VARIABLE)
+        found = [normalize_address(operators)] if operators else map(operators_of, daemons)
+        self._operators = [each for each in found if each is not None]
+        if not self._operators:
             raise DaemonUnavailable(
                 f"without TLS nobody can watch {self.address}: give the daemon's Unix socket, or "
                 "set $PREFIXD_TLS_CA and $PREFIXD_TOKEN_FILE"
@@ -161,7 +163,6 @@ class Watch:
         #: After the last message whose events were all taken.
         self.position = position or WatchPosition()
         self._backoff = backoff or Backoff()
-        self._channel = open_channel(normalize_address(self._operators), _OPTIONS)
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
@@ -176,7 +177,6 @@ class Watch:
         """The iterator ends. Idempotent."""
         self._closed.set()
         self.cut()
-        self._channel.close()
 
     def cut(self) -> None:
         """Drop the present connection; the iterator makes another one."""
@@ -210,12 +210,13 @@ class Watch:
             sequence=self.position.sequence,
             token_ids=self._token_ids,
         )
-        try:
-            call = AdminStub(self._channel).Watch(request)
-        except ValueError:
-            return  # the channel was closed at this moment
+        reached = reach(self._operators, _CONNECT_S)
+        channel = open_channel(reached.target, _OPTIONS)
+        call = AdminStub(channel).Watch(request)
         with self._lock:
             self._call = call
+        if self._closed.is_set():
+            call.cancel()
         try:
             for response in call:
                 self._backoff.reset()
@@ -232,6 +233,8 @@ class Watch:
             with self._lock:
                 self._call = None
             call.cancel()
+            channel.close()
+            reached.close()
 
 
 def event_of(event: pb.WatchEvent) -> WatchEvent:

@@ -77,11 +77,18 @@ class Ctl:
 
     @property
     def address(self) -> str:
-        """The daemon's address: the given one, else the default."""
-        from ...proto.endpoints import default_address, normalize_address
+        """The daemon's address: the given one, else the first of the default ones at which a
+        daemon answers. Raises DaemonUnavailable."""
+        from ...proto.endpoints import default_addresses, normalize_address
 
-        given = self.given_address
-        return default_address() if given is None else normalize_address(given)
+        if self.given_address is not None:
+            return normalize_address(self.given_address)
+        addresses = default_addresses()
+        if len(addresses) == 1 or self.admin_address is not None:
+            return addresses[0]
+        from .connection import found_among
+
+        return found_among(addresses)
 
     @property
     def admin_address(self) -> str | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from enum import Enum
 from queue import Empty, SimpleQueue
@@ -24,6 +24,7 @@ from ...proto import prefixd_pb2_grpc as pb_grpc
 from ...proto.endpoints import socket_path
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError, from_grpc
 from ...proto.vocabulary import Tier
+from ..wire.reach import DENIED, NOT_RELIED_ON, Reached, reach
 from ..wire.security import open_channel, operators_of
 
 Response = TypeVar("Response")
@@ -31,12 +32,21 @@ Response = TypeVar("Response")
 CHANNEL_OPTIONS: Final = [
     ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
-    # Reconnect to a restarted daemon soon, without a back-off of minutes.
+    # A new line to the same daemon must not inherit the backoff of the last.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Over TCP: reconnect to a restarted daemon soon, without a back-off of minutes.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
     # A daemon is never behind the proxy to the internet.
     ("grpc.enable_http_proxy", 0),
 ]
+#: How long a socket may take to accept a connection when several are tried.
+_PROBE_S: Final = 1.0
+#: Between two looks for a daemon that does not answer yet. More frequent ones would slow it down.
+_POLL_EVERY_S: Final = 0.02
+_WHAT_TO_DO: Final = (
+    "Start one with `prefixd`, or say where it is with --address or $PREFIXD_ADDRESS"
+)
 #: Entries in a page. An entry with many extents takes kilobytes.
 PAGE_ENTRIES: Final = 1_000
 
@@ -62,15 +72,7 @@ class AdminConnection:
         self.timeout_s = timeout_s
         # None over TCP without TLS and a token. The calls below then raise DaemonUnavailable.
         self._operators = operators or operators_of(address)
-        self._admin_channel = open_channel(self._operators or address, CHANNEL_OPTIONS)
-        self._admin = pb_grpc.AdminStub(self._admin_channel)
-        self._channel = open_channel(address, CHANNEL_OPTIONS)
-        # The generated stub has no types.
-        self._health = self._channel.unary_unary(
-            "/grpc.health.v1.Health/Check",
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        self._lines: dict[str, _Line] = {}
 
     def __enter__(self) -> AdminConnection:
         return self
@@ -79,8 +81,9 @@ class AdminConnection:
         self.close()
 
     def close(self) -> None:
-        self._channel.close()
-        self._admin_channel.close()
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.close()
 
     def stats(self) -> pb.StatsResponse:
         return self._operate(self._admin.Stats, pb.StatsRequest())
@@ -234,9 +237,38 @@ class AdminConnection:
         `wait_for_ready`: wait, within the timeout, for a daemon that does not answer yet.
         """
         request = health_pb2.HealthCheckRequest()
-        response = self._call(self.address, self._health, request, wait_for_ready=wait_for_ready)
+        until_s = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                response = self._call(self.address, self._line(self.address).health, request)
+                break
+            except DaemonUnavailable:
+                if not wait_for_ready or time.monotonic() + _POLL_EVERY_S > until_s:
+                    raise
+            time.sleep(_POLL_EVERY_S)
         serving = response.status == health_pb2.HealthCheckResponse.SERVING
         return Health.SERVING if serving else Health.NOT_SERVING
+
+    @property
+    def _admin(self) -> pb_grpc.AdminStub:
+        """The Admin service. Raises DaemonUnavailable."""
+        return self._line(self._operators_address()).admin
+
+    def _line(self, address: str) -> _Line:
+        """The line to an address, which is kept as long as it is to the daemon that is there.
+        Raises DaemonUnavailable."""
+        line = self._lines.get(address)
+        if line is not None and not line.reached.there:
+            del self._lines[address]
+            line.close()
+            line = None
+        if line is None:
+            try:
+                reached = reach([address], self.timeout_s)
+            except DaemonUnavailable as problem:
+                raise self._explained(address, problem) from None
+            line = self._lines.setdefault(address, _Line(reached))
+        return line
 
     def _operate(self, method: Callable[..., Response], request: object) -> Response:
         return self._call(self._operators_address(), method, request)
@@ -259,35 +291,29 @@ class AdminConnection:
             )
         return self._operators
 
-    def _call(
-        self,
-        address: str,
-        method: Callable[..., Response],
-        request: object,
-        *,
-        wait_for_ready: bool = False,
-    ) -> Response:
+    def _call(self, address: str, method: Callable[..., Response], request: object) -> Response:
         try:
-            return method(request, timeout=self.timeout_s, wait_for_ready=wait_for_ready)
+            return method(request, timeout=self.timeout_s)
         except grpc.RpcError as failure:
             raise self._explained(address, from_grpc(failure)) from None
 
     def _explained(self, address: str, error: PrefixdError) -> PrefixdError:
+        if isinstance(error, DaemonUnavailable) and (line := self._lines.pop(address, None)):
+            line.close()
         match error:
-            case DaemonUnavailable() if _forbidden(address):
+            case DaemonUnavailable() if DENIED in str(error):
                 return DaemonUnavailable(
                     f"permission denied on {address}; run this as the daemon's user"
                 )
+            case DaemonUnavailable() if NOT_RELIED_ON in str(error):
+                return error
             case DaemonUnavailable() if pid := _starting(self.address):
                 return DaemonUnavailable(
                     f"the daemon with pid {pid} does not listen at {address}: it is starting or "
                     "stopping, try again soon"
                 )
             case DaemonUnavailable():
-                return DaemonUnavailable(
-                    f"no daemon answers at {address}; start one with `prefixd`, or say "
-                    "where it is with --address or $PREFIXD_ADDRESS"
-                )
+                return DaemonUnavailable(f"no daemon answers at {address}. {_WHAT_TO_DO}")
             case DeadlineExceeded():
                 return DeadlineExceeded(
                     f"the daemon at {address} did not answer within {self.timeout_s:g} s; "
@@ -296,17 +322,35 @@ class AdminConnection:
         return error
 
 
-def _forbidden(address: str) -> bool:
-    """Whether there is a socket that this user may not connect to."""
-    path = socket_path(address)
-    if path is None:
-        return False
+class _Line:
+    """A channel to one address, to a server whose user was checked."""
+
+    def __init__(self, reached: Reached) -> None:
+        self.reached: Final = reached
+        self._channel: Final = open_channel(reached.target, CHANNEL_OPTIONS)
+        self.admin: Final = pb_grpc.AdminStub(self._channel)
+        # The generated stub has no types.
+        self.health: Final[Callable[..., health_pb2.HealthCheckResponse]] = (
+            self._channel.unary_unary(
+                "/grpc.health.v1.Health/Check",
+                request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+                response_deserializer=health_pb2.HealthCheckResponse.FromString,
+            )
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+        self.reached.close()
+
+
+def found_among(addresses: Sequence[str]) -> str:
+    """The first address at which a daemon answers. Raises DaemonUnavailable."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as attempt:
-            attempt.connect(str(path))
-    except OSError as problem:
-        return isinstance(problem, PermissionError)
-    return False
+        reached = reach(addresses, _PROBE_S)
+    except DaemonUnavailable as problem:
+        raise DaemonUnavailable(f"{problem}. {_WHAT_TO_DO}") from None
+    reached.close()
+    return reached.address
 
 
 def _starting(address: str) -> int:

@@ -9,6 +9,7 @@ The modules of this folder are groups of commands. What they print for people is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Annotated, Final
 
@@ -32,6 +33,9 @@ START: Final = "Start here"
 LAB: Final = "Traces and policies"
 LOOK: Final = "Look"
 CHANGE: Final = "Change"
+
+# The commands say themselves what they did not reach. `demo` kills its daemon on purpose.
+logging.getLogger("prefixd.client").addHandler(logging.NullHandler())
 
 app = typer.Typer(
     name="prefixctl",

@@ -14,6 +14,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, MalformedMessage, from_name
 from ..wire.connection import Calls
 from ..wire.pool import CONNECT_S, ConnectionPool, NoConnection
+from ..wire.reach import connect
 from ..wire.trace_context import TRACEPARENT
 
 #: More than most responses need.
@@ -24,12 +25,12 @@ class LocalConnection:
     """One connection. Not thread-safe."""
 
     def __init__(self, path: str, session: pb.SessionRef, timeout_s: float) -> None:
-        """Connects and names its session. Raises OSError if no daemon listens there."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        """Connects and names its session. Raises OSError if no daemon listens there that may be
+        relied on: what it hands over is read as it is."""
+        self._socket = connect(path, timeout_s)
         self._frames = frames.Frames(pb.LocalResponse.FromString)
         try:
             self._socket.settimeout(timeout_s)
-            self._socket.connect(path)
             self._socket.sendall(frames.frame(pb.LocalRequest(attach=session)))
         except OSError:
             self._socket.close()

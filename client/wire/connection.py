@@ -22,6 +22,7 @@ from ...proto.errors import (
 )
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
+from .reach import Reached, reach
 from .security import Security, open_channel
 from .sinks import Sink
 from .trace_context import trace_metadata
@@ -69,11 +70,21 @@ class Connection:
     """
 
     def __init__(
-        self, address: str, connect_timeout_ms: int, security: Security | None = None
+        self, address: str | Reached, connect_timeout_ms: int, security: Security | None = None
     ) -> None:
-        """`security`: see `open_channel`. Raises ConfigError."""
+        """`address`: also one that was reached, which the connection then owns. `security`: see
+        `open_channel`. Raises ConfigError, DaemonUnavailable."""
         self.security: Final = security or Security.of_environment()
-        self.channel = open_channel(address, _options(connect_timeout_ms), self.security)
+        if isinstance(address, str):
+            address = reach([address], connect_timeout_ms / 1e3)
+        self._reached: Final = address
+        self.address: Final = address.address
+        try:
+            target, options = address.target, _options(connect_timeout_ms)
+            self.channel = open_channel(target, options, self.security)
+        except BaseException:
+            address.close()
+            raise
         self.stub = CacheStub(self.channel)
         service = pb.DESCRIPTOR.services_by_name["Cache"].full_name
         # No serializer: `messages.pack` encodes the messages.
@@ -149,6 +160,7 @@ class Connection:
             in_progress = list(self._in_progress)
         for call in in_progress:
             call.cancel()
+        self._reached.close()
         closing = threading.Thread(target=self.channel.close, name="prefixd-hang-up", daemon=True)
         try:
             closing.start()

@@ -39,7 +39,7 @@ class DataTransport(GrpcTransport):
         return self._keeper.why_down
 
     def _opened(self, link: Link) -> None:
-        address, port = self._address, link.welcome.data_port
+        address, port = link.connection.address, link.welcome.data_port
         host = self.data_host
         if host is None and not address.startswith(UNIX_SCHEME):
             host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")

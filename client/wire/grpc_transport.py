@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeVar
 import grpc
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.endpoints import default_address, normalize_address
+from ...proto.endpoints import default_addresses, normalize_address
 from ...proto.errors import (
     ClaimLost,
     DaemonUnavailable,
@@ -79,15 +79,15 @@ class GrpcTransport(Transport):
         backoff: Backoff | None = None,
         security: Security | None = None,
     ) -> None:
-        """`address` None: the default one. `name` None: that of the program. `label`: see
-        `Client`. `security`: see `security.open_channel`. Raises ConfigError for a malformed
-        address, InvalidSize for a malformed name or label."""
+        """`address` None: the default ones, in their order. `name` None: that of the program.
+        `label`: see `Client`. `security`: see `security.open_channel`. Raises ConfigError for a
+        malformed address, InvalidSize for a malformed name or label."""
         self._counters = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
-        self._address = default_address() if address is None else normalize_address(address)
+        addresses = default_addresses() if address is None else (normalize_address(address),)
         self._keeper = SessionKeeper(
-            self._address,
+            addresses,
             hello_of(name, label),
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,

@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,11 +36,12 @@ from ..counters import Counters
 from .connection import Connection
 from .deadline import Deadline
 from .link import Link
+from .reach import reach
 from .security import Security
 
+#: Without a handler of its own: in a program that has not set up logging, its warnings go to
+#: stderr. A daemon that is not found is otherwise noticed by nobody.
 logger = logging.getLogger("prefixd.client")
-# Without it, warnings of a program that has not set up logging would go to the terminal.
-logger.addHandler(logging.NullHandler())
 
 #: How long connecting may take before the daemon counts as down.
 DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
@@ -97,7 +98,7 @@ class SessionKeeper:
 
     def __init__(
         self,
-        address: str,
+        addresses: Sequence[str],
         hello: pb.Hello,
         *,
         counters: Counters,
@@ -106,11 +107,12 @@ class SessionKeeper:
         when_opened: Callable[[Link], None] | None = None,
         security: Security | None = None,
     ) -> None:
-        """`when_opened`: called with each session before it is used, in the keeper's thread.
+        """`addresses`: for each session the first one is used at which a daemon answers (`reach`).
+        `when_opened`: called with each session before it is used, in the keeper's thread.
         `security`: see `security.open_channel`."""
         self._when_opened = when_opened
         self._security = security
-        self.address = address
+        self._addresses = tuple(addresses)
         self._hello = hello
         self._counters = counters
         self._connect_timeout_ms = connect_timeout_ms
@@ -119,7 +121,9 @@ class SessionKeeper:
         self._identities: dict[bytes, pb.Identity] = {}
         self._changed = threading.Condition()
         self._state = _State.CONNECTING
-        self._why_down = "it has not answered yet"
+        self._why_down = f"no daemon has answered yet at {' or '.join(self._addresses)}"
+        #: Whether the log says that there is no daemon. Once is enough for each time.
+        self._told = False
         #: The link in use (UP) or being opened; None between attempts.
         self._link: Link | None = None
         self._closing = threading.Event()
@@ -152,7 +156,7 @@ class SessionKeeper:
                 return self._link
             if self._state is _State.CLOSED:
                 raise ClientClosed("this client is closed")
-            raise DaemonUnavailable(f"no daemon at {self.address}: {self._why_down}")
+            raise DaemonUnavailable(self._why_down)
 
     def renew(self, link: Link, why: str) -> None:
         """Replace the session of `link`, which the daemon does not know any more."""
@@ -252,19 +256,25 @@ class SessionKeeper:
 
     def _failed(self, why: str) -> None:
         with self._changed:
-            if self._state is _State.CONNECTING:
-                logger.warning("no daemon at %s: %s; will keep trying", self.address, why)
+            told, self._told = self._told, True
             self._why_down = why
+        if not told:
+            logger.warning("%s; every call is a miss until there is one; will keep trying", why)
         self._enter(_State.DOWN)
 
     def _attempt(self) -> None:
         """Open a session and serve it until it ends. Raises PrefixdError if it can't be opened."""
-        connection = Connection(self.address, self._connect_timeout_ms, self._security)
+        reached = reach(self._addresses, self._connect_timeout_ms / 1e3)
+        address = reached.address
+        connection = Connection(reached, self._connect_timeout_ms, self._security)
         link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
             if not self._enter(self._state, link):
                 return
-            link.open()
+            try:
+                link.open()
+            except DaemonUnavailable as problem:
+                raise DaemonUnavailable(f"no daemon at {address}: {problem}") from None
             self._counters.add("sessions")
             if self._when_opened is not None:
                 self._when_opened(link)
@@ -274,11 +284,12 @@ class SessionKeeper:
                 identities = list(self._identities.values())
             for identity in identities:  # one that comes meanwhile is sent twice
                 link.send(pb.SessionRequest(identity=identity))
-            logger.info("session %d with the daemon at %s", link.ref.session_id, self.address)
+            self._told = False
+            logger.info("session %d with the daemon at %s", link.ref.session_id, address)
             self._serve(link)
             self._why_down = link.why_ended
             if not self._closing.is_set():
-                logger.warning("lost the daemon at %s: %s", self.address, link.why_ended)
+                logger.warning("lost the daemon at %s: %s", address, link.why_ended)
             # A daemon that hangs may accept a connection and still not answer: don't wait for it.
             silent = link.silent or link.suspect
             self._enter(_State.DOWN if silent else _State.CONNECTING)
@@ -305,7 +316,7 @@ class SessionKeeper:
                         self._counters.add("lost_reservations")
                 case "draining":
                     link.draining = True
-                    logger.info("the daemon at %s is stopping", self.address)
+                    logger.info("the daemon is stopping")
                 case _:
                     pass  # an event of a later version
 

@@ -21,10 +21,11 @@ from ...proto.endpoints import (
     LOCAL_SUFFIX,
     SOCKET_NAME,
     UNIX_SCHEME,
-    default_address,
+    default_addresses,
     socket_path,
 )
 from ...proto.frames import TRACING_VARIABLE
+from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
@@ -79,12 +80,23 @@ def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
         address = f"{UNIX_SCHEME}{env['RUNTIME_DIRECTORY']}/{SOCKET_NAME}"
     else:
         unnamed = {name: value for name, value in env.items() if name != ADDRESS_VARIABLE}
-        address = default_address(unnamed, uid)
+        addresses = default_addresses(unnamed, uid)
+        address = next((each for each in addresses if _usable(each)), addresses[0])
     return {
         "server.address": address,
         "shm.directory": f"/dev/shm/prefixd-{uid}",
         "disk.directory": state,
     }
+
+
+def _usable(address: str) -> bool:
+    """Whether a daemon of this user can listen at a default address."""
+    path = socket_path(address)
+    assert path is not None
+    directory = path.parent
+    # Its parent is not made: a user without a login has no /run/user/<uid>.
+    found = directory.is_dir() or directory.parent.is_dir()
+    return found and not why_no_place(directory) and not _not_writable(directory)
 
 
 def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:

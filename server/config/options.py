@@ -59,8 +59,9 @@ class Section(BaseModel):
 class Server(Section):
     address: UnixAddress
     """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
-    $RUNTIME_DIRECTORY (systemd), $XDG_RUNTIME_DIR/prefixd, /run/prefixd (root) or
-    /tmp/prefixd-<uid>."""
+    $RUNTIME_DIRECTORY (systemd), else in the first of these that can be used: /run/prefixd (root),
+    $XDG_RUNTIME_DIR/prefixd, /run/user/<uid>/prefixd, /tmp/prefixd-<uid>. Clients and prefixctl
+    look in the same places, and in /run/prefixd after them."""
     socket_mode: Mode = 0o600
     """Who may connect to it: 0600 this user, 0660 its group too, 0666 every user who can reach its
     directory. A process that connects can read and replace what others have saved."""

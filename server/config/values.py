@@ -13,7 +13,9 @@ from pydantic import BeforeValidator, Field
 
 from ...proto.endpoints import (
     ADMIN_SUFFIX,
+    BINDING_SUFFIX,
     LOCAL_SUFFIX,
+    MAX_ADDRESS_PATH_BYTES,
     MAX_SOCKET_PATH_BYTES,
     normalize_address,
     socket_path,
@@ -93,10 +95,9 @@ def _unix_address(value: object) -> object:
     path = socket_path(address)
     if path is None:
         raise ValueError("should be a Unix socket; TCP is `server.tcp`")
-    longest_bytes = MAX_SOCKET_PATH_BYTES - max(len(LOCAL_SUFFIX), len(ADMIN_SUFFIX))
-    if len(os.fsencode(path)) > longest_bytes:
+    if len(os.fsencode(path)) > MAX_ADDRESS_PATH_BYTES:
         raise ValueError(
-            f"should be a path of at most {longest_bytes} bytes: with {LOCAL_SUFFIX} and "
+            f"should be a path of at most {MAX_ADDRESS_PATH_BYTES} bytes: with {LOCAL_SUFFIX} and "
             f"{ADMIN_SUFFIX} behind it, it names two more sockets"
         )
     return address
@@ -104,8 +105,12 @@ def _unix_address(value: object) -> object:
 
 def _admin_address(value: object) -> object:
     address = normalize_address(str(value))
-    if socket_path(address) is None:
+    path = socket_path(address)
+    if path is None:
         raise ValueError("should be a Unix socket: operators are served on this host only")
+    longest_bytes = MAX_SOCKET_PATH_BYTES - len(BINDING_SUFFIX)
+    if len(os.fsencode(path)) > longest_bytes:
+        raise ValueError(f"should be a path of at most {longest_bytes} bytes")
     return address
 
 

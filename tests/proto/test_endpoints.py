@@ -8,7 +8,7 @@ import pytest
 
 from prefixd.proto.endpoints import (
     admin_address,
-    default_address,
+    default_addresses,
     normalize_address,
     socket_path,
 )
@@ -17,28 +17,57 @@ from prefixd.proto.errors import ConfigError
 
 def test_the_variable_wins() -> None:
     environ = {"PREFIXD_ADDRESS": "cache-node:7070", "XDG_RUNTIME_DIR": "/run/user/7"}
-    assert default_address(environ, uid=0) == "cache-node:7070"
+    assert default_addresses(environ, uid=0) == ("cache-node:7070",)
 
 
 def test_a_bad_variable_is_named() -> None:
     with pytest.raises(ConfigError, match="'nonsense' is no address"):
-        default_address({"PREFIXD_ADDRESS": "nonsense"}, uid=0)
+        default_addresses({"PREFIXD_ADDRESS": "nonsense"}, uid=0)
 
 
-def test_the_runtime_directory_of_the_user_comes_next() -> None:
-    assert default_address({"XDG_RUNTIME_DIR": "/run/user/7"}, uid=7) == (
-        "unix:/run/user/7/prefixd/prefixd.sock"
-    )
+def directories(environ: dict[str, str], uid: int) -> list[str]:
+    found = default_addresses(environ, uid)
+    assert all(each.startswith("unix:") and each.endswith("/prefixd.sock") for each in found)
+    return [each.removeprefix("unix:").removesuffix("/prefixd.sock") for each in found]
 
 
-def test_root_and_others_without_a_runtime_directory() -> None:
-    assert default_address({}, uid=0) == "unix:/run/prefixd/prefixd.sock"
-    assert default_address({}, uid=1000) == "unix:/tmp/prefixd-1000/prefixd.sock"
+def test_places_of_users_and_of_root() -> None:
+    xdg = {"XDG_RUNTIME_DIR": "/xdg/7"}
+    own = ["/run/user/7/prefixd", "/tmp/prefixd-7"]
+    assert directories({}, 7) == [*own, "/run/prefixd"]
+    assert directories(xdg, 7) == ["/xdg/7/prefixd", *own, "/run/prefixd"]
+    assert directories({"XDG_RUNTIME_DIR": "/run/user/7"}, 7) == [*own, "/run/prefixd"]
+    root = ["/run/user/0/prefixd", "/tmp/prefixd-0"]
+    assert directories({}, 0) == ["/run/prefixd", *root]
+    assert directories(xdg, 0) == ["/run/prefixd", "/xdg/7/prefixd", *root]
+
+
+def test_a_place_that_no_socket_can_have_is_left_out() -> None:
+    for runtime in ("relative", "/" + "x" * 90):
+        assert directories({"XDG_RUNTIME_DIR": runtime}, 7) == directories({}, 7)
+
+
+@pytest.mark.parametrize("uid", [0, 7])
+@pytest.mark.parametrize("there", [{}, {"XDG_RUNTIME_DIR": "/run/user/7"}])
+@pytest.mark.parametrize("here", [{}, {"XDG_RUNTIME_DIR": "/run/user/7"}])
+def test_clients_look_wherever_a_daemon_of_the_user_or_of_the_machine_listens(
+    uid: int, there: dict[str, str], here: dict[str, str]
+) -> None:
+    """Whatever the daemon's environment has, and the client's has not."""
+    listening = {default_addresses(there, uid)[0], "unix:/run/prefixd/prefixd.sock"}
+    if uid or "XDG_RUNTIME_DIR" not in there:
+        assert listening <= {*default_addresses(here, uid)}
 
 
 def test_without_arguments_it_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PREFIXD_ADDRESS", "/a/b.sock")
-    assert default_address() == "unix:/a/b.sock"
+    assert default_addresses() == ("unix:/a/b.sock",)
+
+
+def test_an_ipv6_address_without_brackets_gets_a_hint() -> None:
+    with pytest.raises(ConfigError, match=r"in brackets, as in \[::1\]:9999"):
+        normalize_address("::1:9999")
+    assert normalize_address("[::1%lo]:9999") == "[::1%lo]:9999"
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -162,13 +164,19 @@ def test_a_timeout_that_is_none_is_bad_input(time: str) -> None:
     assert run(real_app, "stats", f"--timeout={time}").exit_code == ExitCode.BAD_INPUT
 
 
-def test_the_daemon_is_found_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_daemon_is_found_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PREFIXD_ADDRESS", "/somewhere/else")
     assert Ctl().address == "unix:/somewhere/else"
     assert Ctl("h:1").address == "h:1"
     monkeypatch.delenv("PREFIXD_ADDRESS")
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/runtime")
-    assert Ctl().address == "unix:/runtime/prefixd/prefixd.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "prefixd").mkdir()
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(f"{tmp_path}/prefixd/prefixd.sock")
+        with pytest.raises(DaemonUnavailable, match=r"prefixd\.sock: no process listens there"):
+            Ctl().address  # noqa: B018  # it looks for a daemon
+        daemon.listen()
+        assert Ctl().address == f"unix:{tmp_path}/prefixd/prefixd.sock"
 
 
 def test_data_is_shown_as_json_or_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:

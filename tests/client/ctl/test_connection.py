@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -144,10 +145,12 @@ def test_who_may_not_use_the_socket_is_told_so(
 ) -> None:
     """Root may connect, so the kernel's refusal is simulated."""
     address = f"unix:{tmp_path}/s"
+    with socket.socket(socket.AF_UNIX) as operators:
+        operators.bind(f"{tmp_path}/s.admin")
 
     class Forbidden(socket.socket):
-        def connect(self, address: object) -> None:
-            raise PermissionError(address)
+        def connect(self, _address: object) -> None:
+            raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(socket, "socket", Forbidden)
     with AdminConnection(address, 10) as daemon, pytest.raises(DaemonUnavailable) as raised:

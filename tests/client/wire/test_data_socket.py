@@ -9,7 +9,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Final
 
@@ -351,6 +351,7 @@ class Opened:
         self.ref = REF
         self.connection = self.calls = self
         self.security = Security()
+        self.address = ""
         self.data: DataCalls | None = None
         self.on_end: list[object] = []
 
@@ -371,7 +372,10 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
     """Even if the session is open before the constructor has returned."""
     opened = Opened(data_port)
 
-    def keeper(*_: object, when_opened: Callable[[object], None], **__: object) -> None:
+    def keeper(
+        addresses: Sequence[str], *_: object, when_opened: Callable[[object], None], **__: object
+    ) -> None:
+        (opened.connection.address,) = addresses
         when_opened(opened)
 
     monkeypatch.setattr(grpc_transport, "SessionKeeper", keeper)

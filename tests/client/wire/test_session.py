@@ -79,7 +79,7 @@ class Keepers:
 
     def __call__(self, *, connect_timeout_ms: int = 5_000) -> SessionKeeper:
         keeper = SessionKeeper(
-            self.address,
+            [self.address],
             pb.Hello(client_name="test", pid=1),
             counters=self.counters,
             connect_timeout_ms=connect_timeout_ms,
@@ -183,7 +183,7 @@ def test_a_daemon_that_ends_every_session_sees_ever_fewer(daemon: FakeDaemon, ad
     for _ in range(4):
         daemon.fail("Session", LimitReached("too many sessions"))
     keeper = SessionKeeper(
-        address,
+        [address],
         pb.Hello(),
         counters=Counters(),
         connect_timeout_ms=5_000,
@@ -282,7 +282,7 @@ def test_a_closed_keeper_says_so_and_leaves_nothing(daemon: FakeDaemon, keepers:
 
 def test_closing_does_not_wait_for_a_backoff(address: str) -> None:
     keeper = SessionKeeper(
-        address,
+        [address],
         pb.Hello(),
         counters=Counters(),
         connect_timeout_ms=5_000,
