@@ -2,12 +2,17 @@
 
 Payloads are `bytes`, `bytearray`, `memoryview`, numpy arrays, CPU tensors, or lists of those. They
 need not be contiguous: those that are not are taken as their contiguous pieces.
+
+Their items are numbers, characters or structures of those. Objects, pointers and functions are
+refused: their bytes are addresses, which mean nothing in another process, and crash it.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
@@ -20,6 +25,13 @@ if TYPE_CHECKING:
     #: A buffer, a tensor in CPU memory, or a sequence of those.
     Payload: TypeAlias = Buffer | Sequence[Any] | Any
 
+#: What the buffer protocol calls numbers, characters, padding, and structures and arrays of them.
+_PLAIN: Final = re.compile(r"(?:[?cbBhHiIlLqQnNefdgspuwxT{}@=<>!^0-9(), ]|Z[fdg])*")
+_FIELD_NAME: Final = re.compile(r":[^:]*:")
+_ADDRESSES: Final = (
+    "a payload is bytes, and the items of this one are addresses of objects, which mean nothing "
+    "in another process"
+)
 #: With more pieces, packing them first costs less.
 MAX_PIECES: Final = 2**16
 
@@ -29,7 +41,8 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
     the other; of an array that is not contiguous, its rows in C order.
 
     Raises `InvalidSize` for no bytes, for a row that is not contiguous, for more than `MAX_PIECES`
-    pieces, or for read-only memory when `writable`; `CallerError` for what is no buffer.
+    pieces, or for read-only memory when `writable`; `CallerError` for what is no buffer, or one
+    of objects or pointers.
     """
     if not isinstance(payload, list | tuple):
         view = _view(payload)
@@ -99,6 +112,8 @@ def _checked(view: memoryview, *, writable: bool) -> memoryview:
         raise InvalidSize("the buffer to restore into is read-only")
     if view.format == "B" and view.ndim == 1:
         return view
+    if not _is_plain(view.format):
+        raise CallerError(_ADDRESSES)
     # `memoryview.cast` knows only native number formats.
     return PickleBuffer(view).raw()
 
@@ -113,16 +128,47 @@ def _view(payload: Payload) -> memoryview:
                 return as_buffer(payload)
             except (AttributeError, TypeError, ValueError, RuntimeError):
                 continue
-    kind = type(payload).__name__
-    raise CallerError(f"a payload is a contiguous buffer in CPU memory, not such a {kind}")
+    raise CallerError(
+        f"a payload is a contiguous buffer in CPU memory, not such a {type(payload).__name__}"
+        f"{_why_not(payload)}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _is_plain(format: str) -> bool:
+    """Whether items of this format have no addresses in them."""
+    return _PLAIN.fullmatch(_FIELD_NAME.sub(" ", format)) is not None
+
+
+def _why_not(payload: Any) -> str:
+    """What the caller can do with a tensor or an array that is no payload."""
+    if getattr(getattr(payload, "dtype", None), "hasobject", False):
+        return f": {_ADDRESSES}"
+    if unresolved := _unresolved(payload):
+        return f": call {unresolved}() first"
+    device = str(getattr(payload, "device", "cpu"))
+    if device != "cpu":
+        return f" on device {device}: copy it to the CPU first"
+    return ""
 
 
 def _tensor_view(tensor: Any) -> memoryview:
     """A tensor of any type as bytes, because numpy has no bfloat16 and no float8."""
     # The tensor's library must be loaded; nothing here imports it.
     library = sys.modules[type(tensor).__module__.partition(".")[0]]
+    if _unresolved(tensor):
+        raise TypeError("its bytes are not its numbers")
     flat = tensor.detach().reshape(-1) if not tensor.ndim else tensor.detach()
     return memoryview(flat.view(library.uint8).numpy())
+
+
+def _unresolved(tensor: Any) -> str:
+    """The method that makes the bytes of a lazily conjugated or negated tensor those of its
+    numbers; empty for any other."""
+    for state in ("conj", "neg"):
+        if getattr(tensor, f"is_{state}", bool)() is True:
+            return f"resolve_{state}"
+    return ""
 
 
 def _array_view(array: Any) -> memoryview:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client.buffers import MAX_PIECES, flat_bytes
+from prefixd.client.buffers import MAX_PIECES, all_flat, flat_bytes
 from prefixd.proto.errors import CallerError, InvalidSize
 from prefixd.proto.payload import Pieces, copy
 
@@ -119,12 +119,76 @@ def test_anything_else_is_the_callers_mistake(thing: object) -> None:
         flat_bytes(thing)
 
 
+class Pointers(ctypes.Structure):
+    """A format in which a name follows a pointer: `T{<Z:d:<d:x:}`."""
+
+    _fields_ = (("d", ctypes.c_wchar_p), ("x", ctypes.c_double))
+
+
+ADDRESSES: list[Any] = [
+    np.array([object(), "a", [1]], dtype=object),
+    np.zeros((4, 4), dtype=object)[:, :2],
+    np.zeros(2, [("a", "i4"), ("b", "O")]),
+    np.zeros(2, [("a", "M8[s]"), ("b", "O")]),
+    (ctypes.c_void_p * 2)(),
+    (ctypes.c_char_p * 2)(),
+    (ctypes.c_wchar_p * 2)(),
+    (ctypes.py_object * 2)(),
+    (ctypes.CFUNCTYPE(None) * 2)(),
+    ctypes.pointer(ctypes.c_int(1)),
+    Pointers(),
+    memoryview((ctypes.c_void_p * 2)()),
+    [bytearray(3), (ctypes.c_void_p * 2)()],
+]
+
+
+@pytest.mark.parametrize("buffer", ADDRESSES, ids=lambda buffer: type(buffer).__name__)
+@pytest.mark.parametrize("writable", [False, True])
+def test_addresses_are_no_payload(buffer: Any, writable: bool) -> None:
+    """They would be saved as pointers of this process, and crash the one that restores them."""
+    with pytest.raises(CallerError, match="addresses of objects"):
+        flat_bytes(buffer, writable=writable)
+    with pytest.raises(CallerError, match="addresses of objects"):
+        all_flat([memoryview(bytearray(1)), buffer])
+
+
+@pytest.mark.skipif(not hasattr(np.dtypes, "StringDType"), reason="needs numpy 2")
+def test_texts_of_any_length_are_no_payload() -> None:
+    with pytest.raises(CallerError, match="not such a ndarray"):
+        flat_bytes(np.array(["a", "b" * 100], dtype=np.dtypes.StringDType()))
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        np.zeros(3, "?"),
+        np.zeros(3, "c16"),
+        np.zeros(3, "S3"),
+        np.zeros(3, "U3"),
+        np.zeros(3, "V8"),
+        np.zeros(3, "g"),
+        np.zeros(3, "m8[s]"),
+        # Names of fields are no formats.
+        np.zeros(3, [("O", "<i4"), ("P", ">f8", (2, 2)), ("Z", "c8"), ("x y", "V3")]),
+        np.zeros(3, np.dtype([("a", "i1"), ("b", "f8")], align=True)),
+        (ctypes.c_wchar * 2)(),
+        (ctypes.c_bool * 2)(),
+        (ctypes.c_longdouble * 2)(),
+    ],
+    ids=lambda plain: str(getattr(plain, "dtype", type(plain).__name__)),
+)
+def test_numbers_characters_and_structures_of_them_are_a_payload(plain: Any) -> None:
+    size_bytes = plain.nbytes if isinstance(plain, np.ndarray) else ctypes.sizeof(plain)
+    assert flat_bytes(plain, writable=True).nbytes == size_bytes
+
+
 class FakeTensor:
     """The part of a tensor that `flat_bytes` uses; `numpy()` fails for types that numpy lacks."""
 
     def __init__(self, data: np.ndarray[Any, Any], *, has_numpy: bool = False) -> None:
         self._data = data
         self._has_numpy = has_numpy
+        self.device = "cpu"
         self.ndim = data.ndim
 
     def detach(self) -> FakeTensor:
@@ -167,6 +231,23 @@ def test_a_tensor_of_one_number_is_seen_as_bytes() -> None:
 
 
 @pytest.mark.usefixtures("fake_torch")
+@pytest.mark.parametrize("state", ["conj", "neg"])
+def test_a_tensor_whose_bytes_are_not_its_numbers_is_refused(state: str) -> None:
+    lazy = FakeTensor(np.zeros(4, np.uint16))
+    setattr(lazy, f"is_{state}", lambda: True)
+    with pytest.raises(CallerError, match=rf"call resolve_{state}\(\) first"):
+        flat_bytes(lazy)
+
+
+@pytest.mark.usefixtures("fake_torch")
+def test_a_tensor_on_another_device_is_refused() -> None:
+    far = FakeTensor(np.zeros((4, 4), np.uint16)[:, :2])
+    far.device = "cuda:0"
+    with pytest.raises(CallerError, match="FakeTensor on device cuda:0: copy it to the CPU first"):
+        flat_bytes(far)
+
+
+@pytest.mark.usefixtures("fake_torch")
 def test_a_tensor_that_does_not_lie_together_is_refused() -> None:
     with pytest.raises(CallerError, match="contiguous buffer in CPU memory"):
         flat_bytes(FakeTensor(np.zeros((4, 4), np.uint16)[:, :2]))
@@ -179,5 +260,10 @@ def test_torch_tensors() -> None:
         view = flat_bytes(tensor, writable=True)
         view[:] = bytes(range(view.nbytes))
         assert bytes(tensor.detach().view(torch.uint8).numpy()) == bytes(range(view.nbytes))
-    with pytest.raises(CallerError):
+    with pytest.raises(CallerError, match="on device meta: copy it to the CPU first"):
         flat_bytes(torch.zeros(2, device="meta"))
+    numbers = torch.ones(4, dtype=torch.complex64)
+    with pytest.raises(CallerError, match=r"call resolve_conj\(\) first"):
+        flat_bytes(numbers.conj())
+    with pytest.raises(CallerError, match=r"call resolve_neg\(\) first"):
+        flat_bytes(numbers.conj().imag)
