@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, overload
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
 from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS
+from .ranks import check_shard
 
 if TYPE_CHECKING:
     from ..proto.keys import Tokens
@@ -61,8 +62,10 @@ def prefix_walk(
 ) -> PrefixWalk:
     """The prefixes of `tokens`, all keys in one hash pass. Empty if no stride is complete.
 
-    `exact_end`: also the state of all of `tokens`, wherever they end.
+    `exact_end`: also the state of all of `tokens`, wherever they end. Raises InvalidNamespace as
+    `BlockChain` does.
     """
+    check_shard(namespace)
     lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
     keys = prefix_keys(namespace, tokens, lengths)
     return PrefixWalk(keys[::-1], lengths[::-1])
@@ -87,7 +90,9 @@ class BlockChain(Sequence[Key]):
         include_partial: bool = False,
     ) -> None:
         """`include_partial`: a trailing incomplete block is part of the chain, to be saved; a
-        search does not look for it. Raises InvalidSize, InvalidTokens."""
+        search does not look for it. Raises InvalidSize, InvalidTokens, and InvalidNamespace for a
+        namespace without a shard in one of several ranks."""
+        check_shard(namespace)
         token_count = count_tokens(tokens)
         self._keys: list[Key] = []
         self._rest: Iterator[Key] = iter_block_keys(

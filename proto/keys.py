@@ -118,8 +118,10 @@ class Namespace:
 
     `fingerprint`: 32 bytes that identify the weights and the tokeniser. `quantisation`: at most
     8 bytes (text becomes UTF-8), padded with NUL. `context_params`: 32 bytes, see `context_hash`.
-    `adapters` may be in any order. `salt` separates tenants, `shard` the ranks of one model. Raises
-    `InvalidNamespace`. Namespaces are cheap to compare and hash; derived fields are computed once.
+    `adapters` may be in any order. `salt` separates tenants. `shard` separates the ranks of one
+    model, each of which holds a part of its state (`"tp 0/2"`); ranks that hold the whole state
+    share one (`"whole"`). Raises `InvalidNamespace`. Namespaces are cheap to compare and hash;
+    derived fields are computed once.
     """
 
     fingerprint: bytes
