@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..proto import errors as errors
+    from ..proto.extras import Extra as Extra
     from ..proto.keys import Adapter as Adapter
     from ..proto.keys import ForeignNamespace as ForeignNamespace
     from ..proto.keys import Key as Key
@@ -58,6 +59,7 @@ _HOMES = {
     name: module
     for module, names in {
         "..proto": "errors",
+        "..proto.extras": "Extra",
         "..proto.keys": "Adapter ForeignNamespace Key Namespace block_keys context_hash "
         "extend_chain prefix_key prefix_keys",
         "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
@@ -92,6 +94,7 @@ __all__ = [  # literal, for type checkers
     "Disconnected",
     "Entry",
     "Evicted",
+    "Extra",
     "ForeignNamespace",
     "Found",
     "Hit",

@@ -41,7 +41,8 @@ from .thread_pool import ThreadPool, resolve
 from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
+    from ..proto.extras import Extras
+    from ..proto.tokens import Tokens
     from .buffers import Payload
 
 P = ParamSpec("P")
@@ -293,9 +294,12 @@ class AsyncClient(Asynchronous):
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         *,
         include_partial: bool = False,
+        extras: Extras = (),
     ) -> BlockChain:
         """`Client.chain`; no coroutine, because it makes no call."""
-        return self.client.chain(namespace, tokens, block_tokens, include_partial=include_partial)
+        return self.client.chain(
+            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
+        )
 
     # ---- restoring it
 

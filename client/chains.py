@@ -17,7 +17,8 @@ from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS
 from .ranks import check_shard
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
+    from ..proto.extras import Extras
+    from ..proto.tokens import Tokens
 
 
 def checked_keys(keys: Sequence[Key]) -> list[Key]:
@@ -58,7 +59,12 @@ def boundaries(token_count: int, stride_tokens: int, *, exact_end: bool = False)
 
 
 def prefix_walk(
-    namespace: Namespace, tokens: Tokens, stride_tokens: int, *, exact_end: bool = False
+    namespace: Namespace,
+    tokens: Tokens,
+    stride_tokens: int,
+    *,
+    exact_end: bool = False,
+    extras: Extras = (),
 ) -> PrefixWalk:
     """The prefixes of `tokens`, all keys in one hash pass. Empty if no stride is complete.
 
@@ -67,7 +73,7 @@ def prefix_walk(
     """
     check_shard(namespace)
     lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
-    keys = prefix_keys(namespace, tokens, lengths)
+    keys = prefix_keys(namespace, tokens, lengths, extras)
     return PrefixWalk(keys[::-1], lengths[::-1])
 
 
@@ -88,15 +94,18 @@ class BlockChain(Sequence[Key]):
         block_tokens: int,
         *,
         include_partial: bool = False,
+        extras: Extras = (),
     ) -> None:
         """`include_partial`: a trailing incomplete block is part of the chain, to be saved; a
-        search does not look for it. Raises InvalidSize, InvalidTokens, and InvalidNamespace for a
-        namespace without a shard in one of several ranks."""
+        search does not look for it. `extras`: digests, at positions of `tokens`, of what the tokens
+        do not say (images, prompt embeddings, an adapter that the request chose at 0). Raises
+        InvalidSize, InvalidTokens, InvalidExtras, and InvalidNamespace for a namespace without a
+        shard in one of several ranks."""
         check_shard(namespace)
         token_count = count_tokens(tokens)
         self._keys: list[Key] = []
         self._rest: Iterator[Key] = iter_block_keys(
-            namespace, tokens, block_tokens, include_partial=include_partial
+            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
         )
         #: Tokens of a whole block.
         self.block_tokens = block_tokens

@@ -46,7 +46,7 @@ from .wire.trace_context import CallSpans
 from .wire.transport import ReserveItem, SaveTerms, Transport
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
+    from ..proto.tokens import Tokens
     from .buffers import Payload
 
 logger = logging.getLogger("prefixd.client")

@@ -23,7 +23,8 @@ from .wire.deadline import Deadline
 from .wire.transport import Transport
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
+    from ..proto.extras import Extras
+    from ..proto.tokens import Tokens
     from .buffers import Payload
 
 T = TypeVar("T")
@@ -56,6 +57,7 @@ class Lookups:
         *,
         claim: bool = True,
         exact_end: bool = False,
+        extras: Extras = (),
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> Hit | None:
@@ -64,11 +66,13 @@ class Lookups:
         Looks at the multiples of `policy.boundary_align_tokens`, with `exact_end` also at the
         end of the tokens: all keys in one hash pass, longest first, one rpc. `claim` False only
         looks: nothing is pinned, and no eviction order changes. `wait_ms`: how long to wait for a
-        save in flight.
+        save in flight. `extras`: see `BlockChain`; a prefix has those of its own tokens.
         """
         deadline = self._begin(deadline_ms, wait_ms)
         stride_tokens = self.policy.boundary_align_tokens
-        keys, counts = prefix_walk(namespace, tokens, stride_tokens, exact_end=exact_end)
+        keys, counts = prefix_walk(
+            namespace, tokens, stride_tokens, exact_end=exact_end, extras=extras
+        )
         hit = self._searcher.search(keys, counts, ClaimMode.FIRST, wait_ms, deadline, pin=claim)
         return hit or None
 
@@ -80,6 +84,7 @@ class Lookups:
         *,
         namespace: Namespace,
         exact_end: bool = False,
+        extras: Extras = (),
         deadline_ms: int | None = None,
     ) -> Hit | None:
         """The state that a conversation left off with, claimed; None: a miss.
@@ -94,7 +99,8 @@ class Lookups:
         deadline = self._begin(deadline_ms, wait_ms)
         parent_key = check_key(parent_key)
         stride_tokens = self.policy.boundary_align_tokens
-        walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=True)
+        extras = tuple(extras)
+        walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=True, extras=extras)
         count_of = dict(zip(*walk, strict=True))
         # The tokens decide what the parent stands for, whatever it was saved with.
         parent_count = count_of.pop(parent_key, None)
@@ -106,7 +112,7 @@ class Lookups:
         if not hit or hit.keys != [parent_key] or parent_count is not None:
             return hit or None
         length = min(hit.token_counts[0], count_tokens(tokens))
-        if length and prefix_keys(namespace, tokens, [length]) == hit.keys:
+        if length and prefix_keys(namespace, tokens, [length], extras) == hit.keys:
             return hit
         self._reader.release([hit], deadline_ms)
         return self._searcher.search(keys[1:], counts[1:], ClaimMode.FIRST, 0, deadline) or None
@@ -118,9 +124,12 @@ class Lookups:
         block_tokens: int = DEFAULT_BLOCK_TOKENS,
         *,
         include_partial: bool = False,
+        extras: Extras = (),
     ) -> BlockChain:
         """The keys of `tokens` cut into blocks, root first. No rpc; see `BlockChain`."""
-        return BlockChain(namespace, tokens, block_tokens, include_partial=include_partial)
+        return BlockChain(
+            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
+        )
 
     def longest_run(
         self,

@@ -9,9 +9,10 @@ from itertools import repeat
 from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
 
 from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
-from ..proto.keys import Key, check_key, token_bytes
+from ..proto.keys import Key, check_key
 from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.payload import FlatBytes, check_layout, check_token_ids
+from ..proto.tokens import token_bytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .buffers import all_flat, flat_bytes
 from .context import CallContext
@@ -22,7 +23,7 @@ from .wire.link import Holding
 from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:
-    from ..proto.keys import Tokens
+    from ..proto.tokens import Tokens
     from .buffers import Payload
 
 T = TypeVar("T")

@@ -57,6 +57,10 @@ class InvalidTokens(CallerError):
     """Token ids that are not ints in 0 ... 2^31 - 1."""
 
 
+class InvalidExtras(CallerError):
+    """Extras that are no digests at positions of tokens."""
+
+
 class InvalidBatch(CallerError):
     """A batch without elements, with too many, or naming one twice."""
 

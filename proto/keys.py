@@ -6,6 +6,9 @@
     adapters       fp1 = SHA-256( fingerprint || sorted( sha256 || i64le(round(scale * 2^32)) ) )
     salt           fp2 = SHA-256( "prefixd/salt/v1\\0"  || u32le(bytes of salt)  || salt  || fp1 )
     shard          fp3 = SHA-256( "prefixd/shard/v1\\0" || u32le(bytes of shard) || shard || fp2 )
+    extras         x = SHA-256( "prefixd/extras/v1\\0" || key || u32le(position) || digest ... )
+                   of a block: h[i] = SHA-256( x of h[i-1] || u32le(i) || tokens of block i )
+                   of a prefix entry: x of its key without extras
     foreign        SHA-256( SHA-256( "prefixd/foreign/v1\\0" || u32le(bytes of engine) || engine ||
                    context hash of the fields ) || kind || id )
 
@@ -13,14 +16,12 @@ Each of the steps to fp1, fp2 and fp3 is skipped when there is nothing to add, a
 is fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
 A foreign id is bytes (kind "y") or an integer in decimal (kind "i").
 
-A token id is in 0 ... 2^31 - 1, so that signed and unsigned integers agree, and so that -1, the
-padding of a trailing incomplete block, is never a token.
+Extras (`proto/extras.py`) are sorted by position and digest. Their positions count from the first
+token of the block, or of the prompt. A block has those of its own tokens, a prefix entry those of
+its tokens; where there are none, the step to x is skipped.
 
 Keys depend on their inputs only, never on the process that computes them. Tokens come last, so one
-pass over a prompt gives the keys of all its prefixes. Every function that takes tokens takes any
-sequence of ints. Buffers of 32-bit integers (`array`, `memoryview`, numpy) are hashed without a
-copy. Token ids outside the range, floats and raw `bytes` (which may be ids, or bytes of ids) raise
-`InvalidTokens`.
+pass over a prompt gives the keys of all its prefixes. What holds tokens: `proto/tokens.py`.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-import sys
-from array import array
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, NewType, TypeAlias, cast
+from typing import TYPE_CHECKING, Final, NewType, cast
 
-from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
+from .errors import InvalidKey, InvalidNamespace, InvalidSize
+from .extras import Extra, checked_extras, with_extras
 from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
+from .tokens import TOKEN_BYTES, sliceable, token_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    Tokens: TypeAlias = Sequence[int] | Buffer
+    from .extras import Extras
+    from .tokens import Tokens
 
 #: 32 bytes, the only way to address an entry.
 Key = NewType("Key", bytes)
 
-TOKEN_BYTES: Final = 4
-MAX_TOKEN_ID: Final = 2**31 - 1
 _SALT_LABEL: Final = b"prefixd/salt/v1\0"
 _SHARD_LABEL: Final = b"prefixd/shard/v1\0"
 _FOREIGN_LABEL: Final = b"prefixd/foreign/v1\0"
@@ -55,9 +56,6 @@ _CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
 _RAW: Final = b"y"
 _PADDING: Final = b"\xff" * TOKEN_BYTES
 _U32: Final = struct.Struct("<I")
-_LITTLE: Final = sys.byteorder == "little"
-_NATIVE_INTS: Final = frozenset("bBhHiIlLqQnN")
-_LITTLE_WORDS: Final = frozenset(("<i", "<I", "<l", "<L"))
 
 
 # ---- keys as such
@@ -299,64 +297,14 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
     return _RAW + raw
 
 
-# ---- tokens
-
-
-def token_bytes(tokens: Tokens) -> bytes | memoryview:
-    """The token ids as u32 little-endian bytes: a view if they have this form already, else a copy.
-
-    Raises `InvalidTokens` unless they are a one-dimensional sequence of ints in 0 ... 2^31 - 1.
-    30,000 tokens take 20 us as a view of 32-bit integers, for one scan, and 170 us as a list.
-    """
-    sequence = _sliceable(tokens)
-    raw: bytes | memoryview
-    if isinstance(sequence, memoryview) and _LITTLE and sequence.itemsize == TOKEN_BYTES:
-        # `cast` takes native formats only, and no empty view.
-        castable = sequence.contiguous and len(sequence.format) == 1 and len(sequence) > 0
-        raw = sequence.cast("B") if castable else sequence.tobytes()
-    else:
-        items = sequence.tolist() if isinstance(sequence, memoryview) else sequence
-        try:
-            words = array("I", items)
-        except (OverflowError, TypeError) as problem:
-            raise InvalidTokens(f"token ids are ints in 0 ... {MAX_TOKEN_ID}: {problem}") from None
-        if not _LITTLE:
-            words.byteswap()
-        raw = words.tobytes()
-    # Copied first: a strided slice of a memoryview takes ten times as long. The top byte of a token
-    # is ASCII unless its top bit is set.
-    if not bytes(raw)[3::TOKEN_BYTES].isascii():
-        raise InvalidTokens(f"token ids are in 0 ... {MAX_TOKEN_ID}, one of these is not")
-    return raw
-
-
-def _sliceable(tokens: Tokens) -> Sequence[int] | memoryview:
-    """A view of the integers in a buffer (its slices copy nothing), or the sequence as it is."""
-    try:
-        view = memoryview(tokens)  # type: ignore[arg-type]  # what has no buffer is caught
-    except TypeError:
-        view = None
-    if view is not None:
-        if isinstance(tokens, bytes | bytearray | memoryview) and view.itemsize == 1:
-            raise InvalidTokens("tokens are ints: give bytes of ids as memoryview(...).cast('I')")
-        if view.ndim != 1:
-            raise InvalidTokens(f"tokens are one sequence, not {view.ndim} dimensions of them")
-        if view.format.lstrip("@") in _NATIVE_INTS or (_LITTLE and view.format in _LITTLE_WORDS):
-            return view
-    try:
-        len(tokens)  # type: ignore[arg-type]
-        tokens[:0]  # type: ignore[index]
-    except (TypeError, LookupError):
-        raise InvalidTokens(f"tokens are a sequence, not a {type(tokens).__name__}") from None
-    return tokens  # type: ignore[return-value]
-
-
 # ---- prefix entries
 
 
-def prefix_key(namespace: Namespace, tokens: Tokens) -> Key:
+def prefix_key(namespace: Namespace, tokens: Tokens, extras: Extras = ()) -> Key:
     """The key of the complete state after `tokens`."""
-    return prefix_key_of_bytes(namespace, token_bytes(tokens))
+    raw = token_bytes(tokens)
+    key = prefix_key_of_bytes(namespace, raw)
+    return Key(with_extras(key, checked_extras(extras, len(raw) // TOKEN_BYTES)))
 
 
 def prefix_key_of_bytes(namespace: Namespace, raw: Buffer) -> Key:
@@ -366,16 +314,20 @@ def prefix_key_of_bytes(namespace: Namespace, raw: Buffer) -> Key:
     return Key(digest.digest())
 
 
-def prefix_keys(namespace: Namespace, tokens: Tokens, lengths_tokens: Sequence[int]) -> list[Key]:
+def prefix_keys(
+    namespace: Namespace, tokens: Tokens, lengths_tokens: Sequence[int], extras: Extras = ()
+) -> list[Key]:
     """The keys of the prefixes of these lengths, in one pass over the tokens.
 
     `lengths_tokens` must ascend strictly, within 0 ... len(tokens); else raises `InvalidSize`.
-    Tokens after the last length are neither hashed nor checked.
+    Tokens after the last length are neither hashed nor checked. Each key has the `extras` whose
+    positions are below its length.
     """
     if not lengths_tokens:
         return []
-    sequence = _sliceable(tokens)
+    sequence = sliceable(tokens)
     _check_lengths(lengths_tokens, len(sequence))
+    placed = checked_extras(extras, len(sequence))
     raw = token_bytes(sequence[: lengths_tokens[-1]])
     digest = hashlib.sha256(namespace.preamble)
     keys: list[Key] = []
@@ -383,7 +335,8 @@ def prefix_keys(namespace: Namespace, tokens: Tokens, lengths_tokens: Sequence[i
     for length_tokens in lengths_tokens:
         end_bytes = length_tokens * TOKEN_BYTES
         digest.update(raw[done_bytes:end_bytes])
-        keys.append(Key(digest.copy().digest()))
+        own = placed[: bisect_left(placed, (length_tokens,))] if placed else placed
+        keys.append(Key(with_extras(digest.copy().digest(), own)))
         done_bytes = end_bytes
     return keys
 
@@ -401,9 +354,12 @@ def _check_lengths(lengths_tokens: Sequence[int], available_tokens: int) -> None
 # ---- block chains
 
 
-def block_key(parent: Key, index: int, tokens: Tokens) -> Key:
-    """The key of block `index` with these tokens, after `parent` (the root for block 0)."""
-    return block_key_of_bytes(parent, index, token_bytes(tokens))
+def block_key(parent: Key, index: int, tokens: Tokens, extras: Extras = ()) -> Key:
+    """The key of block `index` with these tokens, after `parent` (the root for block 0). `extras`:
+    of this block, with positions in it."""
+    raw = token_bytes(tokens)
+    placed = checked_extras(extras, len(raw) // TOKEN_BYTES)
+    return block_key_of_bytes(Key(with_extras(parent, placed)), index, raw)
 
 
 def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
@@ -419,41 +375,78 @@ def block_key_of_bytes(parent: Key, index: int, raw: Buffer) -> Key:
 
 
 def block_keys(
-    namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+    namespace: Namespace,
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    include_partial: bool = False,
+    extras: Extras = (),
 ) -> list[Key]:
     """The keys of `tokens` in blocks of `block_tokens`, root first.
 
     A trailing incomplete block has no key. With `include_partial` it has the key of the block
-    padded with -1, so that it can be saved; only exactly the same tokens find it.
+    padded with -1, so that it can be saved; only exactly the same tokens (and extras) find it.
+    `extras`: digests at positions of `tokens`, see `proto/extras.py`; those of a trailing
+    incomplete block are in its key only.
     """
-    return list(iter_block_keys(namespace, tokens, block_tokens, include_partial=include_partial))
+    return list(
+        iter_block_keys(
+            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
+        )
+    )
 
 
 def iter_block_keys(
-    namespace: Namespace, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+    namespace: Namespace,
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    include_partial: bool = False,
+    extras: Extras = (),
 ) -> Iterator[Key]:
     """`block_keys`, lazily: hashes (and checks) each block when its key is taken, so a search that
     misses on block 0 costs one block."""
-    return iter_chain(namespace.root, 0, tokens, block_tokens, include_partial=include_partial)
+    return iter_chain(
+        namespace.root, 0, tokens, block_tokens, include_partial=include_partial, extras=extras
+    )
 
 
 def extend_chain(
-    parent: Key, index: int, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+    parent: Key,
+    index: int,
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    include_partial: bool = False,
+    extras: Extras = (),
 ) -> list[Key]:
     """The keys of blocks `index`, `index + 1`, ... of `tokens`, which follow block `index - 1`.
 
-    `parent` is the key of that block, or the namespace's root for `index` 0.
+    `parent` is the key of that block, or the namespace's root for `index` 0. `extras`: with
+    positions in `tokens`; those before are in `parent` already.
     """
-    return list(iter_chain(parent, index, tokens, block_tokens, include_partial=include_partial))
+    return list(
+        iter_chain(
+            parent, index, tokens, block_tokens, include_partial=include_partial, extras=extras
+        )
+    )
 
 
 def iter_chain(
-    parent: Key, index: int, tokens: Tokens, block_tokens: int, *, include_partial: bool = False
+    parent: Key,
+    index: int,
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    include_partial: bool = False,
+    extras: Extras = (),
 ) -> Iterator[Key]:
     """`extend_chain`, one block at a time."""
     if block_tokens < 1:
         raise InvalidSize(f"a block has at least one token, not {block_tokens}")
-    return _chain(check_key(parent), index, _sliceable(tokens), block_tokens, include_partial)
+    sequence = sliceable(tokens)
+    placed = checked_extras(extras, len(sequence))
+    return _chain(check_key(parent), index, sequence, block_tokens, include_partial, placed)
 
 
 def _chain(
@@ -462,12 +455,17 @@ def _chain(
     tokens: Sequence[int] | memoryview,
     block_tokens: int,
     include_partial: bool,
+    extras: Sequence[Extra],
 ) -> Iterator[Key]:
     whole_tokens = len(tokens) - len(tokens) % block_tokens
-    for start in range(0, whole_tokens, block_tokens):
-        key = block_key_of_bytes(key, index, token_bytes(tokens[start : start + block_tokens]))
+    for start in range(0, len(tokens) if include_partial else whole_tokens, block_tokens):
+        end = start + block_tokens
+        raw = token_bytes(tokens[start:end])
+        if start == whole_tokens:
+            raw = bytes(raw).ljust(block_tokens * TOKEN_BYTES, _PADDING[:1])
+        if extras:
+            own = extras[bisect_left(extras, (start,)) : bisect_left(extras, (end,))]
+            key = Key(with_extras(key, own, start))
+        key = block_key_of_bytes(key, index, raw)
         yield key
         index += 1
-    if include_partial and whole_tokens < len(tokens):
-        raw = bytes(token_bytes(tokens[whole_tokens:]))
-        yield block_key_of_bytes(key, index, raw.ljust(block_tokens * TOKEN_BYTES, _PADDING[:1]))

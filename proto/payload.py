@@ -23,8 +23,9 @@ from fastcrc import crc32
 
 from .errors import InvalidSize
 from .kernel import native
-from .keys import TOKEN_BYTES, Key, Namespace, block_key_of_bytes, prefix_key_of_bytes
+from .keys import Key, Namespace, block_key_of_bytes, prefix_key_of_bytes
 from .limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
+from .tokens import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

@@ -21,6 +21,7 @@ from tests.support.daemon import private_daemon
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 EXPECTED = {
+    "images.py": "computed blocks: 16\nthe same again: 0\nanother picture: 8\n",
     "shared_prefix.py": "computed blocks: 24\nthe same again: 0\nanother question: 8\n",
     "engine_hashes.py": (
         "pages there: 3\npages restored: 3 right: True\ndeleted: deleted deleted deleted\n"

@@ -23,7 +23,8 @@ import msgspec
 import zmq
 
 from ...proto.errors import ConfigError
-from ...proto.keys import TOKEN_BYTES, Key
+from ...proto.keys import Key
+from ...proto.tokens import TOKEN_BYTES
 from ...proto.vocabulary import Tier
 from ..watch import Cleared, Disconnected, Evicted, Published, Synced, WatchEvent
 

@@ -47,7 +47,7 @@ class ReserveItem(NamedTuple):
 
     `token_count`: at least 1; None: unknown. `layer_count`: 0, or a divisor of
     `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
-    (`keys.token_bytes`), for verifying reads.
+    (`tokens.token_bytes`), for verifying reads.
     """
 
     key: Key

@@ -15,7 +15,8 @@ import pytest
 from prefixd.client import Client, Hit, MissReason
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError, ClaimLost, DaemonUnavailable, InvalidSize, StoreFailed
-from prefixd.proto.keys import Key, token_bytes
+from prefixd.proto.keys import Key
+from prefixd.proto.tokens import token_bytes
 from tests.support.fakes import FakeDaemon, keys, payloads
 
 ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]

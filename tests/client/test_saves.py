@@ -32,8 +32,9 @@ from prefixd.proto.errors import (
     UnknownReason,
     UnknownTier,
 )
-from prefixd.proto.keys import Key, token_bytes
+from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
+from prefixd.proto.tokens import token_bytes
 from tests.support.fake_clients import ALL, ONE, THREE, TWO, fake_daemon, saves_of, saving_client
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 

@@ -131,6 +131,27 @@ def chain(namespace, tokens, block_tokens):
     return keys, sha256(parent + u32(whole) + i32(*block))
 
 
+def with_extras(key, extras):
+    """A key combined with (position, digest) pairs, if there are any."""
+    if not extras:
+        return key
+    packed = b"".join(u32(position) + digest for position, digest in sorted(extras))
+    return sha256(b"prefixd/extras/v1\0" + key + packed)
+
+
+def chain_with_extras(namespace, tokens, block_tokens, extras):
+    """Keys of all blocks; the last one is padded if it is incomplete."""
+    parent = sha256(preamble(namespace))
+    keys = []
+    for index, start in enumerate(range(0, len(tokens), block_tokens)):
+        block = tokens[start : start + block_tokens]
+        block += [-1] * (block_tokens - len(block))
+        own = [(p - start, d) for p, d in extras if start <= p < start + block_tokens]
+        parent = sha256(with_extras(parent, own) + u32(index) + i32(*block))
+        keys.append(parent)
+    return keys
+
+
 def context(*fields):
     """The hash of sorted (name, type, value) triples."""
     encoded = b"".join(
@@ -162,6 +183,36 @@ CONTEXTS = [
 ]
 
 
+PICTURE, VOICE = sha256(b"picture"), sha256(b"voice")
+EXTRAS = {
+    "a picture in the first block": [(0, PICTURE)],
+    "the same one token later": [(1, PICTURE)],
+    "another picture": [(0, VOICE)],
+    "a picture in a later block": [(5, PICTURE)],
+    "two in one block": [(5, VOICE), (4, PICTURE)],
+    "two at one position": [(4, VOICE), (4, PICTURE)],
+    "in the incomplete block": [(9, PICTURE)],
+    "in three blocks": [(10, PICTURE), (0, VOICE), (7, PICTURE)],
+}
+
+
+def extras_vectors():
+    tokens = TOKENS["eleven"]
+    for name in ("plain", "everything"):
+        namespace = NAMESPACES[name]
+        for what, extras in EXTRAS.items():
+            plain = sha256(preamble(namespace) + u32(*tokens))
+            yield {
+                "namespace": name,
+                "what": what,
+                "tokens": tokens,
+                "block_tokens": 4,
+                "extras": [[position, digest.hex()] for position, digest in extras],
+                "keys": [k.hex() for k in chain_with_extras(namespace, tokens, 4, extras)],
+                "prefix": with_extras(plain, extras).hex(),
+            }
+
+
 def vectors():
     cases = []
     for name, namespace in NAMESPACES.items():
@@ -190,7 +241,12 @@ def vectors():
         }
         for name, namespace in NAMESPACES.items()
     }
-    return {"namespaces": namespaces, "contexts": CONTEXTS, "cases": cases}
+    return {
+        "namespaces": namespaces,
+        "contexts": CONTEXTS,
+        "cases": cases,
+        "extras": list(extras_vectors()),
+    }
 
 
 def text():

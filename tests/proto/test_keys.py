@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.proto.keys import (
-    MAX_TOKEN_ID,
     Adapter,
     Namespace,
     block_key,
@@ -30,8 +29,8 @@ from prefixd.proto.keys import (
     prefix_key,
     prefix_key_of_bytes,
     prefix_keys,
-    token_bytes,
 )
+from prefixd.proto.tokens import MAX_TOKEN_ID, token_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VECTORS = json.loads((GOLDEN / "keys.json").read_text())

@@ -33,8 +33,8 @@ from prefixd.proto.keys import (
     key_from_hex,
     prefix_key,
     prefix_keys,
-    token_bytes,
 )
+from prefixd.proto.tokens import token_bytes
 
 WEIGHTS, CONTEXT = b"\x11" * 32, b"\x22" * 32
 LORA_A, LORA_B = b"\x33" * 32, b"\x44" * 32

@@ -29,7 +29,8 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.proto.errors import CallerError
-from prefixd.proto.keys import Key, block_keys, prefix_keys, token_bytes
+from prefixd.proto.keys import Key, block_keys, prefix_keys
+from prefixd.proto.tokens import token_bytes
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 
