@@ -9,7 +9,8 @@ has for them anyway.
 Calls that wait (with `wait_ms`, for a synchronous save, for `flush`) have threads of their own,
 64 at most, so that they delay no others. A call whose task is cancelled raises CancelledError at
 once; in its thread it runs to its end, at the latest its deadline, and what it then has claimed
-or reserved is given back. Nothing here blocks the loop.
+or reserved is given back. A restore is ended early: its CancelledError comes when its thread writes
+into the buffers no more, which takes milliseconds. Nothing here blocks the loop.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial, wraps
 from inspect import signature
@@ -38,6 +40,7 @@ from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
 from .thread_pool import ThreadPool, resolve
+from .wire.deadline import ABANDONMENT, Abandonment
 from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
@@ -74,9 +77,10 @@ class Runner:
         self._calls = ThreadPool("prefixd-aio", max_concurrency)
         self._waiting_calls = ThreadPool("prefixd-aio-wait", MAX_WAITING_CALLS)
 
-    async def run(self, call: partial[T], *, waits: bool = False) -> T:
+    async def run(self, call: partial[T], *, waits: bool = False, fills: bool = False) -> T:
         """`call()` in a thread, one for calls that wait if it `waits` or has a `wait_ms`. Its
-        `deadline_ms`, if it takes one, counts from now and not from when a thread is free. Raises
+        `deadline_ms`, if it takes one, counts from now and not from when a thread is free. A call
+        that `fills` buffers of its caller has ended when this returns or raises. Raises
         ClientClosed."""
         self._owner.check()  # a fork has none of the threads
         given = call.keywords.get("deadline_ms")
@@ -84,6 +88,9 @@ class Runner:
         since_s = monotonic()
         future: Future[T] = Future()
         context = copy_context()
+        abandonment = Abandonment()
+        if fills:
+            context.run(ABANDONMENT.set, abandonment)
 
         def in_turn() -> T:
             if "deadline_ms" in call.keywords:
@@ -97,6 +104,9 @@ class Runner:
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
+            if fills:
+                abandonment.abandon()
+                await _ended(future)
             # In a thread even if the call has ended: giving back may block.
             future.add_done_callback(lambda done: self._calls.submit(partial(_give_back, done)))
             raise
@@ -108,6 +118,20 @@ class Runner:
             threads.close()
         for threads in (self._calls, self._waiting_calls):
             threads.join(max(0.0, until_s - monotonic()))
+
+
+async def _ended(future: Future[T]) -> None:
+    """Wait until the call of this future has ended, however often this task is cancelled."""
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+    def tell(_done: Future[T]) -> None:
+        with suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(ended.set)
+
+    future.add_done_callback(tell)
+    while not ended.is_set():
+        with suppress(asyncio.CancelledError):
+            await ended.wait()
 
 
 def _give_back(future: Future[T]) -> None:
@@ -139,7 +163,11 @@ class Asynchronous:
 
 @overload
 def coroutine(
-    method: Callable[Concatenate[Any, P], T], *, waits: bool = False, saves: bool = False
+    method: Callable[Concatenate[Any, P], T],
+    *,
+    waits: bool = False,
+    saves: bool = False,
+    fills: bool = False,
 ) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, T]]: ...
 
 
@@ -155,12 +183,14 @@ def coroutine(
     *,
     waits: bool = False,
     saves: bool = False,
+    fills: bool = False,
 ) -> Callable[..., Any]:
     """The asynchronous form of a method of the synchronous client: the same parameters, and the
     same result, or what `wrap` makes of it.
 
     `waits`: the method waits for more than its own answer. `saves`: it does, with the deadline of
-    saves. With `in_place_only` a call waits for nothing, and needs no thread.
+    saves. `fills`: it writes into buffers of its caller. With `in_place_only` a call waits for
+    nothing, and needs no thread.
     """
     name = method.__name__
     has_deadline = "deadline_ms" in signature(method).parameters
@@ -175,7 +205,7 @@ def coroutine(
         if saves and kwargs["deadline_ms"] is None:
             kwargs["deadline_ms"] = self._sync.save_timeout_ms
         sync_call = partial(sync_call, *args, **kwargs)
-        result = await self._runner.run(sync_call, waits=waits or saves)
+        result = await self._runner.run(sync_call, waits=waits or saves, fills=fills)
         return result if wrap is None else wrap(result, self._runner)
 
     return call
@@ -213,8 +243,7 @@ class AsyncHit(HitFacts, Asynchronous):
         self.hit = hit
 
     buffers: list[memoryview] | None = same("buffers")
-    #: After its task was cancelled it may write into the buffers until its deadline.
-    restore_into = coroutine(Hit.restore_into)
+    restore_into = coroutine(Hit.restore_into, fills=True)
     read = coroutine(Hit.read)
     views = coroutine(Hit.views)
     prefault = coroutine(Hit.prefault)
@@ -279,8 +308,7 @@ class AsyncClient(Asynchronous):
     longest_run = coroutine(Client.longest_run, AsyncHit)
     claim = coroutine(Client.claim, AsyncHit)
     probe = coroutine(Client.probe)
-    #: After its task was cancelled it may write into the buffers until its deadline.
-    restore_keys = coroutine(Client.restore_keys)
+    restore_keys = coroutine(Client.restore_keys, fills=True)
     exists = coroutine(Client.exists)
     exists_one = coroutine(Client.exists_one)
     leading_run = coroutine(Client.leading_run)

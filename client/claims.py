@@ -154,10 +154,9 @@ class HitFacts:
 
     @property
     def lost(self) -> bool:
-        """Before the release: is it known that a claim was taken away? The release decides what
-        that means. After it: the opposite of what `release()` returned; what was read through views
-        is then not valid. In place this can turn from True to False: the claim was lost, and the
-        bytes stayed. The result of a restore does not depend on it."""
+        """Is it known that a claim was taken away? It never turns from True to False. After the
+        release: the opposite of what `release()` returned. If it was lost, what was read through
+        views is not valid. The result of a restore does not depend on it."""
         return self._pins.lost
 
     @property

@@ -146,8 +146,10 @@ class Hit(HitFacts):
     # ---- the end
 
     def release(self, *, deadline_ms: int | None = None) -> bool:
-        """Give the claim back. True: it was held until now, and what was read through views is
-        valid. Idempotent: returns the same again. A hit without a claim has none to lose.
+        """Give the claim back. True: it was held until now, as far as this client was told, and
+        what was read through views is valid. False: throw away what was read through views; the
+        results of restores stand on their own. Idempotent: returns the same again. A hit without a
+        claim has none to lose.
 
         When the daemon can't be reached the claim counts as lost; it is given back when the daemon
         answers again, or ends with its session.
@@ -179,6 +181,10 @@ class Hit(HitFacts):
         for claim in held:
             self._reader.transport.forget(claim)
         warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)
+
+
+class SomeAreGone(UnknownEntry):
+    """Of several entries some were not there any more. The others were read, and are good."""
 
 
 class Reader:
@@ -264,18 +270,23 @@ class Reader:
             deadline_ms, transfer_bytes=sum(entry.payload_bytes for entry in entries)
         )
         try:
-            rest = self.copier.copy(restore, hit._pins.in_place)
+            rest = self.copier.copy(restore, deadline, hit._pins.in_place)
             self._touch(hit, entries, rest)
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
                 places = [indices[n] for n in rest]
                 self._read(hit, places, ranges, renumbered(restore, rest), deadline)
+        except SomeAreGone:
+            return self._account(restore, None, rest=MissReason.ABSENT)
         except Exception as problem:
             stopped = self._failures.reason(problem)
         return self._account(restore, stopped)
 
-    def _account(self, restore: Restore, stopped: MissReason | None) -> list[MissReason | None]:
-        """Count and report what became of a restore. Returns why each buffer is not good."""
+    def _account(
+        self, restore: Restore, stopped: MissReason | None, *, rest: MissReason | None = None
+    ) -> list[MissReason | None]:
+        """Count and report what became of a restore. `rest`: what happened to entries that were not
+        sent, if the read as such succeeded. Returns why each buffer is not good."""
         if stopped is not None:
             restore.read_failed(lost=stopped is MissReason.LOST)
         restore.measure(self._speeds)
@@ -283,7 +294,7 @@ class Reader:
             self._counters.restored(entries, path)
         if corrupt := restore.corrupt:
             self.transport.suspect(corrupt)
-        return restore.misses(stopped)
+        return restore.misses(stopped or rest)
 
     def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
         """Report what was copied without a claim, leaf first, so that the root of a chain becomes
@@ -430,21 +441,30 @@ class Reader:
         """Read under a claim that lasts as long as the read."""
         if self.transport.fetch(ranges, sink, deadline):
             return
-        entries = [each.entry for each in ranges]
-        keys = [entry.key for entry in entries]
-        claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+        keys = [each.entry.key for each in ranges]
+        claimed = self.transport.claim(keys, ClaimMode.ANY, 0, 0, deadline)
         if (claim := claimed.holding) is None:
             raise UnknownEntry("the entries are gone since they were probed")
+        # Those that are still what was found, each with its place in the claim.
+        there = [
+            (number, ranges[number]._replace(place=place))
+            for place, (number, entry) in enumerate(
+                zip(claimed.positions, claimed.entries, strict=True)
+            )
+            if _content_of(entry) == _content_of(ranges[number].entry)
+        ]
         try:
-            if [*map(_content_of, claimed.entries)] != [*map(_content_of, entries)]:
-                raise UnknownEntry("some entries are gone or were replaced since they were probed")
-            self.transport.read(claim, ranges, sink, deadline)
+            if there:
+                numbers, parts = zip(*there, strict=True)
+                self.transport.read(claim, parts, renumbered(sink, numbers), deadline)
             (held,) = self.transport.release([claim], deadline)
         except BaseException:
             self.transport.forget(claim)
             raise
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
+        if len(there) < len(ranges):
+            raise SomeAreGone("some entries are gone or were replaced since they were probed")
 
 
 def _content_of(entry: Entry) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from .context import Failures
 from .policy import LoadSpeeds
 from .results import Entry
 from .thread_pool import ThreadPool, resolve
+from .wire.deadline import Deadline
 from .wire.sinks import Rooms
 from .wire.transport import Copied
 
@@ -191,7 +192,7 @@ class Restore(Rooms):
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool], object | None], list[Copied]
+    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool], Deadline, object | None], list[Copied]
 ]
 
 
@@ -207,16 +208,20 @@ class Copier:
         self._second = ThreadPool("prefixd-restore", 1)
         self._sharing = threading.Lock()
 
-    def copy(self, restore: Restore, in_place: object | None = None) -> list[int]:
+    def copy(
+        self, restore: Restore, deadline: Deadline, in_place: object | None = None
+    ) -> list[int]:
         """Returns the entries that have to be read from the daemon. `in_place`: see
         `Transport.copy`."""
         everything = range(len(restore.rooms))
         half = _half(restore) if CPUS > 1 and restore.checked_bytes >= SHARED_BYTES else 0
         if not half or not self._sharing.acquire(blocking=False):
-            return restore.copied(self._copied(restore, everything, in_place))
+            return restore.copied(self._copied(restore, everything, deadline, in_place))
         try:
             return restore.copied(
-                self._copied_by_two(restore, everything[:half], everything[half:], in_place)
+                self._copied_by_two(
+                    restore, everything[:half], everything[half:], deadline, in_place
+                )
             )
         finally:
             self._sharing.release()
@@ -225,22 +230,29 @@ class Copier:
         """Stop the second thread; copies go on without it."""
         self._second.close()
 
-    def _copied(self, restore: Restore, indices: range, in_place: object | None) -> list[Copied]:
+    def _copied(
+        self, restore: Restore, indices: range, deadline: Deadline, in_place: object | None
+    ) -> list[Copied]:
         try:
-            return self._copy_in_place(*restore.targets(indices), in_place)
+            return self._copy_in_place(*restore.targets(indices), deadline, in_place)
         except Exception as problem:
             self._failures.reason(problem)
             return [Copied.GONE] * len(indices)
 
     def _copied_by_two(
-        self, restore: Restore, first: range, rest: range, in_place: object | None
+        self,
+        restore: Restore,
+        first: range,
+        rest: range,
+        deadline: Deadline,
+        in_place: object | None,
     ) -> list[Copied]:
         rest_copied: Future[list[Copied]] = Future()
-        copy_rest = partial(self._copied, restore, rest, in_place)
+        copy_rest = partial(self._copied, restore, rest, deadline, in_place)
         if not self._second.submit(lambda: resolve(rest_copied, copy_rest)):
-            return self._copied(restore, range(first.start, rest.stop), in_place)
+            return self._copied(restore, range(first.start, rest.stop), deadline, in_place)
         try:
-            first_copied = self._copied(restore, first, in_place)
+            first_copied = self._copied(restore, first, deadline, in_place)
         finally:
             wait([rest_copied])  # nothing writes into the buffers after this call
         return first_copied + rest_copied.result()

@@ -6,6 +6,7 @@ they are those of an entry, the index shows after the copy (`node.LocalNode`).
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -26,6 +27,8 @@ from ...proto.payload import (
     crc32c_of,
     views_of,
 )
+from ..wire.deadline import Deadline
+from .disk_reads import DiskReads
 
 #: Read and checksummed in pieces of this size, so that the checksum finds its bytes in the CPU
 #: cache.
@@ -38,11 +41,14 @@ class Arena(ABC):
     """One tier's memory. Thread-safe."""
 
     @abstractmethod
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
+    def read_into(
+        self, location: tuple[int, ...], target: FlatBytes, *, check: bool, deadline: Deadline
+    ) -> int | None:
         """Copy the first `len(target)` bytes of the extents at `location` into `target`.
 
         Returns the CRC32C of the copied bytes; None without `check`. Raises OSError if the bytes
-        can't be read, or the arena does not hold so many.
+        can't be read until the deadline, or the arena does not hold so many. Nothing writes into
+        `target` after this has returned or raised.
         """
 
     @abstractmethod
@@ -58,13 +64,14 @@ class Arena(ABC):
         lengths: Sequence[int],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
     ) -> list[int | None]:
         """`read_into` for entries that lie in one extent each: its offset and its length.
 
         Returns their CRC32Cs; None for those without `check`. Raises OSError.
         """
         return [
-            self.read_into((start, extent_bytes), target, check=checked)
+            self.read_into((start, extent_bytes), target, check=checked, deadline=deadline)
             for start, extent_bytes, target, checked in zip(
                 offsets, lengths, targets, check, strict=True
             )
@@ -83,8 +90,9 @@ class Arena(ABC):
         return found
 
     @abstractmethod
-    def written_by(self, incarnation: bytes) -> bool:
-        """Whether this start of the daemon is the last one that wrote to the arena."""
+    def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
+        """Whether this start of the daemon is the last one that wrote to the arena. False also if
+        that can't be read until the deadline."""
 
 
 class MappedArena(Arena):
@@ -96,7 +104,14 @@ class MappedArena(Arena):
         self._view: Final = memoryview(mmap.mmap(fd, size_bytes, prot=mmap.PROT_READ))
         self._outlives_daemon: Final = outlives_daemon
 
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
+    def read_into(
+        self,
+        location: tuple[int, ...],
+        target: FlatBytes,
+        *,
+        check: bool,
+        deadline: Deadline,  # noqa: ARG002  # memory does not wait
+    ) -> int | None:
         if len(location) == 2:
             # Nearly every entry has one extent: skip the loop over extents.
             start, extent_bytes = location
@@ -124,6 +139,7 @@ class MappedArena(Arena):
         lengths: Sequence[int],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
     ) -> list[int | None]:
         if native:
             return native.scatter(
@@ -146,7 +162,8 @@ class MappedArena(Arena):
                 target[:] = whole[start:stop]
                 crcs.append(crc32c(target) if checked else None)
             else:
-                crcs.append(self.read_into((start, extent_bytes), target, check=checked))
+                location = start, extent_bytes
+                crcs.append(self.read_into(location, target, check=checked, deadline=deadline))
         return crcs
 
     def views_all(
@@ -172,7 +189,7 @@ class MappedArena(Arena):
             views.append(view)
         return views
 
-    def written_by(self, incarnation: bytes) -> bool:
+    def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:  # noqa: ARG002
         return not self._outlives_daemon or _incarnation(self._view) == incarnation
 
 
@@ -180,27 +197,56 @@ class FileArena(Arena):
     """A file on a disk, read with `preadv`, which reports a broken sector as an error. Reading a
     mapping would kill the process."""
 
-    def __init__(self, fd: int) -> None:
-        """The caller keeps `fd`. Raises OSError."""
+    def __init__(self, fd: int, reads: DiskReads | None = None) -> None:
+        """The caller keeps `fd`. `reads`: the client's threads for what is not in the page cache.
+        Raises OSError."""
         self._fd: Final = os.dup(fd)
+        self._reads: Final = reads or DiskReads()
         # Closed together with the object, so that no thread reads from a reused descriptor.
         finalize(self, os.close, self._fd).atexit = False
 
-    def read_into(self, location: tuple[int, ...], target: FlatBytes, *, check: bool) -> int | None:
-        fd, crc, at = self._fd, 0, 0
-        piece_bytes = _PIECE_BYTES if check else len(target)
-        for start, part_bytes in _parts(location, 0, len(target)):
-            end = start + part_bytes
-            while start < end:
-                room = target[at : at + min(piece_bytes, end - start)]
-                read_bytes = os.preadv(fd, views_of(room)[:_IOV_MAX], start)
-                if not read_bytes:
-                    raise _beyond_the_end()
-                if check:
-                    crc = crc32c_of(room[:read_bytes], crc)
-                start += read_bytes
-                at += read_bytes
+    def read_into(
+        self, location: tuple[int, ...], target: FlatBytes, *, check: bool, deadline: Deadline
+    ) -> int | None:
+        crc = at = 0
+        parts = list(_parts(location, 0, len(target)))
+        for number, (start, part_bytes) in enumerate(parts):
+            taken_bytes, crc = self._cached(start, target[at : at + part_bytes], crc, check=check)
+            at += taken_bytes
+            if taken_bytes < part_bytes:
+                rest = [(start + taken_bytes, part_bytes - taken_bytes), *parts[number + 1 :]]
+                for piece in self._reads.pieces(self, self._fd, rest, deadline):
+                    room = target[at : at + len(piece)]
+                    if check:
+                        crc = copy_crc32c(room, piece, crc)
+                    else:
+                        copy(room, piece)
+                    at += len(piece)
+                break
         return crc if check else None
+
+    def _cached(self, start: int, room: FlatBytes, crc: int, *, check: bool) -> tuple[int, int]:
+        """Read what the page cache has, from `start` up to the first byte that it lacks. Returns
+        the number of bytes, and their CRC32C, continuing `crc`."""
+        at = 0
+        while at < len(room):
+            piece = room[at : at + _PIECE_BYTES]
+            try:
+                read_bytes = os.preadv(
+                    self._fd, views_of(piece)[:_IOV_MAX], start + at, os.RWF_NOWAIT
+                )
+            except BlockingIOError:
+                break
+            except OSError as problem:
+                if problem.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    break  # this file system can't tell what it has
+                raise
+            if not read_bytes:
+                raise _beyond_the_end()
+            if check:
+                crc = crc32c_of(piece[:read_bytes], crc)
+            at += read_bytes
+        return at, crc
 
     def views(
         self,
@@ -210,11 +256,13 @@ class FileArena(Arena):
     ) -> list[memoryview] | None:
         return None
 
-    def written_by(self, incarnation: bytes) -> bool:
+    def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
+        header = memoryview(bytearray(ARENA_HEADER_BYTES))
         try:
-            return _incarnation(os.pread(self._fd, ARENA_HEADER_BYTES, 0)) == incarnation
+            self.read_into((0, len(header)), header, check=False, deadline=deadline)
         except OSError:
             return False
+        return _incarnation(header) == incarnation
 
 
 def _parts(

@@ -41,6 +41,7 @@ from ..wire.transport import (
     Saving,
     Sink,
 )
+from .disk_reads import DiskReads
 from .local_socket import LocalCalls
 from .node import InPlace, LocalNode
 from .staging import StagingMemory, can_lend, save_lent, save_staged
@@ -82,6 +83,7 @@ class LocalTransport:
         self._not_before_s = 0.0
         self._part_not_before_s: dict[str, float] = {}
         self._closed = False
+        self._reads = DiskReads()
         # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
         self._pending_touches: list[Key] = []
@@ -170,7 +172,7 @@ class LocalTransport:
         if now_s >= until_s or now_s < self._not_before_s:
             return
         try:
-            node = _hand_over(link, until_s - now_s)
+            node = _hand_over(link, until_s - now_s, self._reads)
         except DeadlineExceeded:
             logger.info("no local fast path yet: the daemon took too long to hand it over")
             self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
@@ -238,6 +240,7 @@ class LocalTransport:
         entries: Sequence[Entry],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
         in_place: object | None = None,
     ) -> list[Copied]:
         node = self._indexed()
@@ -245,8 +248,8 @@ class LocalTransport:
             return [Copied.GONE] * len(entries)
         # Rows of an earlier session don't count: look the entries up again.
         if isinstance(in_place, InPlace) and in_place.node is node:
-            return node.copy(entries, targets, check, in_place.rows)
-        return node.copy(entries, targets, check)
+            return node.copy(entries, targets, check, deadline, in_place.rows)
+        return node.copy(entries, targets, check, deadline)
 
     def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
         if claim.why_lost is not None:
@@ -327,7 +330,7 @@ class LocalTransport:
             data = None
             is_part = each.length_bytes < each.entry.payload_bytes and not each.token_ids
             if node is not None and is_part:
-                data = node.read(each.entry, each.offset_bytes, each.length_bytes)
+                data = node.read(each.entry, each.offset_bytes, each.length_bytes, deadline)
             if data is None:
                 rest.append(number)
             else:
@@ -350,11 +353,13 @@ class LocalTransport:
         return self._remote.fetch_found(keys, mode, room_bytes, begin, deadline)
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
-        """If the rows of a claim are known, they alone decide the result: what was read or viewed
-        under it is good as long as they stand, whatever happened to the claim. The daemon is told
+        """If the rows of a claim are known, this needs no call: what was viewed under the claim is
+        good as long as they stand, and whether it was lost the session has told. The daemon is told
         without waiting for a response."""
         results = [
-            claim.in_place.stands() if isinstance(claim.in_place, InPlace) else False
+            claim.why_lost is None
+            and isinstance(claim.in_place, InPlace)
+            and claim.in_place.stands(deadline)
             for claim in claims
         ]
         self._give_back([claim for claim in claims if isinstance(claim.in_place, InPlace)])
@@ -445,6 +450,7 @@ class LocalTransport:
         self._closed = True
         self._report_touches()
         self._remote.close(within_s)
+        self._reads.close()
         node, self._node, self._link = self._node, None, None
         if node is not None:
             node.calls.close()
@@ -453,7 +459,7 @@ class LocalTransport:
 # ---- the hand-over
 
 
-def _hand_over(link: Link, within_s: float) -> LocalNode | None:
+def _hand_over(link: Link, within_s: float, reads: DiskReads) -> LocalNode | None:
     """Ask the daemon of `link` for its descriptors. None: it has none for this client.
 
     Raises DeadlineExceeded.
@@ -465,7 +471,7 @@ def _hand_over(link: Link, within_s: float) -> LocalNode | None:
     try:
         with calls.connection(within_s) as connection:
             descriptors, refused = connection.hand_over(link.ref, within_s, IN_PLACE)
-        node = LocalNode(descriptors, refused, link.ref, calls)
+        node = LocalNode(descriptors, refused, link.ref, calls, reads)
     except DeadlineExceeded:
         raise
     except (OSError, PrefixdError) as problem:

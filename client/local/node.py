@@ -29,8 +29,10 @@ from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..results import Entry
+from ..wire.deadline import Deadline
 from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
+from .disk_reads import DiskReads
 from .local_socket import LocalCalls
 from .staging import StagingMemory
 
@@ -51,10 +53,13 @@ class LocalNode:
         refused: Mapping[str, str],
         ref: pb.SessionRef,
         calls: LocalCalls,
+        reads: DiskReads,
     ) -> None:
         """`descriptors` by name, each with its size in bytes; closed here. `refused`: missing
         features, with the reasons. `ref`: the session that all was handed to. Takes over `calls`.
+        `reads`: the client's, which outlives this node.
         """
+        self._reads: Final = reads
         self.ref: Final = ref
         self.calls: Final = calls
         self.refused: Final[dict[str, str]] = {}
@@ -91,7 +96,7 @@ class LocalNode:
             case frames.SHM:
                 self.arenas[Tier.SHM] = MappedArena(fd, size_bytes, outlives_daemon=True)
             case frames.DISK:
-                self.arenas[Tier.DISK] = FileArena(fd)
+                self.arenas[Tier.DISK] = FileArena(fd, self._reads)
             case frames.STAGING:
                 self.staging = StagingMemory(os.dup(fd), size_bytes)
             case _:
@@ -142,9 +147,11 @@ class LocalNode:
         entries: Sequence[Entry],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
         known: Mapping[Key, Placed] | None = None,
     ) -> list[Copied]:
-        """Copy whole payloads into `targets`, each exactly as long as its payload.
+        """Copy whole payloads into `targets`, each exactly as long as its payload. What the disk
+        does not give until the deadline is GONE.
 
         `check`: whether to compare the CRC32C, for each entry. `known`: rows that need not be
         looked up.
@@ -155,11 +162,11 @@ class LocalNode:
         rows: Sequence[Placed | None] = list(map((known or {}).get, keys))
         if None in rows:
             rows = self.index.find(keys)
-        copies = self._copied_alike(entries, rows, targets, check)
+        copies = self._copied_alike(entries, rows, targets, check, deadline)
         if copies is not None:
             return copies
         copies = [
-            self._copied(entry, found, target, check=checked)
+            self._copied(entry, found, target, deadline, check=checked)
             for entry, found, target, checked in zip(entries, rows, targets, check, strict=True)
         ]
         copied = [
@@ -167,7 +174,7 @@ class LocalNode:
             for found, outcome in zip(rows, copies, strict=True)
             if found is not None and outcome is not Copied.GONE
         ]
-        return self._validated(copies, rows, copied, _tiers_of(copied))
+        return self._validated(copies, rows, copied, _tiers_of(copied), deadline)
 
     def _copied_alike(
         self,
@@ -175,6 +182,7 @@ class LocalNode:
         rows: Sequence[Placed | None],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
     ) -> list[Copied] | None:
         """Copy entries that lie in one tier and in one piece each, as nearly all do. None: they
         don't, or something about them is wrong."""
@@ -183,14 +191,14 @@ class LocalNode:
             return None
         arena, columns, placed = located
         try:
-            crcs = arena.read_all(columns.offsets, columns.lengths, targets, check)
+            crcs = arena.read_all(columns.offsets, columns.lengths, targets, check, deadline)
         except OSError:
             return None
         copies = [Copied.WHOLE] * len(entries)
         for number, crc in enumerate(crcs):
             if crc is not None and crc != entries[number].payload_crc32c:
                 copies[number] = Copied.CORRUPT
-        return self._validated(copies, placed, placed, {columns.tiers[0]})
+        return self._validated(copies, placed, placed, {columns.tiers[0]}, deadline)
 
     def _located(
         self, entries: Sequence[Entry], rows: Sequence[Placed | None]
@@ -216,7 +224,13 @@ class LocalNode:
         return None if arena is None or generation != entry.generation else (arena, location)
 
     def _copied(
-        self, entry: Entry, found: Placed | None, target: FlatBytes, *, check: bool
+        self,
+        entry: Entry,
+        found: Placed | None,
+        target: FlatBytes,
+        deadline: Deadline,
+        *,
+        check: bool,
     ) -> Copied:
         """Copy any entry."""
         located = self._located_one(entry, found)
@@ -224,7 +238,7 @@ class LocalNode:
             return Copied.GONE
         arena, location = located
         try:
-            crc = arena.read_into(location, target, check=check)
+            crc = arena.read_into(location, target, check=check, deadline=deadline)
         except OSError:
             return Copied.GONE  # a call to the daemon will say more
         return Copied.WHOLE if crc in (None, entry.payload_crc32c) else Copied.CORRUPT
@@ -235,26 +249,29 @@ class LocalNode:
         rows: Sequence[Placed | None],
         copied: Collection[Placed],
         tiers: set[int],
+        deadline: Deadline,
     ) -> list[Copied]:
         """The outcomes of finished copies: those of entries that left meanwhile become GONE.
         `copied`: the `rows` that were copied from, and their tiers."""
-        if self._stand(copied, tiers):
+        if self._stand(copied, tiers, deadline):
             return copies
         return [
-            outcome if found is not None and self.stand([found]) else Copied.GONE
+            outcome if found is not None and self.stand([found], deadline) else Copied.GONE
             for outcome, found in zip(copies, rows, strict=True)
         ]
 
     # ---- views
 
-    def read(self, entry: Entry, offset_bytes: int, length_bytes: int) -> bytes | None:
+    def read(
+        self, entry: Entry, offset_bytes: int, length_bytes: int, deadline: Deadline
+    ) -> bytes | None:
         """A range of a payload, without a checksum; None: it can't be read here."""
         found = None if self.index is None else self.index.find([entry.key])[0]
         views = self._views(entry, found, offset_bytes, length_bytes)
         if found is None or views is None:
             return None
         data = b"".join(views)
-        return data if self.stand([found]) else None
+        return data if self.stand([found], deadline) else None
 
     def views(
         self, entries: Sequence[Entry], known: Mapping[Key, Placed]
@@ -299,20 +316,20 @@ class LocalNode:
 
     # ---- validation
 
-    def stand(self, rows: Collection[Placed]) -> bool:
+    def stand(self, rows: Collection[Placed], deadline: Deadline) -> bool:
         """Whether these rows still stand, and no later start of the daemon wrote to their arenas.
 
         True after a copy: the copied bytes are those that were saved.
         """
-        return self._stand(rows, _tiers_of(rows))
+        return self._stand(rows, _tiers_of(rows), deadline)
 
-    def _stand(self, rows: Collection[Placed], tiers: set[int]) -> bool:
+    def _stand(self, rows: Collection[Placed], tiers: set[int], deadline: Deadline) -> bool:
         """`stand` for rows in these tiers."""
         index = self.index
         if index is None or not index.unchanged(rows):
             return False
         incarnation = self.ref.incarnation
-        return all(self.arenas[tier].written_by(incarnation) for tier in tiers)
+        return all(self.arenas[tier].written_by(incarnation, deadline) for tier in tiers)
 
     def in_place(self, entries: Sequence[Entry], rows: Sequence[Placed]) -> InPlace:
         """Entries that were found with their rows, for later copies and views."""
@@ -326,8 +343,8 @@ class InPlace:
     node: LocalNode
     rows: Mapping[Key, Placed]
 
-    def stands(self) -> bool:
-        return self.node.stand(self.rows.values())
+    def stands(self, deadline: Deadline) -> bool:
+        return self.node.stand(self.rows.values(), deadline)
 
 
 def _tiers_of(rows: Iterable[Placed]) -> set[int]:

@@ -22,6 +22,7 @@ from ...proto.errors import (
 )
 from ...proto.limits import MAX_MESSAGE_BYTES
 from ...proto.prefixd_pb2_grpc import CacheStub
+from .deadline import woken
 from .reach import Reached, reach
 from .security import Security, open_channel
 from .sinks import Sink
@@ -142,12 +143,13 @@ class Connection:
         except ValueError as problem:
             raise ClaimLost(f"the connection closed: {problem}") from None
         try:
-            for response in call:
-                for part in response.parts:
-                    if part.range >= count:
-                        raise PrefixdError(f"the daemon sent a range {part.range} of {count}")
-                    ok = part.status == pb.READ_STATUS_OK
-                    sink(part.range, part.offset_bytes, part.data if ok else None)
+            with woken(call.cancel):
+                for response in call:
+                    for part in response.parts:
+                        if part.range >= count:
+                            raise PrefixdError(f"the daemon sent a range {part.range} of {count}")
+                        ok = part.status == pb.READ_STATUS_OK
+                        sink(part.range, part.offset_bytes, part.data if ok else None)
         finally:
             call.cancel()  # no effect once it has ended
 

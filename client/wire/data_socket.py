@@ -32,6 +32,7 @@ from ...proto.errors import (
 from ...proto.payload import FlatBytes, crc32c, views_of
 from ..counters import Counters
 from .connection import Calls
+from .deadline import woken
 from .pool import CONNECT_S, ConnectionPool, NoConnection
 from .security import Security
 from .sinks import Rooms, Sink
@@ -361,7 +362,7 @@ class DataCalls(ConnectionPool[DataConnection]):
     def _transfer(
         self, request: pb.DataRequest, timeout_s: float, receive: Callable[[DataConnection], T]
     ) -> T:
-        with self.connection(timeout_s) as connection:
+        with self.connection(timeout_s) as connection, woken(connection.shut_down):
             connection.begin(request, timeout_s)
             return receive(connection)
 

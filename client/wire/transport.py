@@ -161,9 +161,11 @@ class Transport(Protocol):
         entries: Sequence[Entry],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
+        deadline: Deadline,
         in_place: object | None = None,
     ) -> list[Copied]:
-        """Copy whole payloads, claimed or not, into `targets`, each as long as its payload.
+        """Copy whole payloads, claimed or not, into `targets`, each as long as its payload. What is
+        not there until the deadline is GONE, and nothing writes into its target later.
 
         `check`: whether to compare the CRC32C, for each entry. `in_place`: see `Looked`, if known.
         Never raises PrefixdError.

@@ -17,6 +17,7 @@ from prefixd.client.context import Failures
 from prefixd.client.policy import LoadSpeeds
 from prefixd.client.restores import Copier, Restore, Verify
 from prefixd.client.results import Entry, RestoreResult, restore_result
+from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
@@ -185,6 +186,7 @@ class InPlace:
         entries: Sequence[Entry],
         targets: Sequence[FlatBytes],
         _check: Sequence[bool],
+        _deadline: Deadline,
         _in_place: object | None,
     ) -> list[Copied]:
         self.threads.add(threading.get_ident())
@@ -213,12 +215,12 @@ def test_a_large_copy_is_shared_by_bytes(
     restoring = Restoring(payloads(sizes))
     in_place = InPlace(restoring.data)
     copier = Copier(in_place.copy, Failures())
-    assert copier.copy(restoring.restore) == []
+    assert copier.copy(restoring.restore, Deadline(60_000)) == []
     assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data
     assert len(in_place.threads) == len(calls)
     assert sorted(in_place.calls) == calls
     copier.close()
-    assert copier.copy(restoring.restore) == []  # by this thread alone
+    assert copier.copy(restoring.restore, Deadline(60_000)) == []  # by this thread alone
     assert restoring.result([1] * len(sizes), None).run == len(sizes)
 
 
@@ -245,6 +247,6 @@ def test_what_a_copy_that_fails_was_to_copy_is_read(
     in_place = InPlace(restoring.data)
     in_place.data.pop(restoring.entries[broken].key)
     copier = Copier(in_place.copy, Failures())
-    assert copier.copy(restoring.restore) == [broken]
+    assert copier.copy(restoring.restore, Deadline(60_000)) == [broken]
     copier.close()
     assert copier._second.join(PATIENCE_S)

@@ -432,6 +432,33 @@ def test_a_claim_that_is_lost_is_a_miss_of_everything(
     assert client.counters["lost_claims"] == 1
 
 
+def test_a_claim_that_was_lost_stays_lost(
+    daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier
+) -> None:
+    """Even if nothing happened to its entries."""
+    keys, _ = save_some(client := make(daemon, lease_ms=LEASE_MS), tier)
+    hit = client.claim(keys)
+    eventually(lambda: hit.lost)
+    assert not hit.release()
+    assert hit.lost
+    assert not hit.claimed
+
+
+def test_what_is_left_of_a_probed_hit_is_restored(
+    daemon: PrivateDaemon, make: Callable[..., Client], tier: Tier
+) -> None:
+    client, other = make(daemon), make(daemon)
+    keys, payloads = save_some(client, tier)
+    for gone in (len(keys) - 1, 0):
+        hit = client.longest_run(keys, claim=False)
+        other.delete([keys[gone]])
+        result, restored = restore(hit)
+        assert result.restored == tuple(number != gone for number in range(len(keys)))
+        assert [miss for miss in result.misses if miss] == [MissReason.ABSENT]
+        assert restored[:gone] + restored[gone + 1 :] == payloads[:gone] + payloads[gone + 1 :]
+        keys, payloads = save_some(client, tier)
+
+
 def test_the_release_of_a_lost_claim_reports_the_loss(
     daemon: PrivateDaemon, make: Callable[..., Client]
 ) -> None:
@@ -507,7 +534,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[
         # In place, the arena of a dead daemon is still mapped, and its rows are still valid.
         result, restored = restore(held)
         assert restored == payloads if in_place(client) else result.miss is MissReason.LOST
-        assert held.release() == in_place(client)
+        assert not held.release()
         result, restored = restore(found)  # every entry that is still read in place is right
         assert all(
             data == payload
@@ -525,7 +552,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[
         assert client.save(keys[0], b"abc", tier=Tier.RAM, reason=EVICT).ok
         with client.claim(keys[:1]) as hit:
             assert hit.read(0) == b"abc"
-        assert held.release() == in_place(client), "a repeated release has the same result"
+        assert not held.release(), "a repeated release has the same result"
 
 
 #: A call of each public method, for a closed client. Methods that need no daemon are left out.
@@ -582,9 +609,7 @@ def test_a_closed_client_raises_and_has_given_everything_back(
         with pytest.raises(ClientClosed):
             use(client, hit, reservation)
     assert restore(hit)[0].miss is MissReason.LOST
-    assert hit.release() == in_place(client), (
-        "in place the rows were valid to the end, else the client can't know"
-    )
+    assert not hit.release()
 
     def reserved() -> bool:
         (again,) = other.reserve([ReserveItem(new, 3)], tier=Tier.RAM, reason=EVICT)

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.node import LocalNode
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
+from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
@@ -39,6 +41,10 @@ BOUND_S: Final = 90
 
 #: Attempts to find a serving daemon, 100 ms apart.
 _CONNECT_ATTEMPTS: Final = 40
+
+
+#: No read waits in a simulation.
+LATER: Final = Deadline(10**9)
 
 
 class Session:
@@ -69,7 +75,7 @@ class Session:
             self.staging = mmap.mmap(fd, STAGING_BYTES)
             os.close(fd)
         # Without a connection: the client makes the calls.
-        self.node = LocalNode(descriptors, handed.refused, self.ref, None)  # type: ignore[arg-type]
+        self.node = LocalNode(descriptors, handed.refused, self.ref, None, DiskReads())  # type: ignore[arg-type]
 
     @property
     def over(self) -> bool:
@@ -252,7 +258,7 @@ class SimClient:
         restore = Restore(entries, views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
-            rest = restore.copied(session.node.copy(entries, views, [check] * len(entries)))
+            rest = restore.copied(session.node.copy(entries, views, [check] * len(entries), LATER))
         stopped: MissReason | None = None
         try:
             if rest and claim:
@@ -322,7 +328,7 @@ class SimClient:
                 self.world.operate()
                 data += bytes(piece)
             read.append(data)
-        stands = session.node.stand(rows.values())
+        stands = session.node.stand(rows.values(), LATER)
         if self._release(session, claim) or stands:
             for entry, data in zip(entries, read, strict=True):
                 self.oracle.read(

@@ -217,10 +217,11 @@ class SimOs:
         data = os.pread(fd, size, offset)
         return self._devices.flip(data) if fault == "flipped read" and data else data
 
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        """Every page is in the cache: what waits for a device is another thread's work."""
         file = self._ours(fd)
         if file is None:
-            return os.preadv(fd, buffers, offset)
+            return os.preadv(fd, buffers, offset, flags)
         self._world.operate(5_000)
         fault = self._devices.fault("pread", file.path)
         if fault == "read error":

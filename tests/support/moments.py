@@ -12,6 +12,8 @@ from prefixd.client.hits import Reader
 from prefixd.client.local import arenas
 from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.client.local.node import LocalNode
+from prefixd.client.wire.deadline import Deadline
+from prefixd.proto.arena_header import ARENA_HEADER_BYTES
 from prefixd.proto.payload import crc32c
 
 #: In order, for a restore of two or more entries by one thread. A "look" reads the index rows.
@@ -81,13 +83,21 @@ def _in_halves(patch: pytest.MonkeyPatch, arena: type, interfere: Callable[[], N
     real = arena.read_into  # type: ignore[attr-defined]  # of both arenas
 
     def read_into(
-        this: object, location: tuple[int, ...], target: memoryview, *, check: bool
+        this: object,
+        location: tuple[int, ...],
+        target: memoryview,
+        *,
+        check: bool,
+        deadline: Deadline,
     ) -> int | None:
+        if len(target) < 2 * ARENA_HEADER_BYTES:  # the header, which is read to validate
+            return real(this, location, target, check=check, deadline=deadline)
         half = len(target) // 2
-        real(this, location, target[:half], check=False)
+        real(this, location, target[:half], check=False, deadline=deadline)
         interfere()
         rest = arenas._parts(location, half, len(target) - half)
-        real(this, tuple(itertools.chain(*rest)), target[half:], check=False)
+        places = tuple(itertools.chain(*rest))
+        real(this, places, target[half:], check=False, deadline=deadline)
         return crc32c(target) if check else None
 
     patch.setattr(arena, "read_into", read_into)

@@ -205,10 +205,10 @@ def test_two_threads_restore_as_one_does(
     real = arena.read_all
 
     def read_all(
-        this: Any, offsets: Any, lengths: Any, targets: list[memoryview], check: Any
+        this: Any, offsets: Any, lengths: Any, targets: list[memoryview], *rest: Any
     ) -> list[int | None]:
         threads.add(threading.get_ident())
-        crcs = real(this, offsets, lengths, targets, check)
+        crcs = real(this, offsets, lengths, targets, *rest)
         return [
             crc ^ 1 if crc and wrong is not None and target.obj is buffers[wrong] else crc
             for crc, target in zip(crcs, targets, strict=True)

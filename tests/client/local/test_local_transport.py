@@ -378,7 +378,7 @@ def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
         result, restored = restore(hit)
         assert (result.run, restored) == (3, [payload_of(key, 5_000) for key in keys])
         assert client.exists(keys) == [False] * 3, "no look-up goes there"
-        assert hit.release()
+        assert not hit.release(), "the claim ended with its session"
         daemon.start()
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         assert client.exists(keys) == [False] * len(keys)

@@ -14,23 +14,36 @@ import pytest
 
 from prefixd.client.local import node
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
+from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.node import InPlace, LocalNode
 from prefixd.client.results import Entry
 from prefixd.client.wire.connection import Calls
+from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.transport import Copied
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
-from prefixd.proto.payload import crc32c
+from prefixd.proto.payload import FlatBytes, crc32c
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.runtime.index import IndexWriter
 
 INCARNATION = b"i" * 16
 REF = pb.SessionRef(incarnation=INCARNATION, session_id=7)
 CALLS = LocalCalls("/nowhere", REF, cast(Calls, None))
+LATER = Deadline(600_000)
+READS = DiskReads()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_thread_stays() -> Iterator[None]:
+    yield
+    READS.close()
+    assert READS.join(60.0)
+
+
 SLAB = 4096
 SLABS = 64
 
@@ -110,7 +123,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Made]:
         frames.INDEX: (writer.open_reader(), writer.size_bytes),
         NAMES[tier]: (os.open(tmp_path / "arena", os.O_RDONLY), SLAB * SLABS),
     }
-    made = Made(tier, writer, fd, LocalNode(handed, {}, REF, CALLS))
+    made = Made(tier, writer, fd, LocalNode(handed, {}, REF, CALLS, READS))
     assert made.node.refused == {}
     assert made.node.indexed
     yield made
@@ -125,7 +138,7 @@ def payload_of(length: int, seed: int = 1) -> bytes:
 def copy(made: Made, *entries: Entry, check: bool = True) -> tuple[list[Copied], list[bytes]]:
     targets = [bytearray(entry.payload_bytes) for entry in entries]
     views = [memoryview(target) for target in targets]
-    outcomes = made.node.copy(entries, views, [check] * len(entries))
+    outcomes = made.node.copy(entries, views, [check] * len(entries), LATER)
     return outcomes, [bytes(target) for target in targets]
 
 
@@ -164,7 +177,9 @@ def test_rows_that_are_known_are_not_looked_up_and_decide(
 
     def copied(numbers: Sequence[int]) -> list[Copied]:
         chosen = [entries[n] for n in numbers]
-        return made.node.copy(chosen, [views[n] for n in numbers], [True] * len(numbers), known)
+        return made.node.copy(
+            chosen, [views[n] for n in numbers], [True] * len(numbers), LATER, known
+        )
 
     with monkeypatch.context() as patch:
         patch.setattr(index, "find", None)
@@ -195,9 +210,9 @@ class Meanwhile(Arena):
         self._then = then
 
     def read_into(
-        self, location: tuple[int, ...], target: memoryview, *, check: bool
+        self, location: tuple[int, ...], target: FlatBytes, *, check: bool, deadline: Deadline
     ) -> int | None:
-        crc = self._arena.read_into(location, target, check=check)
+        crc = self._arena.read_into(location, target, check=check, deadline=deadline)
         self._then()
         return crc
 
@@ -206,8 +221,8 @@ class Meanwhile(Arena):
     ) -> list[memoryview] | None:
         return self._arena.views(location, offset_bytes, length_bytes)
 
-    def written_by(self, incarnation: bytes) -> bool:
-        return self._arena.written_by(incarnation)
+    def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
+        return self._arena.written_by(incarnation, deadline)
 
 
 def meanwhile(made: Made, then: Callable[[], None]) -> None:
@@ -240,7 +255,7 @@ def test_the_next_start_of_a_daemon_takes_what_it_writes_to(made: Made) -> None:
     meanwhile(made, lambda: made.rename(b"j" * 16))
     still = made.tier is Tier.RAM
     assert copy(made, entry)[0] == [Copied.WHOLE if still else Copied.GONE]
-    assert made.node.stand([]) is True
+    assert made.node.stand([], LATER) is True
 
 
 @pytest.mark.parametrize("at", range(36))
@@ -261,19 +276,21 @@ def test_an_arena_that_is_too_short_gives_nothing(made: Made) -> None:
 def test_a_range_of_a_payload(made: Made) -> None:
     payload = payload_of(3 * SLAB)
     entry = made.put(1, (SLAB, SLAB, 4 * SLAB, 2 * SLAB), payload)
-    data = made.node.read(entry, SLAB - 3, 10)
+    data = made.node.read(entry, SLAB - 3, 10, LATER)
     assert data == (None if made.tier is Tier.DISK else payload[SLAB - 3 : SLAB + 7])
     made.writer.delete(entry.key)
-    assert made.node.read(entry, 0, 1) is None
+    assert made.node.read(entry, 0, 1, LATER) is None
 
 
 def test_a_range_of_a_payload_that_lies_in_one_piece(made: Made) -> None:
     payload = payload_of(2 * SLAB)
     entry = made.put(1, (SLAB, 2 * SLAB), payload)
-    data = made.node.read(entry, SLAB - 3, 10)
+    data = made.node.read(entry, SLAB - 3, 10, LATER)
     assert data == (None if made.tier is Tier.DISK else payload[SLAB - 3 : SLAB + 7])
     short = made.put(2, (SLAB * (SLABS - 1), 2 * SLAB), payload_of(2 * SLAB))
-    assert made.node.read(short, SLAB - 3, 10) is None, "the range goes beyond the end of the arena"
+    assert made.node.read(short, SLAB - 3, 10, LATER) is None, (
+        "the range goes beyond the end of the arena"
+    )
 
 
 def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
@@ -305,9 +322,9 @@ def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     assert b"".join(views) == payload
     assert all(view.readonly for view in views)
     claim = InPlace(made.node, rows)
-    assert claim.stands()
+    assert claim.stands(LATER)
     made.writer.delete(entry.key)
-    assert not claim.stands()
+    assert not claim.stands(LATER)
 
 
 def test_an_entry_that_was_saved_again_is_not_seen_in_the_place_of_the_old_one(made: Made) -> None:
@@ -315,7 +332,7 @@ def test_an_entry_that_was_saved_again_is_not_seen_in_the_place_of_the_old_one(m
         old = made.put(1, extents, payload_of(100, 1))
         made.put(1, (5 * SLAB, *extents[1:]), payload_of(100, 2))
         assert made.node.views([old], {}) is None
-        assert made.node.read(old, 0, 10) is None
+        assert made.node.read(old, 0, 10, LATER) is None
 
 
 def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
@@ -329,7 +346,7 @@ def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) ->
     made.node = cast(LocalNode, None)
     gc.collect()
     assert bytes(views[0]) == payload
-    assert claim.stands()
+    assert claim.stands(LATER)
 
 
 def descriptors() -> int:
@@ -347,7 +364,7 @@ def test_a_node_that_nobody_refers_to_leaves_nothing_open(made: Made) -> None:
 
 def test_an_index_of_another_start_is_not_believed() -> None:
     writer = IndexWriter(b"j" * 16, 10)
-    node = LocalNode({frames.INDEX: (writer.open_reader(), 0)}, {}, REF, CALLS)
+    node = LocalNode({frames.INDEX: (writer.open_reader(), 0)}, {}, REF, CALLS, READS)
     assert not node.indexed
     assert "another start" in node.refused[frames.INDEX]
     writer.close()
@@ -356,9 +373,9 @@ def test_an_index_of_another_start_is_not_believed() -> None:
 @pytest.mark.parametrize("name", frames.FEATURES)
 def test_what_cannot_be_used_is_refused_with_the_reason(name: str) -> None:
     fd = os.memfd_create("empty")
-    node = LocalNode({name: (fd, 0)}, {}, REF, CALLS)
+    node = LocalNode({name: (fd, 0)}, {}, REF, CALLS, READS)
     if name == frames.DISK:  # an empty file holds no entry
-        assert not node.arenas[Tier.DISK].written_by(INCARNATION)
+        assert not node.arenas[Tier.DISK].written_by(INCARNATION, LATER)
     else:
         assert node.refused[name]
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -367,7 +384,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(name: str) -> None:
 
 def test_what_a_later_version_hands_over_is_closed() -> None:
     fd = os.memfd_create("later")
-    node = LocalNode({"later": (fd, 1)}, {"ram": "switched off"}, REF, CALLS)
+    node = LocalNode({"later": (fd, 1)}, {"ram": "switched off"}, REF, CALLS, READS)
     assert node.refused == {"ram": "switched off"}
     assert not node.indexed
     with suppress(OSError):
@@ -402,7 +419,7 @@ def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
     for arena in (MappedArena(fd, SLAB * SLABS, outlives_daemon=True), FileArena(fd)):
         for offsets, lengths, check in ([1, 1, 2], [2, 1, 2], [2, 2, 1]):
             with pytest.raises(ValueError, match=r"shorter|longer"):
-                arena.read_all([SLAB] * offsets, [SLAB] * lengths, targets, [False] * check)
+                arena.read_all([SLAB] * offsets, [SLAB] * lengths, targets, [False] * check, LATER)
     os.close(fd)
 
 
@@ -412,7 +429,7 @@ def test_arenas_say_who_wrote_to_them(tmp_path: Path) -> None:
         MappedArena(fd, SLAB * SLABS, outlives_daemon=True),
         FileArena(fd),
     ]
-    assert all(arena.written_by(INCARNATION) for arena in arenas)
+    assert all(arena.written_by(INCARNATION, LATER) for arena in arenas)
     os.pwrite(fd, bytes(ARENA_HEADER_BYTES), 0)
-    assert not any(arena.written_by(INCARNATION) for arena in arenas)
+    assert not any(arena.written_by(INCARNATION, LATER) for arena in arenas)
     os.close(fd)

@@ -1,0 +1,260 @@
+"""Reads that have to wait for a disk: deadlines, hanging devices, buffers of calls that ended.
+
+The device is a function here. The long tests hang a real one (`tests/crash/test_hung_device.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from prefixd.client import AsyncClient, Client, MissReason, SaveReason, Tier
+from prefixd.client.local import disk_reads
+from prefixd.client.local.arenas import FileArena
+from prefixd.client.local.disk_reads import PIECE_BYTES, DiskReads
+from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.wire.deadline import ABANDONMENT, Abandonment, Deadline
+from prefixd.proto.keys import Key
+from prefixd.proto.payload import crc32c
+from tests.support.daemon import PrivateDaemon, private_daemon
+from tests.support.event_loop import PATIENCE_S, run
+
+LATER = Deadline(600_000)
+PAYLOAD_BYTES = 3 * PIECE_BYTES + 5
+
+
+class Device:
+    """A disk that answers when it may. Files have no page in the cache."""
+
+    def __init__(self) -> None:
+        self.answers = threading.Event()
+        self.answers.set()
+        self.asked = threading.Semaphore(0)
+
+    def read(self, fd: int, buffers: Sequence[bytearray | memoryview], offset: int) -> int:
+        self.asked.release()
+        assert self.answers.wait(PATIENCE_S)
+        return os.preadv(fd, buffers, offset)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(FileArena, "_cached", lambda _this, _start, _room, crc, **_: (0, crc))
+    made = Device()
+    yield made
+    made.answers.set()
+
+
+@pytest.fixture
+def reads(device: Device) -> Iterator[DiskReads]:
+    made = DiskReads(device.read)
+    yield made
+    device.answers.set()
+    made.close()
+    assert made.join(PATIENCE_S)
+
+
+@pytest.fixture
+def arena(tmp_path: Path, reads: DiskReads) -> FileArena:
+    path = tmp_path / "arena"
+    path.write_bytes(DATA)
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return FileArena(fd, reads)
+    finally:
+        os.close(fd)
+
+
+DATA = os.urandom(PAYLOAD_BYTES + 1000)
+
+
+def test_what_is_not_in_the_cache_is_read_by_a_thread(arena: FileArena) -> None:
+    target = bytearray(PAYLOAD_BYTES)
+    crc = arena.read_into(
+        (7, PIECE_BYTES + 1, 0, PAYLOAD_BYTES), memoryview(target), check=True, deadline=LATER
+    )
+    expected = DATA[7 : 8 + PIECE_BYTES] + DATA
+    assert target == expected[:PAYLOAD_BYTES]
+    assert crc == crc32c(target)
+
+
+def test_only_the_rest_is_read_by_a_thread(
+    arena: FileArena, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cached(_this: FileArena, start: int, room: memoryview, crc: int, **_: Any) -> Any:
+        some = min(100, len(room))
+        room[:some] = DATA[start : start + some]
+        return some, crc32c(room[:some], crc)
+
+    monkeypatch.setattr(FileArena, "_cached", cached)
+    target = bytearray(500)
+    crc = arena.read_into((3, 500), memoryview(target), check=True, deadline=LATER)
+    assert (target, crc) == (DATA[3:503], crc32c(DATA[3:503]))
+    assert device.asked.acquire(blocking=False)
+    assert arena.read_into((3, 99), memoryview(target)[:99], check=False, deadline=LATER) is None
+    assert not device.asked.acquire(blocking=False)
+
+
+def test_a_range_beyond_the_end_is_an_error(arena: FileArena) -> None:
+    target = memoryview(bytearray(20))
+    with pytest.raises(OSError, match="so many bytes"):
+        arena.read_into((len(DATA) - 10, 20), target, check=False, deadline=LATER)
+
+
+def test_a_device_that_hangs_costs_the_deadline_and_writes_nothing_later(
+    arena: FileArena, device: Device, reads: DiskReads
+) -> None:
+    device.answers.clear()
+    target = bytearray(b"\xa5" * PAYLOAD_BYTES)
+    with pytest.raises(TimeoutError):
+        arena.read_into((0, PAYLOAD_BYTES), memoryview(target), check=True, deadline=Deadline(20))
+    device.answers.set()
+    reads.close()
+    assert reads.join(PATIENCE_S), "the threads have read everything by now"
+    assert target == b"\xa5" * PAYLOAD_BYTES
+
+
+def test_while_a_read_is_stuck_others_fail_at_once(
+    arena: FileArena, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device.answers.clear()
+    target = memoryview(bytearray(10))
+    with pytest.raises(TimeoutError):
+        arena.read_into((0, 10), target, check=False, deadline=Deadline(20))
+    monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
+    with pytest.raises(OSError, match="has not answered"):
+        arena.read_into((0, 10), target, check=False, deadline=LATER)
+    assert not arena.written_by(bytes(16), LATER)
+    device.answers.set()
+    monkeypatch.setattr(disk_reads, "STUCK_S", PATIENCE_S)
+    arena.read_into((0, 10), target, check=False, deadline=LATER)
+    assert target == DATA[:10]
+
+
+def test_threads_and_memory_are_bounded(arena: FileArena, device: Device) -> None:
+    device.answers.clear()
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    for _ in range(20):
+        with pytest.raises(TimeoutError):
+            arena.read_into((0, PAYLOAD_BYTES), target, check=False, deadline=Deadline(1))
+    names = [thread.name for thread in threading.enumerate()]
+    assert sum(name.startswith("prefixd-disk") for name in names) <= disk_reads.MAX_THREADS
+
+
+def test_an_abandoned_read_ends_at_once(arena: FileArena, device: Device) -> None:
+    device.answers.clear()
+    abandonment = Abandonment()
+    token = ABANDONMENT.set(abandonment)
+    try:
+        deadline = Deadline(600_000)
+    finally:
+        ABANDONMENT.reset(token)
+
+    def leave() -> None:
+        assert device.asked.acquire(timeout=PATIENCE_S)
+        abandonment.abandon()
+
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    with pytest.raises(TimeoutError, match="nobody waits"):
+        arena.read_into((0, 10), memoryview(bytearray(10)), check=False, deadline=deadline)
+    leaving.join()
+    with pytest.raises(TimeoutError, match="nobody waits"):
+        arena.read_into((0, 10), memoryview(bytearray(10)), check=False, deadline=deadline)
+
+
+# ---- the whole client
+
+
+@pytest.fixture(scope="module")
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon(ram="16MiB", disk="64MiB") as made:
+        yield made
+
+
+def use(client: Client, device: Device) -> None:
+    """Have the client read disk entries from `device`."""
+    transport = client._transport
+    assert isinstance(transport, LocalTransport)
+    transport._reads._read = device.read
+
+
+KEYS = [Key(bytes([number]) * 32) for number in range(4)]
+PAYLOAD = os.urandom(100_000)
+
+
+def save(client: Client, tier: Tier) -> None:
+    for key in KEYS:
+        client.delete([key])
+        assert client.save(key, PAYLOAD, tier=tier, reason=SaveReason.EVICT).ok
+
+
+def test_a_restore_ends_with_its_deadline_and_its_buffers_are_left_alone(
+    daemon: PrivateDaemon, device: Device
+) -> None:
+    with Client(daemon.address) as client:
+        save(client, Tier.DISK)
+        use(client, device)
+        hit = client.longest_run(KEYS, claim=False)
+        device.answers.clear()
+        buffers = [bytearray(b"\xa5" * len(PAYLOAD)) for _ in KEYS]
+        result = hit.restore_into(buffers, deadline_ms=30)
+        assert (result.run, result.miss) == (0, MissReason.DEADLINE)
+        device.answers.set()
+        assert hit.restore_into([bytearray(len(PAYLOAD)) for _ in KEYS]).run == len(KEYS)
+        assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
+
+
+def test_a_hanging_disk_delays_no_other_tier(
+    daemon: PrivateDaemon, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(Client(daemon.address), max_concurrency=2) as client:
+            await asyncio.to_thread(save, client.client, Tier.DISK)
+            use(client.client, device)
+            hit = await client.longest_run(KEYS, claim=False)
+            device.answers.clear()
+            rooms = [[bytearray(len(PAYLOAD))] for _ in range(8)]
+            lost = [hit.restore_into(room, indices=[0], deadline_ms=50) for room in rooms]
+            assert not any(await asyncio.gather(*lost))
+            assert device.asked.acquire(blocking=False)
+            monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
+            memory = Key(b"m" * 32)
+            assert (await client.save(memory, PAYLOAD, tier=Tier.RAM)).ok
+            room = bytearray(len(PAYLOAD))
+            assert await client.restore_keys([memory], [room])
+            assert room == PAYLOAD
+            device.answers.set()
+
+    run(scenario())
+
+
+def test_the_buffers_of_a_cancelled_restore_are_the_callers_again(
+    daemon: PrivateDaemon, device: Device
+) -> None:
+    async def scenario() -> None:
+        async with AsyncClient(Client(daemon.address)) as client:
+            await asyncio.to_thread(save, client.client, Tier.DISK)
+            use(client.client, device)
+            hit = await client.longest_run(KEYS, claim=False)
+            device.answers.clear()
+            buffers = [bytearray(len(PAYLOAD)) for _ in KEYS]
+            restoring = asyncio.create_task(hit.restore_into(buffers, deadline_ms=600_000))
+            await asyncio.to_thread(device.asked.acquire, timeout=PATIENCE_S)
+            restoring.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await restoring
+            for buffer in buffers:
+                buffer[:] = b"\xa5" * len(buffer)
+            device.answers.set()
+            others = [bytearray(len(PAYLOAD)) for _ in KEYS]
+            assert (await hit.restore_into(others)).run == len(KEYS)
+            assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
+
+    run(scenario())
