@@ -6,17 +6,15 @@ import asyncio
 import os
 import secrets
 import signal
-import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import astuple
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc
 import structlog
 from grpc_health.v1 import health_pb2
 
@@ -26,7 +24,6 @@ from ..proto.errors import ConfigError, PrefixdError
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
 from . import assembly
-from .api.connections import remove_leftover
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
@@ -35,7 +32,8 @@ from .config.budgets import Plan, resolve
 from .config.loading import load_config
 from .config.machine import Machine
 from .config.options import Config
-from .credentials import Certificates, certificates_of, read_files, tokens_of
+from .credentials import Certificates, certificates_of, read_files
+from .listening import Sockets, listen_on_tcp
 from .logs import configure_logs
 from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
 from .reloading import Reloader
@@ -115,7 +113,6 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         if pressure is not None:
             front.sessions.under_pressure = lambda: pressure.under
             core.supervisor.task("pressure", pressure.watch(config.pressure.interval_ns / 1e9))
-        await front.local.start()
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
         if config.server.metrics:
@@ -237,27 +234,36 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
 async def _serve_rpcs(
     core: Core, config: Config, front: Front, stop: Stop, certificates: Certificates | None
 ) -> None:
-    addresses, remote = _listen(front, config, certificates)
-    servers = [front.workers, front.operators, *remote]
-    for server in servers:
-        await server.start()
+    sockets = Sockets(core, config.server, front)
+    try:
+        await sockets.bind()
+        addresses, remote = listen_on_tcp(front, config, certificates)
+        for server in remote:
+            await server.start()
+    except BaseException:
+        await sockets.close()
+        raise
+    looking = core.supervisor.task("sockets", sockets.watch(), vital=True)
     # Vital: without this task the reported health would never change again.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")
     core.supervisor.task("watchdog", keep_alive())
     core.supervisor.task("heap", give_back_idle_heap(core.executor, partial(_served, core)))
-    log.info("serving", version=__version__, pid=os.getpid(), addresses=addresses)
+    log.info(
+        "serving", version=__version__, pid=os.getpid(), addresses=[*sockets.addresses, *addresses]
+    )
     await _first(stop.requested.wait(), core.broken.wait())
     notify("STOPPING=1")
     log.info("stopping", drain_timeout_s=config.server.drain_timeout_ns / 1e9)
     watching.cancel()
+    looking.cancel()
     await front.health.enter_graceful_shutdown()
     draining = core.drain(config.server.drain_timeout_ns / 1e9)
     # A broken state finishes nothing, so the drain would never end.
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
     front.watching.close()
-    await _within(asyncio.gather(*(server.stop(grace=1.0) for server in servers)))
+    await _within(asyncio.gather(sockets.close(), *(server.stop(grace=1.0) for server in remote)))
     log.info("stopped")
 
 
@@ -279,72 +285,6 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-def _listen(
-    front: Front, config: Config, certificates: Certificates | None
-) -> tuple[list[str], list[grpc.aio.Server]]:
-    """Bind every address; returns the addresses, and the server for TCP. The directory of the
-    sockets is locked, so a socket that is already there is left over from a dead daemon."""
-    server = config.server
-    sockets = [
-        ("server.address", front.workers, server.address, server.socket_mode),
-        ("server.admin_address", front.operators, server.operators(), 0o600),
-    ]
-    for option, listener, address, mode in sockets:
-        path = _path_of(address)
-        try:
-            remove_leftover(path)
-        except OSError as problem:
-            raise OSError(f"{option}: {problem}") from None
-        # Until chmod below, only this user may connect.
-        before = os.umask(0o177)
-        try:
-            with _listening(option, address):
-                listener.add_insecure_port(address)
-        finally:
-            os.umask(before)
-        path.chmod(mode)
-    addresses = [address for _, _, address, _ in sockets]
-    if not server.tcp:
-        return addresses, []
-    host, _, port = server.tcp.rpartition(":")
-    with _listening("server.tcp", server.tcp):
-        _check_free(host.strip("[]"), int(port))
-    tokens = tokens_of(config)
-    remote = front.remote(tokens)
-    if server.data_address():
-        data_host, _, data_port = server.data_address().rpartition(":")
-        context = certificates.material.context if certificates else None
-        with _listening("server.data", server.data_address()):
-            bound = front.data.start(data_host.strip("[]"), int(data_port), context, tokens)
-        addresses.append(f"{data_host}:{bound} (data)")
-    with _listening("server.tcp", server.tcp):
-        if certificates is not None:
-            bound = remote.add_secure_port(server.tcp, certificates.credentials())
-        else:
-            bound = remote.add_insecure_port(server.tcp)
-    addresses.append(f"{host}:{bound}")
-    return addresses, [remote]
-
-
-@contextmanager
-def _listening(option: str, address: str) -> Iterator[None]:
-    """Turns an error of listening into an OSError that names the option."""
-    try:
-        yield
-    except (OSError, RuntimeError) as problem:
-        why = getattr(problem, "strerror", problem)
-        raise OSError(f"{option}: can't listen on {address}: {why}") from None
-
-
-def _check_free(host: str, port: int) -> None:
-    """Raises OSError if the port is taken. gRPC itself would log to stderr."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as attempt:
-        attempt.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        attempt.bind((host, port))
-        attempt.listen(1)
 
 
 def _path_of(address: str) -> Path:

@@ -310,7 +310,7 @@ class AdminConnection:
             case DaemonUnavailable() if pid := _starting(self.address):
                 return DaemonUnavailable(
                     f"the daemon with pid {pid} does not listen at {address}: it is starting or "
-                    "stopping, try again soon"
+                    "stopping, or makes a socket again that was removed; try again soon"
                 )
             case DaemonUnavailable():
                 return DaemonUnavailable(f"no daemon answers at {address}. {_WHAT_TO_DO}")

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, Final, TypeVar
 
 import typer
 
+from ...proto.trust import why_no_source
 from ...proto.vocabulary import Tier
 from .command import LONG_TIMEOUT_S, STDOUT, Ctl, DiskTierOption, ExitCode, exit_if, fail
 
@@ -70,6 +71,11 @@ class Moved:
 
 
 # ---- export
+
+
+def _opened_privately(name: str, flags: int) -> int:
+    """For this user alone: KV state can reveal the prompts that it was computed from."""
+    return os.open(name, flags | os.O_CLOEXEC, 0o600)
 
 
 def export(
@@ -125,7 +131,9 @@ def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], 
         fail(f"{path} is there already: --resume goes on with it", ExitCode.BAD_INPUT)
     known: set[bytes] = set()
     try:
-        with path.open("ab+") as out:
+        with open(path, "ab+", opener=_opened_privately) as out:  # for the opener
+            if why := why_no_source(os.fstat(out.fileno())):
+                fail(f"{path} is not written to: {why}", ExitCode.BAD_INPUT)
             out.seek(0)
             reader = StreamReader(out)
             try:
@@ -247,6 +255,12 @@ def _input(file: str) -> Iterator[BinaryIO]:
     except OSError as problem:
         fail(f"{file}: {problem.strerror}", ExitCode.BAD_INPUT)
     with source:
+        if why := why_no_source(os.fstat(source.fileno())):
+            fail(
+                f"{file} is not believed, because it could hold any state under each key: {why}. "
+                f"If you know what is in it: prefixctl import - < {file}",
+                ExitCode.BAD_INPUT,
+            )
         yield source
 
 

@@ -12,7 +12,6 @@ import asyncio
 import select
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from ...proto import prefixd_pb2 as pb
@@ -247,12 +246,3 @@ class HangUpWatch:
             transport.abort()
         else:
             self.begin(transport)
-
-
-def remove_leftover(path: Path) -> None:
-    """Remove the socket that a killed daemon left at its path. Raises FileExistsError when
-    something else is there."""
-    if path.is_socket():
-        path.unlink()
-    elif path.exists():
-        raise FileExistsError(f"{path} is there and is no socket; it is not replaced")

@@ -77,8 +77,8 @@ class Front:
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
-        self.workers: Final = self._server({_CACHE: self._cache_methods()})
-        self.operators: Final = self._server({_ADMIN: self._admin_methods()})
+        self.workers: Final = self.more_workers()
+        self.operators: Final = self.more_operators()
         #: Who may call over TCP. None: everybody who connects may, but nobody as an operator.
         self.tokens: Tokens | None = None
 
@@ -99,6 +99,15 @@ class Front:
         """Use other certificates for new connections to the data socket, if it has TLS."""
         if self.data.handshakes is not None:
             self.data.handshakes.context = context
+
+    def more_workers(self) -> grpc.aio.Server:
+        """A server for workers. gRPC binds no address once a server runs, so a socket that was lost
+        takes another one."""
+        return self._server({_CACHE: self._cache_methods()})
+
+    def more_operators(self) -> grpc.aio.Server:
+        """A server for operators."""
+        return self._server({_ADMIN: self._admin_methods()})
 
     def remote(self, tokens: Tokens | None) -> grpc.aio.Server:
         """Make the gRPC server for TCP. It serves operators only with a token of the role admin."""

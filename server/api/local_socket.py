@@ -21,12 +21,13 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.frames import LOCAL_SMALL_REQUEST_BYTES, Frames, frame
 from .calls import Process, failure_of
-from .connections import Connection, Connections, HangUpWatch, Turn, remove_leftover
+from .connections import Connection, Connections, HangUpWatch, Turn
 from .hand_over import Handoff
 from .lent_saves import LentSaves
 from .messages import parse
 from .saves import Saves
 from .service import CacheService
+from .unix_sockets import UnixSocket
 
 log = structlog.get_logger("prefixd.local")
 
@@ -46,7 +47,7 @@ class LocalServer(Connections["_Connection"]):
 
     def __init__(self, service: CacheService, saves: Saves, hand_over: Handoff) -> None:
         super().__init__(service, saves)
-        self.path: Final = self.config.local_socket
+        self.socket: Final = UnixSocket("server.address", Path(self.config.local_socket), 0o600)
         self.save_staged = saves.save_staged
         self.hand_over: Final = hand_over
         self.lent: Final = LentSaves(saves)
@@ -58,25 +59,25 @@ class LocalServer(Connections["_Connection"]):
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Bind and listen. The daemon holds the lock of the socket's directory: a socket that lies
-        there is a leftover."""
-        remove_leftover(Path(self.path))
+        """Bind and listen; again if the socket is gone, for new connections: open ones stay. The
+        daemon holds the lock of the socket. Raises OSError."""
         listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            listening.bind(self.path)
-            Path(self.path).chmod(0o600)
+            self.socket.bind(listening.bind)
         except OSError:
             listening.close()
             raise
+        if self._server is not None:
+            self._server.close()
         self._server = await asyncio.get_running_loop().create_unix_server(
             lambda: _Connection(self), sock=listening, backlog=_BACKLOG
         )
 
     async def close(self) -> None:
         """Refuse new connections and end the open ones."""
+        self.socket.remove()
         if self._server is not None:
             self._server.close()
-        Path(self.path).unlink(missing_ok=True)
         await self.hang_up_all()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Iterator
 from hashlib import sha256
@@ -183,3 +184,22 @@ def test_what_the_index_has_no_room_for_is_exported_too(tmp_path: Path) -> None:
         assert {entry.key: entry.payload for entry in StreamReader(source)} == {
             key: key * 9 for key in alike
         }
+
+
+def test_an_export_is_for_its_user_alone_and_only_that_is_read_back(
+    warm: PrivateDaemon, tmp_path: Path
+) -> None:
+    file = tmp_path / "entries"
+    before = os.umask(0)
+    try:
+        run(warm, "export", str(file))
+    finally:
+        os.umask(before)
+    assert file.stat().st_mode & 0o777 == 0o600
+    file.chmod(0o620)
+    said = run(warm, "import", str(file), code=ExitCode.BAD_INPUT)
+    assert "others than its owner can write to it" in said
+    assert f"prefixctl import - < {file}" in said
+    assert "others than" in run(warm, "export", str(file), "--resume", code=ExitCode.BAD_INPUT)
+    file.chmod(0o644)
+    run(warm, "import", str(file))
