@@ -88,9 +88,7 @@ class PrefixdCache:
         """
         context = LlamaContext(llama, fingerprint=fingerprint, salt=salt)
         cache = cls(context, client, **options)
-        log = logger.info if cache.identity.unshared is None else logger.warning
-        log("llama-cpp-python: %s", cache.identity)
-        logger.debug("%s", "\n".join(cache.identity.lines()))
+        client.announce(cache.identity)
         context.after_generation(cache._save_completion)
         return cache
 
@@ -107,7 +105,7 @@ class PrefixdCache:
         """Take other keys if other adapters are applied than at the last use."""
         if self._context.adapters_changed():
             self._identify()
-            logger.info("llama-cpp-python, other adapters: %s", self._identity)
+            self._client.announce(self._identity)
 
     # ---- what llama-cpp-python calls
 

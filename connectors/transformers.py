@@ -21,12 +21,11 @@ what follows them, masked tokens, embeddings.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
-from weakref import ReferenceType, WeakKeyDictionary, ref
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from ..client.client import Client
 from ..client.identity import StateIdentity
@@ -40,8 +39,6 @@ from .transformers_identity import ENGINE, identity_of, media_tokens, rope_limit
 from .transformers_passes import Passes, first_of
 
 __all__ = ["Loaded", "ModelNamespace", "identity_of", "load_cache", "namespace_of", "save_cache"]
-
-logger = logging.getLogger("prefixd.connectors")
 
 DEFAULT_BLOCK_TOKENS: Final = 256
 _LAYOUT_LABEL: Final = b"prefixd/transformers/layout/v1\0"
@@ -65,6 +62,14 @@ class ModelNamespace(Namespace):
     #: Of the model when the namespace was made.
     stamp: Any
     model: ReferenceType[Any]
+    #: The clients that have announced it.
+    told: WeakSet[Client]
+
+    def announce(self, client: Client) -> None:
+        """Say what its keys depend on, once for each client."""
+        if client not in self.told:
+            self.told.add(client)
+            client.announce(self.identity)
 
     def check(self) -> None:
         """Raise CallerError if the model has changed."""
@@ -91,9 +96,6 @@ def namespace_of(
     before a cache is filled. Raises UnsupportedEngine.
     """
     identity = identity_of(model, fingerprint=fingerprint, salt=salt)
-    log = logger.info if identity.unshared is None else logger.warning
-    log("transformers: %s", identity)
-    logger.debug("%s", "\n".join(identity.lines()))
     made = identity.namespace()
     namespace = ModelNamespace(
         made.fingerprint,
@@ -112,6 +114,7 @@ def namespace_of(
         ("passes", _passes[model]),
         ("stamp", stamp(model)),
         ("model", ref(model)),
+        ("told", WeakSet()),
     ):
         object.__setattr__(namespace, name, value)
     return namespace
@@ -142,6 +145,7 @@ def load_cache(
     text = config.get_text_config()
     if isinstance(namespace, ModelNamespace):
         namespace.check()
+        namespace.announce(client)
         namespace.passes.loaded(cache, namespace.stamp)
         dtype = dtype or namespace.dtype
         device = device or getattr(namespace.model(), "device", None)
@@ -212,6 +216,8 @@ def save_cache(
     if held and layers[0].keys.shape[0] != 1:
         raise CallerError("a cache of several prompts can't be saved: split the batch")
     named: int | None = held
+    if isinstance(namespace, ModelNamespace):
+        namespace.announce(client)
     if held and isinstance(namespace, ModelNamespace):
         named = _named_of(namespace, ids, cache, held)
     if not held or not named:

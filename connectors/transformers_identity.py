@@ -15,6 +15,7 @@ from typing import Any, Final, cast
 from ..client.buffers import flat_bytes
 from ..client.config_values import plain
 from ..client.identity import Dimension, Part, StateIdentity, unrevealed
+from ..client.ranks import rank_here
 from ..client.weights import digest_of_contents
 from ..proto.keys import Adapter
 from .engine import Engine, UnsupportedEngine
@@ -92,6 +93,7 @@ def identity_of(
         Dimension("adapters", adapters, "the active ones of peft", Part.ADAPTERS),
         Dimension("applied adapters", plain(applied), "the layers of peft", Part.CONTEXT),
         _training(model),
+        _rank(model, fingerprint),
         Dimension("salt", salt, "salt=", Part.SALT),
     )
     return StateIdentity(f"transformers {ENGINE.version}", dimensions)
@@ -119,6 +121,17 @@ def _training(model: Any) -> Dimension:
     if getattr(model, "training", False):
         return unrevealed("training", "dropout makes the state random; model.eval() ends it")
     return Dimension("training", False, "model.training", Part.FINGERPRINT)
+
+
+def _rank(model: Any, fingerprint: bytes | None) -> Dimension:
+    """The rank of a process that may hold a part of the model only. Its part has other weights, but
+    a `fingerprint` is that of the whole."""
+    here = rank_here()
+    if here is None:
+        return Dimension("rank", None, "one process", Part.SHARD)
+    if fingerprint is None and getattr(bare(model), "tp_size", None) in (None, 1):
+        return Dimension("rank", None, "the tensors are those of this rank", Part.SHARD)
+    return Dimension("rank", f"{here.rank}/{here.size}", here.source, Part.SHARD)
 
 
 # ---- weights and adapters

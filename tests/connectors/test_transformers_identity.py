@@ -381,3 +381,20 @@ def test_a_model_namespace_is_a_namespace() -> None:
     made = namespace_of(Model())
     assert isinstance(made, ModelNamespace)
     assert made.root == made.identity.namespace().root
+
+
+# ---- ranks
+
+
+def test_a_rank_that_may_hold_a_part_of_the_model_has_keys_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    alone, given = digest(Model()), digest(Model(), fingerprint=b"f" * 32)
+    seen = {given}
+    for rank in ("0", "1"):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        # The tensors of this rank say what it holds: all of them, as in one process.
+        assert digest(Model()) == alone
+        seen |= {digest(Model(), fingerprint=b"f" * 32), digest(changed(tp_size=2))}
+    assert len(seen) == 5
