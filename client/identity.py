@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import secrets
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -57,6 +58,8 @@ _MAX_NAME: Final = 64
 #: Names that the formulas use themselves.
 _RESERVED: Final = frozenset({"engine", "process"})
 _PROCESS_SALT_BYTES: Final = 16
+_SHA256: Final = re.compile(r"\b[0-9a-f]{64}\b")
+_DIGEST_DIGITS: Final = 16
 #: A value in a line of `lines()`.
 _SHOWN: Final = 60
 #: Different fields of two mappings that `differences` shows.
@@ -212,15 +215,23 @@ class StateIdentity:
         return shown if self.unshared is None else f"{shown}; {printable(self.unshared)}"
 
     def lines(self, width: int | None = None) -> list[str]:
-        """A table of the dimensions: name, value, part and source. The lines are printable.
-        `width`: the longest line, in characters; None: long values are cut to 60."""
+        """A table of the dimensions: name, value, part and source. The lines are printable, and
+        have the beginnings of digests and salts only: they are for logs. `width`: the longest line,
+        in characters; None: long values are cut to 60."""
         rows = [("engine", printable(self.engine), "every key", "the installed package")]
         rows += [
-            (each.name, each.words, each.part.value, printable(each.source))
+            (each.name, shortened(each.words), each.part.value, printable(each.source))
             for each in self.dimensions
         ]
         if self.unshared is not None:
-            rows.append(("process", self.process_salt.hex(), "every key", printable(self.unshared)))
+            rows.append(
+                (
+                    "process",
+                    f"{self.process_salt.hex()[:8]}…",
+                    "every key",
+                    printable(self.unshared),
+                )
+            )
         names = max(len(row[0]) for row in rows)
         parts = max(len(row[2]) for row in rows)
         longest = min(max(len(row[1]) for row in rows), _SHOWN)
@@ -242,7 +253,8 @@ class StateIdentity:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """The identity as plain JSON, which `from_json` reads. Salts are in it as their SHA-256."""
+        """The identity as plain JSON, which `from_json` reads. Salts are in it as their SHA-256,
+        and that is all that keys need: keep it as confidential as the keys of the namespace."""
         made: dict[str, Any] = {"digest": self.digest.hex(), "engine": self.engine}
         if self.unshared is not None:
             made |= {"unshared": self.unshared, "process_salt": self.process_salt.hex()}
@@ -407,6 +419,11 @@ def printable(text: str) -> str:
     return "".join(
         one if one.isprintable() else one.encode("unicode_escape").decode() for one in text
     )
+
+
+def shortened(words: str) -> str:
+    """The words with the beginning of each SHA-256 in its place."""
+    return _SHA256.sub(lambda found: f"{found[0][:_DIGEST_DIGITS]}…", words)
 
 
 def cut(text: str, length: int) -> str:

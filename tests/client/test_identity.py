@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import replace
 from itertools import combinations
@@ -233,6 +234,11 @@ def test_lines_are_a_table(width: int | None) -> None:
 def test_a_salt_is_kept_as_its_hash_only() -> None:
     shown = json.dumps(PLAIN.to_json()) + "\n".join(PLAIN.lines()) + str(PLAIN) + repr(PLAIN)
     assert "tenant" not in shown
+    salt = hashlib.sha256(b"tenant").hexdigest()
+    assert salt not in "\n".join(PLAIN.lines())
+    assert f"{salt[:16]}…" in "\n".join(PLAIN.lines())
+    unshared = PLAIN.renewed("why")
+    assert unshared.process_salt.hex()[:10] not in "\n".join(unshared.lines())
     assert changed("salt", b"tenant").digest == PLAIN.digest
 
 

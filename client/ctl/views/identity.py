@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -12,12 +11,11 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.errors import InvalidNamespace
-from ...identity import Difference, StateIdentity, cut, printable
+from ...identity import Difference, StateIdentity, cut, printable, shortened
 from .tables import KEY_DIGITS, make_table, pairs_table
 
 #: Characters of a value. `--json` shows all of them.
 _VALUE_CHARS: Final = 240
-_DIGEST: Final = re.compile(r"\b[0-9a-f]{64}\b")
 #: Sessions that are named in a row.
 _SESSIONS: Final = 4
 
@@ -79,7 +77,7 @@ def differences_view(
 
 def _shown(words: str) -> str:
     """The words of a value, with the beginnings of digests."""
-    return cut(_DIGEST.sub(lambda found: f"{found[0][:KEY_DIGITS]}…", words), _VALUE_CHARS)
+    return cut(shortened(words), _VALUE_CHARS)
 
 
 def saver_view(identities: Sequence[pb.Identity]) -> RenderableType:
