@@ -9,6 +9,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
+from ..proto.extras import checked_extras
 from ..proto.keys import Key, Namespace, check_key, prefix_keys
 from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
@@ -99,7 +100,7 @@ class Lookups:
         deadline = self._begin(deadline_ms, wait_ms)
         parent_key = check_key(parent_key)
         stride_tokens = self.policy.boundary_align_tokens
-        extras = tuple(extras)
+        extras = checked_extras(extras, count_tokens(tokens))
         walk = prefix_walk(namespace, tokens, stride_tokens, exact_end=True, extras=extras)
         count_of = dict(zip(*walk, strict=True))
         # The tokens decide what the parent stands for, whatever it was saved with.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ..proto.errors import InvalidNamespace
@@ -45,6 +46,12 @@ def rank_here() -> Rank | None:
             return Rank(str(distributed.get_rank()), size, "torch.distributed")
     except Exception:
         pass  # another version of torch, or a group that is being taken down
+    return _launched(os.getpid())
+
+
+@cache
+def _launched(_process: int) -> Rank | None:
+    """What the launcher told this process. Read once: every search asks."""
     for size_variable, rank_variable in _VARIABLES:
         text = os.environ.get(size_variable, "")
         rank = os.environ.get(rank_variable, "")

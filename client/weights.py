@@ -213,8 +213,9 @@ class _State(NamedTuple):
 
     @property
     def settled(self) -> bool:
-        """Whether a later change will show."""
-        return max(self.mtime_ns, self.ctime_ns) + _SETTLED_NS < time_ns()
+        """Whether a later change will show. Every change sets the time of the last status change,
+        and unlike that of the contents nobody can set it to something else."""
+        return self.ctime_ns + _SETTLED_NS < time_ns()
 
 
 #: Digests of this process, for hosts without a cache folder. Guarded by `_lock`.

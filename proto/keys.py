@@ -458,14 +458,17 @@ def _chain(
     extras: Sequence[Extra],
 ) -> Iterator[Key]:
     whole_tokens = len(tokens) - len(tokens) % block_tokens
+    taken = 0
     for start in range(0, len(tokens) if include_partial else whole_tokens, block_tokens):
         end = start + block_tokens
         raw = token_bytes(tokens[start:end])
         if start == whole_tokens:
             raw = bytes(raw).ljust(block_tokens * TOKEN_BYTES, _PADDING[:1])
-        if extras:
-            own = extras[bisect_left(extras, (start,)) : bisect_left(extras, (end,))]
-            key = Key(with_extras(key, own, start))
+        first = taken
+        while taken < len(extras) and extras[taken].position < end:
+            taken += 1
+        if first < taken:
+            key = Key(with_extras(key, extras[first:taken], start))
         key = block_key_of_bytes(key, index, raw)
         yield key
         index += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from prefixd.client.chains import BlockChain, prefix_walk
-from prefixd.client.ranks import Rank, rank_here
+from prefixd.client.ranks import Rank, _launched, rank_here
 from prefixd.proto.errors import InvalidNamespace
 from prefixd.proto.keys import Namespace
 
@@ -19,10 +20,13 @@ VARIABLES = ("WORLD_SIZE", "RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    _launched.cache_clear()
+    yield
+    _launched.cache_clear()
 
 
 def torch_says(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> None:
@@ -63,6 +67,7 @@ def test_a_rank_of_a_launcher(
 ) -> None:
     monkeypatch.setenv(size_name, "2")
     assert rank_here() is None, "the size of a job, of which this process may be none"
+    _launched.cache_clear()
     monkeypatch.setenv(rank_name, "0")
     with pytest.raises(InvalidNamespace, match="rank 0 of 2"):
         BlockChain(NAMESPACE, [1, 2], 1)
@@ -78,6 +83,7 @@ def test_variables_that_say_nothing(monkeypatch: pytest.MonkeyPatch, size: str) 
 def test_torch_knows_better_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("RANK", "3")
+    assert rank_here() == Rank("3", 8, "$WORLD_SIZE and $RANK")
     torch_says(monkeypatch, **group(0, 1))
     assert rank_here() is None
     torch_says(monkeypatch, **group(3, 8) | {"is_initialized": lambda: False})

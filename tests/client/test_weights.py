@@ -172,6 +172,13 @@ def test_another_file_in_its_place_is_read(tmp_path: Path, hashed: list[str]) ->
     assert len(hashed) == 2
 
 
+def test_a_file_from_the_future_is_kept(tmp_path: Path, hashed: list[str]) -> None:
+    (path,) = make(tmp_path, a__bin="A")
+    os.utime(path, ns=(0, 2**62))
+    assert fingerprint_of_files([path]) == fingerprint_of_files([path])
+    assert len(hashed) == 1
+
+
 def test_a_file_that_changed_just_now_is_not_kept(
     tmp_path: Path, hashed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixd.client.ranks import Rank
+from prefixd.connectors import transformers_identity
 from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.connectors.transformers import ModelNamespace, namespace_of
 from prefixd.connectors.transformers_identity import (
@@ -392,8 +394,8 @@ def test_a_rank_that_may_hold_a_part_of_the_model_has_keys_of_its_own(
     alone, given = digest(Model()), digest(Model(), fingerprint=b"f" * 32)
     seen = {given}
     for rank in ("0", "1"):
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        monkeypatch.setenv("RANK", rank)
+        here = Rank(rank, 2, "$WORLD_SIZE and $RANK")
+        monkeypatch.setattr(transformers_identity, "rank_here", lambda here=here: here)
         # The tensors of this rank say what it holds: all of them, as in one process.
         assert digest(Model()) == alone
         seen |= {digest(Model(), fingerprint=b"f" * 32), digest(changed(tp_size=2))}
