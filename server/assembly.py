@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -159,19 +159,9 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     shared = config.shared
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
-        raise ConfigError(f"shared.tier is {shared.tier}, which has no budget")
-    try:
+        raise ConfigError(f"shared.tier: the tier {shared.tier} has no budget")
+    with _explained(shared.engine):
         store = _shared_store(config)
-    except ImportError as problem:
-        extra = "s3" if shared.engine.startswith("s3:") else "shared"
-        raise ConfigError(
-            f"shared.engine needs more than is installed ({problem}): "
-            f"pip install 'prefixd[{extra}]'"
-        ) from None
-    except ConfigError:
-        raise
-    except ValueError as problem:
-        raise ConfigError(f"shared.engine: {problem}") from None
     return await Sharing.begin(
         core,
         store,
@@ -184,8 +174,40 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     )
 
 
-def _shared_store(whole: Config) -> SharedStore:
-    """The store of the configured engine, whose library is imported only here."""
+def check_sharing(config: Config) -> None:
+    """Check what a start would need of the configured engine, without connecting to it. Raises
+    ConfigError."""
+    if config.shared.engine:
+        with _explained(config.shared.engine):
+            make = _maker(config)
+            if config.shared.engine.startswith("s3:"):
+                make().close()
+
+
+@contextmanager
+def _explained(engine: str) -> Iterator[None]:
+    """Turns what goes wrong with an engine into a ConfigError."""
+    try:
+        yield
+    except ImportError as problem:
+        extra = "s3" if engine.startswith("s3:") else "shared"
+        raise ConfigError(
+            f"shared.engine: it needs more than is installed ({problem}): "
+            f"pip install 'prefixd[{extra}]'"
+        ) from None
+    except ConfigError:
+        raise
+    except ValueError as problem:
+        raise ConfigError(f"shared.engine: {problem}") from None
+
+
+def _shared_store(config: Config) -> SharedStore:
+    return _maker(config)()
+
+
+def _maker(whole: Config) -> Callable[[], SharedStore]:
+    """Makes the store of the configured engine, whose library is imported only here. The files that
+    it takes have been read."""
     config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
@@ -193,22 +215,28 @@ def _shared_store(whole: Config) -> SharedStore:
 
         if len(urls) > 1 or config.payloads == "nodes":
             raise ValueError("s3 takes one bucket, and stores payloads itself")
-        return ObjectStore(urls[0], config.fleet)
+        return partial(ObjectStore, urls[0], config.fleet)
+    from .sharing.redis_nodes import pools_of
     from .sharing.redis_store import RedisStore
 
+    pools_of(urls)
     password = _password(config.password_file)
     if config.payloads == "engine":
-        return RedisStore(urls, config.fleet, password=password)
+        return partial(RedisStore, urls, config.fleet, password=password)
     from .sharing.peers import PeerStore, peer_security
 
     if not config.address:
         raise ConfigError(
-            'shared.payloads is "nodes": set shared.address to the address of this node'
+            'shared.address: shared.payloads is "nodes": set it to the address of this node'
         )
-    locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
     own = (whole.server.tls_cert, whole.server.tls_key) if config.peer_ca else ("", "")
     security = peer_security(config.peer_ca, *own, config.peer_token_file)
-    return PeerStore(locations, config.address, security)
+
+    def make() -> PeerStore:
+        locations = RedisStore(urls, config.fleet, password=password, prefix=b"px1-at")
+        return PeerStore(locations, config.address, security)
+
+    return make
 
 
 def _password(path: str) -> str | None:
@@ -217,5 +245,5 @@ def _password(path: str) -> str | None:
         return None
     try:
         return Path(path).read_text().strip()
-    except OSError as problem:
-        raise ConfigError(f"shared.password_file can't be read: {problem}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"shared.password_file: can't be read: {problem}") from None

@@ -23,6 +23,7 @@ import grpc
 import structlog
 
 from ..proto.errors import ConfigError
+from ..proto.trust import why_no_secret
 from .api.access import Tokens
 from .api.front import Front
 from .config.options import Config, Server
@@ -187,8 +188,8 @@ def _context(files: Server) -> ssl.SSLContext:
 def _read(option: str, name: str, *, secret: bool = False) -> bytes:
     try:
         with Path(name).open("rb") as file:
-            if secret and os.fstat(file.fileno()).st_mode & 0o077:
-                raise ConfigError(f"{option}: others than its owner may use {name}: chmod 600 it")
+            if secret and (why := why_no_secret(os.fstat(file.fileno()))):
+                raise ConfigError(f"{option}: {name} is no place for a secret: {why}")
             data = file.read(_MAX_FILE_BYTES)
     except OSError as problem:
         raise ConfigError(f"{option}: can't read {name}: {problem.strerror}") from None
@@ -213,6 +214,24 @@ def _ends_s(pem: bytes) -> list[int]:
             certificate = x509.load_pem_x509_certificate(found)
             ends_s.append(int(certificate.not_valid_after_utc.timestamp()))
     return ends_s
+
+
+def tls_problems(files: Server) -> Iterator[str]:
+    """What is wrong with the files of TLS: with each of them, or with how they fit together."""
+    found = False
+    options = ((_CERT, files.tls_cert), (_KEY, files.tls_key), (_CLIENT_CA, files.tls_client_ca))
+    for option, name in options:
+        try:
+            if name:
+                _read(option, name, secret=option == _KEY)
+        except ConfigError as problem:
+            found = True
+            yield str(problem)
+    if files.tls_cert and files.tls_key and not found:
+        try:
+            Certificates(files)
+        except ConfigError as problem:
+            yield str(problem)
 
 
 def tokens_of(config: Config) -> Tokens | None:

@@ -23,7 +23,7 @@ from ..proto.endpoints import LOCAL_SUFFIX, socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..tiers.heap import keep_large_blocks
 from ..tiers.store import Store, StoreError
-from . import assembly
+from . import assembly, preflight
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
@@ -59,10 +59,11 @@ _HEALTH_INTERVAL_S = 1.0
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The console script. Exit status 1: could not start; 2: bad configuration."""
+    """The console script. Exit status 1: could not start, and another time it may; 2: bad
+    configuration, or something that it names can't be used."""
     load = partial(load_config, sys.argv[1:] if argv is None else argv)
     try:
-        config = load()
+        config = load(examine=preflight.problems)
     except ConfigError as problem:
         sys.exit(_complain(problem, 2))
     # Ignored until the event loop handles it.
@@ -73,6 +74,8 @@ def main(argv: list[str] | None = None) -> None:
         with lock_directories(config):
             machine = Machine.probe(config.shm.directory, config.disk.directory)
             asyncio.run(serve(resolve(config, machine), load))
+    except ConfigError as problem:
+        sys.exit(_complain(problem, 2))
     except (PrefixdError, StoreError, OSError) as problem:
         sys.exit(_complain(problem, 1))
 

@@ -26,6 +26,7 @@ from ...proto.errors import ConfigError, NotAuthenticated, NotPermitted
 from ...proto.keys import Key
 from ...proto.limits import MAX_NAMESPACES
 from ...proto.namespaces import NAME, TAG_BYTES, Namespace, tag_of
+from ...proto.trust import why_no_secret
 
 
 class Role(IntEnum):
@@ -190,10 +191,8 @@ def _accesses(path: Path) -> Iterator[tuple[Access, str]]:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
                 raise ConfigError(f"server.tokens: {path} is no file of at most a megabyte")
-            if status.st_mode & 0o077:
-                raise ConfigError(
-                    f"server.tokens: others than its owner may use {path}: chmod 600 it"
-                )
+            if why := why_no_secret(status):
+                raise ConfigError(f"server.tokens: {path} is no place for a secret: {why}")
             lines = file.read().decode().splitlines()
     except OSError as problem:
         raise ConfigError(f"server.tokens: can't read {path}: {problem.strerror}") from None

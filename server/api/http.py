@@ -22,6 +22,7 @@ from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from ipaddress import ip_address
 from pathlib import Path
 from socket import AF_INET, AF_INET6, SHUT_RDWR
 from socket import socket as Socket
@@ -43,6 +44,8 @@ log = structlog.get_logger("prefixd.page")
 _PATIENCE_S: Final = 5.0
 #: Connections at once, each with a thread; beyond them the oldest is closed.
 MAX_CONNECTIONS: Final = 64
+#: The port behind a name.
+_HOST: Final = re.compile(r":\d*$")
 _TEXT: Final = "text/plain; charset=utf-8"
 #: How long a sample is served before a new one is taken.
 FRESH_S: Final = 0.5
@@ -56,6 +59,14 @@ _TIER_FIELDS: Final = (
 
 
 # ---- the server
+
+
+def _is_loopback(host: str) -> bool:
+    host = host.strip("[]").rstrip(".").lower()
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
 
 
 class _Reply(NamedTuple):
@@ -77,10 +88,19 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, paths: _Paths) -> None:
         self.address_family = AF_INET6 if ":" in host else AF_INET
         self.paths = paths
+        self._loopback = _is_loopback(host)
         #: Open connections, the oldest first.
         self._open: dict[Socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
+
+    def knows(self, hosts: list[str]) -> bool:
+        """Whether a request was meant for this server. On loopback it serves this machine: a web
+        page that made a name of its own lead here (DNS rebinding) would show itself by that name.
+        Browsers always send one. Elsewhere the names are those of the network."""
+        if not self._loopback or not hosts:
+            return True
+        return len(hosts) == 1 and _is_loopback(_HOST.sub("", hosts[0]))
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Close the oldest connection when there are too many: clients that send nothing, or a
@@ -112,7 +132,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         answer = self.server.paths.get(self.path.partition("?")[0])
-        if answer is None:
+        if not self.server.knows(self.headers.get_all("Host", [])):
+            reply = _Reply(HTTPStatus.MISDIRECTED_REQUEST, _TEXT, b"no host of this name here\n")
+        elif answer is None:
             reply = _Reply(HTTPStatus.NOT_FOUND, _TEXT, b"not found\n")
         else:
             reply = answer(self.headers.get("Accept", ""))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -24,6 +26,7 @@ from ...proto.endpoints import (
     default_addresses,
     socket_path,
 )
+from ...proto.errors import ConfigError
 from ...proto.frames import TRACING_VARIABLE
 from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
@@ -99,9 +102,18 @@ def _usable(address: str) -> bool:
     return found and not why_no_place(directory) and not _not_writable(directory)
 
 
-def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
+#: Says what a start with this configuration would stumble over, and what the tiers get, if that is
+#: known. Each sentence begins with the name of an option and a colon.
+Examine: TypeAlias = Callable[[Config, Plan | None], Iterable[str]]
+
+
+def load_config(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, examine: Examine | None = None
+) -> Config:
     """The configuration from flags, then `env` (default: the process's own), then the file.
 
+    `examine`: look also at what the configuration names: files, directories, packages, addresses.
+    For a start and for `--check-config`, which is the start without the start.
     `--help`, `--version`, `--print-config` and a good `--check-config` print and raise
     SystemExit(0). Raises ConfigError, which lists everything that is wrong.
     """
@@ -121,13 +133,18 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
     for paths, why in _conflicts(config):
         if wrong.keys().isdisjoint(paths):
             problems.append(f"{' and '.join(paths)}: {why}")
+    plan = None
+    if found.check_config or examine is not None:
+        machine = Machine.probe(config.shm.directory, config.disk.directory)
+        try:
+            plan = resolve(config, machine)
+        except ConfigError as problem:
+            problems.append(str(problem))
+        problems += _new_ones(problems, wrong, (examine or unusable)(config, plan))
     if problems:
         sources.refuse(problems)
     if found.check_config:
-        machine = Machine.probe(config.shm.directory, config.disk.directory)
-        plan = resolve(config, machine)
-        if unusable := list(_unusable(config, plan)):
-            sources.refuse(unusable)
+        assert plan is not None
         warnings = [f"warning: {warning}" for warning in plan.warnings]
         good = "The configuration is possible, but likely not meant:" if warnings else _GOOD
         print(good, *warnings, *plan.describe(), sep="\n")
@@ -135,22 +152,46 @@ def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Co
     return config
 
 
+def _new_ones(
+    problems: Sequence[str], wrong: Mapping[str, str], found: Iterable[str]
+) -> Iterator[str]:
+    """Those of `found` whose option has no problem yet: the rest follows from the first."""
+    named = {*wrong}
+    for problem in problems:
+        named.update(problem.partition(":")[0].split(" and "))
+    for problem in found:
+        option = problem.partition(":")[0]
+        if option not in named:
+            named.add(option)
+            yield problem
+
+
 # ---- what can be wrong
 
 
-def _unusable(config: Config, plan: Plan) -> Iterator[str]:
-    """Directories that the daemon could not write to and files that it could not read. Creates
-    nothing."""
+def unusable(config: Config, plan: Plan | None) -> Iterator[str]:
+    """Directories that the daemon could not write to, files that it could not read, and what is in
+    the place of a socket. Creates nothing."""
     for name, option in sources.options(Config).items():
         file = option.value_in(config) if option.kind.metavar == "FILE" else ""
         if file and not (Path(file).is_file() and os.access(file, os.R_OK)):
             yield f"{name}: {file} is no file that the user {os.geteuid()} can read"
-    socket = socket_path(config.server.address)
-    directories = {"server.address": socket.parent if socket else None}
-    for tier, tier_plan in plan.tiers.items():
-        directories[f"{tier.label}.directory"] = tier_plan.directory
-    for name, directory in directories.items():
-        if directory is not None and (why := _not_writable(directory)):
+    directories: list[tuple[str, Path]] = []
+    for name, address in (
+        ("server.address", config.server.address),
+        ("server.admin_address", config.server.operators()),
+    ):
+        path = socket_path(address)
+        assert path is not None
+        if path.exists() and not path.is_socket():
+            yield f"{name}: {path} is there and is no socket; it is not replaced"
+        if name == "server.address" or config.server.admin_address != "auto":
+            directories.append((name, path.parent))
+    for tier, tier_plan in plan.tiers.items() if plan else ():
+        if tier_plan.directory is not None:
+            directories.append((f"{tier.label}.directory", tier_plan.directory))
+    for name, directory in directories:
+        if why := _not_writable(directory):
             yield f"{name}: {why}"
 
 
@@ -283,6 +324,8 @@ def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, 
             ("shared.peer_ca", "server.tls_cert"),
             "one of them is set: nodes that read from each other all serve TLS, or none does",
         )
+    if shared.payloads == "nodes" and shared.address and (why := _not_for_others(shared)):
+        yield ("shared.address",), why
     if shared.peer_token_file and not shared.peer_ca:
         yield (
             ("shared.peer_token_file", "shared.peer_ca"),
@@ -297,6 +340,22 @@ def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, 
     for (one, at), (other, there) in combinations(listening, 2):
         if at and at == there and not at.endswith(":0"):
             yield (f"server.{one}", f"server.{other}"), f"both are {at}"
+
+
+def _not_for_others(shared: Shared) -> str:
+    """Why other nodes can't reach this one at the address that they are told; empty: they can."""
+    host, _, port = shared.address.rpartition(":")
+    with suppress(ValueError):
+        if ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_unspecified:
+            return f"{shared.address} is where to listen, not where others reach this node"
+    if port == "0":
+        return f"{shared.address} has no port that other nodes could be told"
+    urls = map(urlsplit, shared.engine.split(","))
+    engines = [url.netloc.rpartition("@")[2] for url in urls]
+    # Nodes that share an engine on loopback are all on this machine: a trial.
+    if _is_loopback(shared.address) and not all(map(_is_loopback, engines)):
+        return f"other nodes would look for this one at {shared.address}, which is themselves"
+    return ""
 
 
 def _tier_conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:

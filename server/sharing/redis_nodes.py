@@ -69,6 +69,21 @@ class Node:
         )
 
 
+def pools_of(urls: Sequence[str]) -> list[ConnectionPool]:
+    """The addresses and options of URLs, see `Nodes`. Connects to none. Raises ValueError."""
+    if not urls:
+        raise ValueError("a shared engine needs the address of at least one node")
+    return [
+        ConnectionPool.from_url(
+            url,
+            protocol=2,  # `resp` speaks this one
+            socket_connect_timeout=CONNECT_TIMEOUT_S,
+            socket_timeout=CONNECT_TIMEOUT_S,
+        )
+        for url in urls
+    ]
+
+
 class Nodes:
     """All nodes of one engine. Thread-safe."""
 
@@ -79,17 +94,7 @@ class Nodes:
         some of the nodes; the user, password and options of the first are used for all nodes.
         `password`: replaces that of the URLs. Connects in the background. Raises ValueError for an
         invalid URL."""
-        if not urls:
-            raise ValueError("a shared engine needs the address of at least one node")
-        pools = [
-            ConnectionPool.from_url(
-                url,
-                protocol=2,  # `resp` speaks this one
-                socket_connect_timeout=CONNECT_TIMEOUT_S,
-                socket_timeout=CONNECT_TIMEOUT_S,
-            )
-            for url in urls
-        ]
+        pools = pools_of(urls)
         self._options: Final[dict[str, Any]] = dict(pools[0].connection_kwargs)
         if password is not None:
             self._options["password"] = password

@@ -118,8 +118,8 @@ def test_a_directory_that_can_not_be_made_is_named_with_its_option(daemon: Daemo
     file = daemon.directory / "file"
     file.write_text("")
     refused = daemon.attempt("--disk.directory", f"{file}/disk")
-    assert refused.status == 1
-    assert refused.complaint.startswith("disk.directory: ")
+    assert refused.status == 2
+    assert "\n  disk.directory: " in refused.err
 
 
 @in_loop
@@ -180,8 +180,8 @@ def test_a_file_in_place_of_the_socket_is_kept(daemon: DaemonProcess) -> None:
     notes = daemon.directory / "d.sock"
     notes.write_text("of another program")
     ended = daemon.attempt()
-    assert ended.status == 1
-    assert f"{notes} is there and is no socket" in ended.complaint
+    assert ended.status == 2
+    assert f"{notes} is there and is no socket" in ended.err
     assert notes.read_text() == "of another program"
 
 
@@ -194,8 +194,8 @@ def test_an_unusable_directory_is_named(daemon: DaemonProcess, option: str, how:
     else:
         place.mkdir(mode=0o500)
     ended = daemon.attempt(f"--{option}={place / 'here'}", before=UNPRIVILEGED)
-    assert ended.status == 1
-    assert str(place) in ended.complaint
+    assert ended.status == 2
+    assert str(place) in ended.err
 
 
 def test_a_directory_of_another_user_is_refused(daemon: DaemonProcess) -> None:
@@ -203,8 +203,8 @@ def test_a_directory_of_another_user_is_refused(daemon: DaemonProcess) -> None:
         pytest.skip("only root can give a directory away")
     os.chown(daemon.shm_directory, 4242, -1)
     ended = daemon.attempt()
-    assert ended.status == 1
-    assert f"{daemon.shm_directory} belongs to the user 4242" in ended.complaint
+    assert ended.status == 2
+    assert f"{daemon.shm_directory} belongs to the user 4242" in ended.err
 
 
 def test_an_arena_that_has_no_room_is_named(daemon: DaemonProcess) -> None:

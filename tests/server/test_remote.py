@@ -260,7 +260,7 @@ def test_files_that_are_wrong_are_refused_at_the_start(
 
     both = (f"--server.tls_cert={certificate}", f"--server.tls_key={key}")
     (message,) = refused(both[0], f"--server.tls_key={open_key}")
-    assert "server.tls_key: others than its owner" in message
+    assert f"server.tls_key: {open_key} is no place for a secret: others than" in message
     (message,) = refused(f"--server.tls_cert={text}", both[1])
     assert "server.tls_cert" in message
     assert "no PEM" in message

@@ -100,7 +100,7 @@ def test_tokens_are_shown_nowhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "mode", "why"),
     [
-        (lines(), 0o640, "others than its owner"),
+        (lines(), 0o620, "others than its owner"),
         (lines(), 0o604, "others than its owner"),
         ("", 0o600, "0 tokens"),
         ("read a short", 0o600, "line 1 .*at least 32"),

@@ -80,6 +80,37 @@ def test_it_is_served_until_the_context_ends() -> None:
         scrape(address)
 
 
+def status_for(address: str, *hosts: str, version: int = 11) -> int:
+    connection = HTTPConnection(address, timeout=30)
+    connection._http_vsn_str = f"HTTP/{version / 10}"  # type: ignore[attr-defined]
+    connection.putrequest("GET", "/metrics", skip_host=True)
+    for host in hosts:
+        connection.putheader("Host", host)
+    connection.endheaders()
+    try:
+        return connection.getresponse().status
+    finally:
+        connection.close()
+
+
+def test_on_loopback_a_page_with_a_name_of_its_own_gets_nothing() -> None:
+    """DNS rebinding: the browser believes that the attacker's name is this address."""
+    with serve_metrics(ANYWHERE, StateCollector(state())) as address:
+        port = address.rpartition(":")[2]
+        for good in (address, "localhost", f"localhost:{port}", f"[::1]:{port}", "LOCALHOST."):
+            assert status_for(address, good) == 200
+        for bad in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", "10.0.0.1"):
+            assert status_for(address, bad) == 421
+        assert status_for(address, address, "evil.example") == 421
+        assert status_for(address, version=10) == 200
+
+
+def test_where_others_reach_it_every_name_is_good() -> None:
+    with serve_metrics("0.0.0.0:0", StateCollector(state())) as address:
+        port = address.rpartition(":")[2]
+        assert status_for(f"127.0.0.1:{port}", "node-7.cluster.example:9464") == 200
+
+
 def test_two_daemons_in_one_process_do_not_mix() -> None:
     one, other = state(), state()
     one.tables.counters.touches += 1

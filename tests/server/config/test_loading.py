@@ -486,6 +486,31 @@ def test_files_that_are_not_there_are_found_before_a_start(tmp_path: Path) -> No
     assert "server.tls_key: " in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("engine", "address", "good"),
+    [
+        ("redis://10.0.0.1:6379", "10.0.0.2:7070", True),
+        ("redis://user@10.0.0.1:6379", "node-7.example:7070", True),
+        ("redis://127.0.0.1:6379,redis://localhost:1?a=b", "127.0.0.1:7070", True),
+        ("redis://10.0.0.1:6379", "127.0.0.1:7070", False),
+        ("redis://10.0.0.1:6379", "localhost:7070", False),
+        ("redis://10.0.0.1:6379,redis://127.0.0.1:1", "[::1]:7070", False),
+        ("redis://127.0.0.1:6379", "0.0.0.0:7070", False),
+        ("redis://127.0.0.1:6379", "[::]:7070", False),
+        ("redis://10.0.0.1:6379", "10.0.0.2:0", False),
+    ],
+)
+def test_other_nodes_are_told_an_address_at_which_they_find_this_one(
+    engine: str, address: str, good: bool
+) -> None:
+    flags = ("--shared.payloads=nodes", f"--shared.engine={engine}", f"--shared.address={address}")
+    if good:
+        load(*flags)
+    else:
+        (line,) = refusal(*flags)
+        assert line.startswith(f"shared.address: {address} ") or "themselves" in line
+
+
 @pytest.mark.parametrize(("low", "high"), [("0.9", "0.9"), ("0.95", "0.5")])
 def test_watermarks_that_contradict_each_other_are_refused(low: str, high: str) -> None:
     (line,) = refusal(f"--pressure.low_watermark={low}", f"--pressure.high_watermark={high}")
