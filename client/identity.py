@@ -227,7 +227,7 @@ class StateIdentity:
             rows.append(
                 (
                     "process",
-                    f"{self.process_salt.hex()[:8]}…",
+                    self.process_salt.hex()[:8],
                     "every key",
                     printable(self.unshared),
                 )
@@ -423,7 +423,7 @@ def printable(text: str) -> str:
 
 def shortened(words: str) -> str:
     """The words with the beginning of each SHA-256 in its place."""
-    return _SHA256.sub(lambda found: f"{found[0][:_DIGEST_DIGITS]}…", words)
+    return _SHA256.sub(lambda found: found[0][:_DIGEST_DIGITS], words)
 
 
 def cut(text: str, length: int) -> str:

@@ -18,9 +18,11 @@ from typer.testing import CliRunner
 from prefixd.client import ctl
 from prefixd.client.ctl import main, targets
 from prefixd.client.ctl.views import daemon, lab
+from prefixd.client.ctl.views import identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Board
+from prefixd.client.identity import Dimension, Part, StateIdentity, differences, unrevealed
 from prefixd.client.lab.live import Totals
 from prefixd.client.lab.replayer import Outcome
 from prefixd.client.lab.trace import write_trace
@@ -295,9 +297,43 @@ def of_daemons() -> dict[str, RenderableType]:
     }  # fmt: skip
 
 
+def of_identities() -> dict[str, RenderableType]:
+    """What `prefixctl identity` and `inspect` show of what keys depend on."""
+    one, other = (
+        StateIdentity(
+            "vLLM 0.33.0+cu129",
+            (
+                Dimension(
+                    "weights", KEY, "SHA-256 of 191 files, hub commit c8c9", Part.FINGERPRINT
+                ),
+                Dimension("cache dtype", dtype, "cache_config.cache_dtype", Part.QUANTISATION),
+                Dimension("rope", f'{{"rope_theta": {theta}}}', "hf_config.rope", Part.CONTEXT),
+                unrevealed("adapters", "give adapters=", Part.ADAPTERS),
+            ),
+        )
+        for dtype, theta in (("fp8_e4m3", 10_000.0), ("fp8_e5m2", 500_000.0))
+    )
+    sent = [
+        pb.Identity(digest=each.digest, engine=each.engine, words=each.announcement()[1])
+        for each in (one, other)
+    ]
+    announced = [
+        pb.AnnouncedIdentity(identity=sent[n % 2], session_id=n, owner=OWNER, label=LABEL)
+        for n in range(9)
+    ]
+    return {
+        "identity.identities_table": identity_views.identities_table(announced),
+        "identity.identity_view": identity_views.identity_view(one),
+        "identity.differences_view": identity_views.differences_view(
+            one, other, differences(one, other)
+        ),
+        "identity.saver_view": identity_views.saver_view(sent),
+    }
+
+
 @pytest.fixture(scope="module")
 def views(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RenderableType]:
-    return {**of_daemons(), **from_lab(tmp_path_factory.mktemp("traces"))}
+    return {**of_daemons(), **of_identities(), **from_lab(tmp_path_factory.mktemp("traces"))}
 
 
 def words(text: str) -> Counter[str]:
