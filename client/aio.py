@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from contextvars import copy_context
@@ -150,6 +150,42 @@ def _give_back(future: Future[T]) -> None:
         pass  # the client was closed meanwhile, which gave everything back
 
 
+class Pending(Coroutine[Any, Any, R]):
+    """A coroutine that `async with` awaits by itself: without it, a forgotten `await` before a hit
+    would be an error of the interpreter that says nothing."""
+
+    __slots__ = ("_call", "_entered")
+
+    def __init__(self, call: Coroutine[Any, Any, R]) -> None:
+        self._call = call
+        self._entered: Any = None
+
+    def send(self, value: Any) -> Any:
+        return self._call.send(value)
+
+    def throw(self, *problem: Any) -> Any:
+        return self._call.throw(*problem)
+
+    def close(self) -> None:
+        self._call.close()
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        return self._call.__await__()
+
+    async def __aenter__(self) -> R:
+        result = await self._call
+        if not isinstance(result, Asynchronous):
+            raise CallerError(
+                f"`async with` takes a hit or a reservation, and this call returns {result!r}"
+            )
+        self._entered = result
+        await result.__aenter__()
+        return result
+
+    async def __aexit__(self, *problem: object) -> None:
+        await self._entered.__aexit__(*problem)
+
+
 class Asynchronous:
     """Stands for an object of the synchronous client, whose calls it runs in threads."""
 
@@ -174,7 +210,7 @@ def coroutine(
 @overload
 def coroutine(
     method: Callable[Concatenate[Any, P], T], wrap: Callable[[T, Runner], R], *, waits: bool = False
-) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]: ...
+) -> Callable[Concatenate[Any, P], Pending[R]]: ...
 
 
 def coroutine(
@@ -208,7 +244,14 @@ def coroutine(
         result = await self._runner.run(sync_call, waits=waits or saves, fills=fills)
         return result if wrap is None else wrap(result, self._runner)
 
-    return call
+    if wrap is None:
+        return call
+
+    @wraps(method)
+    def pending(self: Asynchronous, *args: Any, **kwargs: Any) -> Pending[Any]:
+        return Pending(call(self, *args, **kwargs))
+
+    return pending
 
 
 def awaited(

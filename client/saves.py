@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -54,7 +55,8 @@ class Reservation:
     """The answer to a request to save one key: the exclusive right to do so, or why not.
 
     As a context manager it cancels what was not written when the block ends, so that clients that
-    wait for the key learn of it at once. Not thread-safe.
+    wait for the key learn of it at once. One that is dropped is cancelled too, with a
+    ResourceWarning. Not thread-safe.
     """
 
     def __init__(
@@ -114,6 +116,11 @@ class Reservation:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
+    def __del__(self) -> None:
+        if self.granted and not self.lost:
+            self._used = True
+            self._writer.forget(self)
+
 
 class Writer:
     """Saves for one client. Thread-safe."""
@@ -136,6 +143,15 @@ class Writer:
         self._save_timeout_ms = save_timeout_ms
         #: Asynchronous saves that are not done yet.
         self.queue = self.queue_type(max_pending_saves, max_pending_bytes, threads=savers)
+
+    def forget(self, dropped: Reservation) -> None:
+        """A right that nothing refers to any more is given back soon, as a claim is: other clients
+        wait for it. Callable from a finalizer."""
+        if dropped._holding is None or not self._context.owner.is_here:
+            return  # in a fork it belongs to the original
+        self._transport.forget_reservation(dropped._holding)
+        what = f"{dropped!r} was neither written nor cancelled"
+        warnings.warn(what, ResourceWarning, source=dropped, stacklevel=1)
 
     def save(
         self, items: Sequence[SaveItem], terms: SaveTerms, deadline_ms: int | None

@@ -770,19 +770,27 @@ Global___Suspect: typing_extensions.TypeAlias = Suspect
 
 @typing.final
 class GiveBack(google.protobuf.message.Message):
-    """Releases claims without an answer. ClaimLost tells of those that were lost meanwhile."""
+    """Releases claims and cancels reservations without an answer. ClaimLost tells of those that were lost
+    meanwhile.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     CLAIM_IDS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
     @property
     def claim_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of reservations"""
+
     def __init__(
         self,
         *,
         claim_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claim_ids", b"claim_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claim_ids", b"claim_ids", "tokens", b"tokens"]) -> None: ...
 
 Global___GiveBack: typing_extensions.TypeAlias = GiveBack
 

@@ -20,9 +20,13 @@ BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 512, 4096, 5
 TOKENS = list(range(BLOCKS * BLOCK_TOKENS + 100))
 
 
+def examples() -> list[str]:
+    """Saving and restoring, and how to see that a daemon is there."""
+    return re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+
+
 def example() -> str:
-    (code,) = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
-    return str(code)
+    return examples()[0]
 
 
 class Worker:
@@ -95,6 +99,23 @@ def test_the_example_computes_blocks_that_could_not_be_restored(
 
 def test_the_example_makes_a_client() -> None:
     assert Client.__name__ in example()
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_whether_a_daemon_is_there_is_seen(
+    daemon: PrivateDaemon,  # noqa: ARG001  # its address is the default
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    there: bool,
+) -> None:
+    _, code = examples()
+    if not there:
+        monkeypatch.setenv(ADDRESS_VARIABLE, "unix:/nowhere/at-all")
+        code = code.replace("5_000", "1")
+    exec(code, {"Client": Client})
+    said = capsys.readouterr().out
+    assert ("no daemon" in said) is not there
+    assert said.splitlines()[-1].startswith(str(there))
 
 
 def test_the_session_on_the_first_screen_is_a_real_one(daemon: PrivateDaemon) -> None:

@@ -69,6 +69,7 @@ class LocalTransport:
         self.share = remote.share
         self.fetch = remote.fetch
         self.forget = remote.forget
+        self.forget_reservation = remote.forget_reservation
         self.delete = remote.delete
         self.pull = remote.pull
         self.suspect = remote.suspect

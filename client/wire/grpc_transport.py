@@ -30,6 +30,7 @@ from ..results import Entry, Found, SaveOutcome
 from . import messages
 from .connection import unanswered
 from .deadline import Deadline
+from .greenlets import prepare_grpc
 from .link import Holding, Link
 from .security import Security
 from .session import (
@@ -82,6 +83,7 @@ class GrpcTransport(Transport):
         """`address` None: the default ones, in their order. `name` None: that of the program.
         `label`: see `Client`. `security`: see `security.open_channel`. Raises ConfigError for a
         malformed address, InvalidSize for a malformed name or label."""
+        prepare_grpc()
         self._counters = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
@@ -262,6 +264,10 @@ class GrpcTransport(Transport):
     def forget(self, claim: Holding) -> None:
         give_back = pb.GiveBack(claim_ids=[claim.number])
         claim.link.send(pb.SessionRequest(give_back=give_back))
+
+    def forget_reservation(self, reservation: Holding) -> None:
+        give_back = pb.GiveBack(tokens=[reservation.number])
+        reservation.link.send(pb.SessionRequest(give_back=give_back))
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         _, response = self._call_as_session(

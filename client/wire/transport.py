@@ -245,6 +245,9 @@ class Transport(Protocol):
     def forget(self, claim: Holding) -> None:
         """Release a claim soon, without waiting. Callable from a finalizer."""
 
+    def forget_reservation(self, reservation: Holding) -> None:
+        """Give a reservation back soon, without waiting. Callable from a finalizer."""
+
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
         """Delete entries; at most `max_batch_keys`."""
 

@@ -26,6 +26,7 @@ from ...proto.namespaces import printable
 from ...tiers.ledger import Ledger
 from ..core.effects import Opened, TellClaimLost, TellReservationLost
 from ..core.events import (
+    CancelAsked,
     HeartbeatCame,
     KeysSuspected,
     KeysTouched,
@@ -377,9 +378,14 @@ class SessionStream:
             case "suspect":
                 core.post(KeysSuspected(self._keys(request.suspect.keys), now_ns))
             case "give_back":
-                messages.batch_of("claim_ids", request.give_back.claim_ids)
                 claims = tuple(request.give_back.claim_ids)
-                core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
+                tokens = tuple(request.give_back.tokens)
+                if claims or not tokens:
+                    messages.batch_of("claim_ids", claims)
+                    core.post(ReleaseAsked(core.next_request(), session, claims, now_ns))
+                if tokens:
+                    messages.batch_of("tokens", tokens)
+                    core.post(CancelAsked(core.next_request(), session, tokens, now_ns))
             case "identity":
                 # A session that is ending takes no more: nothing would remove them.
                 if self._sessions.is_open(session):

@@ -31,7 +31,7 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.aio import Runner
-from prefixd.proto.errors import ClientClosed, InvalidKey, InvalidSize, UnknownReason
+from prefixd.proto.errors import CallerError, ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.daemon import eventually
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
@@ -96,7 +96,9 @@ def test_both_have_the_same_methods_with_the_same_parameters(sync: type, twin: t
     assert ours.keys() - {"claim_async", "restore_async"} == theirs.keys()
     for name, method in theirs.items():
         assert parameters(method) == parameters(ours[name]), name
-        assert inspect.iscoroutinefunction(method) == (name not in WITHOUT_A_CALL), name
+        # Those that return hits or reservations make a `Pending`, which is a coroutine too.
+        waits = inspect.iscoroutinefunction(method) or method.__code__.co_name == "pending"
+        assert waits == (name not in WITHOUT_A_CALL), name
 
 
 def parameters(method: Callable[..., Any]) -> list[tuple[str, Any, Any, str]]:
@@ -457,3 +459,19 @@ def test_a_call_that_is_cancelled_before_its_turn_is_not_made(daemon: FakeDaemon
             assert daemon.rpcs["Claim"] == 1
 
     run(test)
+
+
+def test_a_forgotten_await_before_a_hit_does_no_harm(daemon: FakeDaemon) -> None:
+    async def work() -> None:
+        async with AsyncClient(Client(daemon.address, local=False)) as client:
+            assert (await client.save(ONE, b"abc", tier=Tier.RAM)).ok
+            async with client.longest_run([ONE]) as hit:
+                assert len(hit) == 1
+            task = asyncio.create_task(client.longest_run([ONE]))
+            assert await (await task).release()
+            with pytest.raises(CallerError, match="takes a hit or a reservation"):
+                async with client.reserve([ReserveItem(ONE, 3)], tier=Tier.RAM):
+                    pass
+
+    asyncio.run(work())
+    daemon.wait_until(lambda: not daemon.claims and not daemon.reservations)

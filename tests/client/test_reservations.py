@@ -61,6 +61,18 @@ def test_what_is_not_written_is_cancelled(daemon: FakeDaemon, client: Client) ->
         reservation.write(b"abc")
 
 
+def test_one_that_is_dropped_is_given_back_with_a_warning(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    dropped = reserve(client, ONE, TWO)
+    assert dropped.pop().cancel()
+    assert len(daemon.reservations) == 1
+    with pytest.warns(ResourceWarning, match="neither written nor cancelled"):
+        dropped.clear()
+    daemon.wait_until(lambda: not daemon.reservations)
+    assert daemon.rpcs["Cancel"] == 1
+
+
 def test_of_two_that_miss_one_computes_and_the_other_gets_it(
     daemon: FakeDaemon, client: Client
 ) -> None:
@@ -106,6 +118,7 @@ def test_a_write_has_the_reserved_size(client: Client, payload: bytes) -> None:
     with pytest.raises(InvalidSize):
         reservation.write(payload)
     assert reservation.granted  # and may still be written
+    assert reservation.cancel()
 
 
 def test_a_write_names_each_reservation_once(client: Client) -> None:
@@ -113,6 +126,7 @@ def test_a_write_names_each_reservation_once(client: Client) -> None:
     with pytest.raises(InvalidBatch):
         client.write([(reservation, b"abc")] * 2)
     assert reservation.granted
+    assert reservation.cancel()
 
 
 def test_a_lost_reservation_is_an_outcome(daemon: FakeDaemon, client: Client) -> None:

@@ -326,7 +326,9 @@ def test_more_than_a_session_may_reserve_goes_in_several_calls(daemon: FakeDaemo
         # Nothing is split without limits, or of reservations, which are held together.
         client.save_many(items[:4], tier=Tier.SHM, reason=evict, deadline_ms=60_000)
         wanted = [ReserveItem(Key(key), 4096) for key in keys(5, start=100)]
-        assert all(r.granted for r in client.reserve(wanted, tier=Tier.RAM, reason=evict))
+        reserved = client.reserve(wanted, tier=Tier.RAM, reason=evict)
+        assert all(each.granted for each in reserved)
+        client.cancel(reserved)
         assert [len(header.keys) for header in daemon.saves[4:]] == [4, 5]
 
 

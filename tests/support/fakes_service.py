@@ -125,6 +125,8 @@ class FakeService(rpc.CacheServicer):
                             d.given_back += request.give_back.claim_ids
                             for number in request.give_back.claim_ids:
                                 d.claims.pop(number, None)
+                            for token in request.give_back.tokens:
+                                d.reservations.pop(token, None)
                     d.changed.notify_all()
         except grpc.RpcError:
             pass

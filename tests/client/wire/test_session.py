@@ -267,6 +267,31 @@ def test_events_of_a_later_version_are_ignored(daemon: FakeDaemon, keepers: Keep
     assert keepers.counters.snapshot()["lost_reservations"] == 1
 
 
+def test_a_daemon_that_is_not_found_is_said_once_for_each_time(
+    address: str, keepers: Keepers, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With where it was looked for, and however often it is tried."""
+    assert not logging.getLogger("prefixd.client").handlers, "nothing swallows it"
+    keeper = keepers()
+    with pytest.raises(DaemonUnavailable, match="no such socket"):
+        keeper.link(Deadline(LONG))
+    tries = threading.Event()
+    waits = keepers.backoff.next_s
+    keepers.backoff.next_s = lambda: tries.set() or waits()  # type: ignore[method-assign]
+    for _ in range(3):
+        tries.clear()
+        assert tries.wait(PATIENCE_S)
+    with FakeDaemon(address):
+        assert keeper.wait(Deadline(LONG))
+        keepers.backoff.proved.wait(PATIENCE_S)
+    said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
+    first, *rest = said
+    assert first.startswith(
+        f"no daemon at {address}: there is no such socket; every call is a miss"
+    )
+    assert all(each.startswith("lost the daemon") for each in rest)
+
+
 def test_a_closed_keeper_says_so_and_leaves_nothing(daemon: FakeDaemon, keepers: Keepers) -> None:
     keeper = keepers()
     link = keeper.link(Deadline(LONG))
