@@ -1,7 +1,7 @@
 """Whom a process relies on: the server of a Unix socket, the file that it reads back.
 
 Root and the process's own user may be anybody they like, so they are always relied on. Another user
-is, if the administrator gave it its place: then nobody else can have put it there.
+is where nobody else can have put its socket.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def peer_uid(connected: socket.socket) -> int:
 def why_no_server(path: Path, server_uid: int, own_uid: int | None = None) -> str:
     """Why a server of this user at this socket can't be relied on; empty: it can be.
 
-    A server of a third user can, if root or this user chose its place: the directories that lead to
-    the socket belong to them, the last one perhaps to the server's user, and nobody but their
-    owners and groups may write to them. So it does not matter here whether an address is a default
-    or was given: a daemon with a user of its own in /run is good, a stranger's in /tmp is not.
+    A server of a third user can, if nobody else can have put it there: the directories that lead to
+    the socket belong to root, to this user or to the server's user, and not every user can write to
+    one of them. Then the address says whose server it is. So a daemon with a user of its own is
+    good in /run, and a stranger's in /tmp is not, whether the address was given or is a default.
     """
     own_uid = os.geteuid() if own_uid is None else own_uid
     trusted = {_ROOT, own_uid}
@@ -44,8 +44,7 @@ def why_no_server(path: Path, server_uid: int, own_uid: int | None = None) -> st
     except OSError as problem:
         return f"it runs as the user {server_uid}, and {problem.filename}: {problem.strerror}"
     for directory, status in directories:
-        last = directory == directories[-1][0]
-        if status.st_uid not in (trusted | {server_uid} if last else trusted):
+        if status.st_uid not in trusted | {server_uid}:
             return f"it runs as the user {server_uid}, in {directory} of the user {status.st_uid}"
         if status.st_mode & stat.S_IWOTH:
             return f"it runs as the user {server_uid}, and every user can write to {directory}"

@@ -306,7 +306,7 @@ class AdminConnection:
                     f"permission denied on {address}; run this as the daemon's user"
                 )
             case DaemonUnavailable() if NOT_RELIED_ON in str(error):
-                return error
+                return DaemonUnavailable(f"{error}; run this as that user")
             case DaemonUnavailable() if pid := _starting(self.address):
                 return DaemonUnavailable(
                     f"the daemon with pid {pid} does not listen at {address}: it is starting or "

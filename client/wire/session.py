@@ -265,7 +265,7 @@ class SessionKeeper:
     def _attempt(self) -> None:
         """Open a session and serve it until it ends. Raises PrefixdError if it can't be opened."""
         reached = reach(self._addresses, self._connect_timeout_ms / 1e3)
-        address = reached.address
+        address, target = reached.address, reached.target
         connection = Connection(reached, self._connect_timeout_ms, self._security)
         link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
@@ -274,7 +274,8 @@ class SessionKeeper:
             try:
                 link.open()
             except DaemonUnavailable as problem:
-                raise DaemonUnavailable(f"no daemon at {address}: {problem}") from None
+                why = str(problem).replace(target, address)
+                raise DaemonUnavailable(f"no daemon at {address}: {why}") from None
             self._counters.add("sessions")
             if self._when_opened is not None:
                 self._when_opened(link)

@@ -84,7 +84,8 @@ def default_paths(env: Mapping[str, str], uid: int) -> dict[str, str]:
     else:
         unnamed = {name: value for name, value in env.items() if name != ADDRESS_VARIABLE}
         addresses = default_addresses(unnamed, uid)
-        address = next((each for each in addresses if _usable(each)), addresses[0])
+        # If there is none, the complaint is about the last of the user's own.
+        address = next((each for each in addresses if _usable(each)), addresses[-2])
     return {
         "server.address": address,
         "shm.directory": f"/dev/shm/prefixd-{uid}",

@@ -56,11 +56,16 @@ def test_a_stranger_is_not_relied_on_where_it_could_make_its_place_itself(world:
     assert "every user can write to" in why_no_server(
         place(world, "emptydir", 0, 0o777) / "s", STRANGER, VICTIM
     )
-    # Below a directory that root gave to the stranger.
-    runtime = place(world, "runtime", STRANGER, 0o700)
-    assert f"of the user {STRANGER}" in why_no_server(
-        place(runtime, "prefixd", STRANGER) / "s", STRANGER, VICTIM
-    )
+
+
+@needs_root
+def test_who_names_the_place_of_another_user_relies_on_that_user_alone(world: Path) -> None:
+    """For an address that was given, not for a default one: su keeps $XDG_RUNTIME_DIR."""
+    runtime = place(world, "runtime", SERVICE, 0o700)
+    own = place(runtime, "prefixd", SERVICE)
+    assert why_no_server(own / "s", SERVICE, VICTIM) == ""
+    assert f"of the user {SERVICE}" in why_no_server(own / "s", STRANGER, VICTIM)
+    assert f"belongs to the user {SERVICE}" in why_no_place(own, VICTIM)
 
 
 @needs_root
