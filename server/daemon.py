@@ -218,6 +218,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         reservation_ttl_ms=sessions.reservation_ttl_ns // 1_000_000,
         local_socket=f"{_path_of(server.address)}{LOCAL_SUFFIX}",
         max_rpcs=server.max_rpcs,
+        reflection=server.reflection,
         max_sessions=sessions.max_sessions,
         max_connections=server.max_connections,
         max_connections_per_session=server.max_connections_per_session,
@@ -247,6 +248,10 @@ async def _serve_rpcs(
         await sockets.close()
         raise
     looking = core.supervisor.task("sockets", sockets.watch(), vital=True)
+    if remote:
+        # Vital: without it strangers could take all places.
+        strangers = front.connections.watch(core.executor)
+        core.supervisor.task("gRPC connections", strangers, vital=True)
     # Vital: without this task the reported health would never change again.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")

@@ -155,6 +155,7 @@ def listen_on_tcp(
             bound = remote.add_secure_port(server.tcp, certificates.credentials())
         else:
             bound = remote.add_insecure_port(server.tcp)
+    front.connections.port = bound
     addresses.append(f"{host}:{bound}")
     return addresses, [remote]
 

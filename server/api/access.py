@@ -293,6 +293,16 @@ def namespace_of(access: Access | None) -> Namespace | None:
     return None if access is None else access.namespace
 
 
+def tenant_of(access: Access | None, host: str) -> str:
+    """The tenant (`core.shares`) of a caller over TCP: its namespace, its token if that has none,
+    or the address of its host where no token is asked for."""
+    if access is None:
+        return f"host {host}"
+    if access.namespace is not None:
+        return f"namespace {access.namespace.name}"
+    return f"token {access.token}"
+
+
 def check_same(access: Access | None, of_session: Access | None) -> None:
     """Raises NotPermitted when a caller of one namespace uses a session of another."""
     if of_session is None and namespace_of(access) is None:

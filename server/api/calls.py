@@ -15,6 +15,7 @@ import structlog
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DeviceFull, LimitReached, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
+from ..core.shares import HOST
 from .access import Access
 
 log = structlog.get_logger("prefixd.calls")
@@ -51,8 +52,16 @@ class Caller(Protocol):
         """What the token of the call grants, or that of the session that its connection belongs
         to. None where no token is asked for, because the file system decided."""
 
+    @property
+    def tenant(self) -> str:
+        """Whose share of everything the call counts to (`core.shares`)."""
+
     def proved(self, session: int) -> None:
         """The call has proved that it acts for this session."""
+
+    def lasts(self) -> None:
+        """The call is a session or a watcher from now on, which have bounds of their own: it takes
+        no place among the calls any more."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         """Have `callback` called with False once the answer is sent, or with True once the client
@@ -64,10 +73,14 @@ class PlainCaller:
 
     process: Final[Process | None] = None
 
-    def __init__(self, access: Access | None = None) -> None:
+    def __init__(self, access: Access | None = None, tenant: str = HOST) -> None:
         self.access: Final = access
+        self.tenant: Final = tenant
 
     def proved(self, session: int) -> None:
+        """Nothing to do."""
+
+    def lasts(self) -> None:
         """Nothing to do."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:

@@ -16,6 +16,7 @@ from typing import Any, Final, Generic, TypeAlias, TypeVar
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, PrefixdError
+from ..core.shares import Holder, Shares
 from ..runtime.quota import Quota
 from .access import Access
 from .calls import Process, failure_of
@@ -54,6 +55,8 @@ class Connections(Generic[C]):
         self.connections: Final[set[C]] = set()
         #: The connections of each session.
         self.attached: Final[dict[int, set[C]]] = {}
+        #: Connections that belong to a session.
+        self.places: Final = Shares("connections (max_connections)", self.config.max_connections)
         #: Memory for large requests (`proto.frames`): none is received before it has some.
         self.large: Final = Quota(
             "requests", self.config.max_local_bytes, self.config.stall_timeout_s
@@ -79,6 +82,8 @@ class Connection(ABC):
     process: Process | None = None
     #: What the token of its session grants.
     access: Access | None = None
+    #: Whose share of everything its requests count to.
+    holder = Holder()
 
     def __init__(self, server: Connections[Any]) -> None:
         self._server = server
@@ -106,11 +111,13 @@ class Connection(ABC):
 
     def _join(self, session: int, access: Access | None) -> None:
         """Belong to this session from now on. Raises LimitReached."""
-        others = self._server.attached.setdefault(session, set())
+        others = self._server.attached.get(session, set())
         if len(others) >= self._server.config.max_connections_per_session:
             raise LimitReached(f"this session has {len(others)} connections already")
-        others.add(self)
-        self._session, self.access = session, access
+        holder = self._server.sessions.holder_of(session)
+        self._server.places.take(holder)
+        self._server.attached.setdefault(session, others).add(self)
+        self._session, self.access, self.holder = session, access, holder
 
     def _leave(self) -> None:
         """Belong to no session from now on. Idempotent."""
@@ -120,7 +127,8 @@ class Connection(ABC):
         others.discard(self)
         if not others:
             del self._server.attached[self._session]
-        self._session = self.access = None
+        self._server.places.give(self.holder)
+        self._session, self.access, self.holder = None, None, Holder()
 
     def _waits_for_nothing(self, request: _Request) -> bool:
         kind = request.WhichOneof("kind")
@@ -172,8 +180,15 @@ class ConnectionCall:
     def access(self) -> Access | None:
         return self._connection.access
 
+    @property
+    def tenant(self) -> str:
+        return self._connection.holder.tenant
+
     def proved(self, session: int) -> None:
         self._connection.attach(session)
+
+    def lasts(self) -> None:
+        """Nothing to do: a connection has one call at a time."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         self._when_done.append(callback)

@@ -45,8 +45,9 @@ class DataCalls:
     # ---- out
 
     async def read(self, request: pb.ReadRequest, caller: Caller, frames: DataFrames) -> None:
-        session = self._service.sessions.prove(request.session, caller).number
-        async with self._service.reads.room(READ_BYTES, session):
+        membership = self._service.sessions.prove(request.session, caller)
+        session = membership.number
+        async with self._service.reads.room(READ_BYTES, membership.holder):
             claim = request.claim_id
             ranges = await self._ranges(session, claim, request.ranges)
             sending = Sending(self._core, frames.stream, ranges)
@@ -59,16 +60,17 @@ class DataCalls:
         columns = request.room_bytes or request.generations
         if len(columns) != len(request.keys) or (request.room_bytes and request.generations):
             raise InvalidBatch("a fetch names the generation of each key, or the room for each")
-        session = self._service.sessions.prove(request.session, caller).number
+        membership = self._service.sessions.prove(request.session, caller)
+        session = membership.number
         messages.batch_of("keys", request.keys)  # before they are copied
-        async with self._service.reads.room(READ_BYTES, session):
+        async with self._service.reads.room(READ_BYTES, membership.holder):
             wanted = pb.ClaimRequest(
                 session=request.session,
                 keys=request.keys,
                 mode=request.mode,
                 brief=not request.room_bytes,
             )
-            granted = self._service.claim_now(wanted, PlainCaller(caller.access))
+            granted = self._service.claim_now(wanted, PlainCaller(caller.access, caller.tenant))
             claim, held = granted.claim_id, not granted.claim_id
             try:
                 sending = await self._fetched(session, request, granted, frames)
@@ -171,7 +173,7 @@ class DataCalls:
     async def save(self, request: pb.RawSaveRequest, caller: Caller, frames: DataFrames) -> None:
         saves = self._saves
         membership = saves.opened(request, caller)
-        async with saves.arriving.room(_SAVE_BYTES, membership.number):
+        async with saves.arriving.room(_SAVE_BYTES, membership.holder):
             with saves.measured():
                 refusals, incoming = await saves.begin(request, membership)
                 async with incoming.to_the_end():

@@ -344,7 +344,7 @@ class DataConnection(Connection):
             raise MalformedMessage(
                 f"a message of {size_bytes} bytes, {MAX_MESSAGE_BYTES} is the most"
             )
-        async with self._server.large.room(size_bytes, self._session):
+        async with self._server.large.room(size_bytes, self.holder):
             await self._answer(await frames.large(size_bytes))
 
     async def _answer(self, request: pb.DataRequest) -> None:

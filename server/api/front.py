@@ -4,26 +4,32 @@ data socket, and the two gRPC servers, for workers and for operators."""
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from grpc_health.v1 import health, health_pb2_grpc
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health
+from grpc_health.v1 import health_pb2 as health_pb
 from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection_pb2 as reflection_pb
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
+from ..core.shares import Shares
 from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
 from .admin import AdminService
 from .data_socket import DataServer
-from .grpc_adapter import Context, Guard, Method, OneMessage, add_service, methods_of
+from .grpc_adapter import Method, OneMessage, add_service, methods_of
+from .grpc_connections import GrpcConnections
+from .grpc_door import Door, PublicHandler
 from .hand_over import Handoff
 from .local_socket import LocalServer
 from .saves import Saves
@@ -41,7 +47,15 @@ _WINDOW_BYTES: Final = 2**20
 #: After this time without a message gRPC pings the client.
 _KEEPALIVE_MS: Final = 30_000
 _KEEPALIVE_TIMEOUT_MS: Final = 10_000
-_HEADER: Final = "authorization"
+#: Calls that ask for no token (health, reflection), all of them together.
+_MAX_PUBLIC_CALLS: Final = 64
+#: Over TCP: calls of one connection at once, the time for TLS and the first frames, and the time
+#: without a call after which a connection is closed. Every session is a call.
+_MAX_STREAMS: Final = 128
+_HANDSHAKE_MS: Final = 5_000
+_IDLE_MS: Final = 60_000
+#: Calls that may be about to be refused by the door, beside those that it has let in.
+_MAX_ARRIVING: Final = 1_024
 #: This rpc is not traced: its stream lasts as long as its client.
 _UNTRACED = "Session"
 #: Requests that no client waits for an answer to: they are not traced either.
@@ -54,7 +68,7 @@ class Front:
     def __init__(self, core: Core, config: ServiceConfig) -> None:
         self._core = core
         self.config: Final = config
-        self.sessions: Final = Sessions(config.incarnation)
+        self.sessions: Final = Sessions(config.incarnation, config.max_sessions)
         for ledger in core.state.tables.ledgers.values():
             if ledger.shares is not None:
                 self.sessions.namespaces.learn(ledger.shares.namespaces)
@@ -76,6 +90,11 @@ class Front:
         )
         self.watching: Final = Watching(core, config)
         self.health: Final = health.aio.HealthServicer()
+        #: Calls over gRPC that are open now, and those that ask for no token.
+        self.calls: Final = Shares("calls over gRPC (max_rpcs)", config.max_rpcs)
+        self.public_calls: Final = Shares("calls without a token", _MAX_PUBLIC_CALLS)
+        #: Connections to the gRPC server for TCP.
+        self.connections: Final = GrpcConnections(config.max_connections)
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
         self.workers: Final = self.more_workers()
         self.operators: Final = self.more_operators()
@@ -114,18 +133,12 @@ class Front:
         self.tokens = tokens
         services = {_CACHE: self._cache_methods()}
         if tokens is None:
-            return self._server(services)
+            return self._server(services, remote=True)
         self.sessions.namespaces.learn(tokens.namespaces)
         for name in sorted(tokens.namespaces):
             self.sessions.usage.of(name)  # reserves its place: the number of labels is bounded
         services[_ADMIN] = self._admin_methods()
-        guards = {
-            _CACHE: {name: _guard(tokens, role) for name, role in CACHE_ROLES.items()},
-            _ADMIN: {
-                name: _guard(tokens, ADMIN_ROLES.get(name, Role.ADMIN)) for name in services[_ADMIN]
-            },
-        }
-        return self._server(services, guards)
+        return self._server(services, remote=True)
 
     def close(self) -> None:
         """End watchers and free the clients' staging memory, once nothing is served any more."""
@@ -155,6 +168,12 @@ class Front:
             "staging_refusals": self.stagings.refusals,
             **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
+            "calls": self.calls.used,
+            "grpc_connections": self.connections.open,
+            "call_refusals": self.calls.refusals,
+            "public_call_refusals": self.public_calls.refusals,
+            "session_refusals": self.sessions.places.refusals,
+            "grpc_connection_refusals": self.connections.places.refusals + self.connections.closed,
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
         }
 
@@ -170,13 +189,18 @@ class Front:
     def _server(
         self,
         services: Mapping[ServiceDescriptor, Mapping[str, Method]],
-        guards: Mapping[ServiceDescriptor, Mapping[str, Guard]] | None = None,
+        *,
+        remote: bool = False,
     ) -> grpc.aio.Server:
         config = self.config
+        within = config.max_rpcs + config.max_sessions + config.max_watchers
         server = grpc.aio.server(
-            # The streams of sessions and watchers count as calls, too.
-            maximum_concurrent_rpcs=config.max_rpcs + config.max_sessions + config.max_watchers,
+            # The door refuses before; this bounds what waits for it.
+            maximum_concurrent_rpcs=within + _MAX_PUBLIC_CALLS + _MAX_ARRIVING,
             options=[
+                *(_remote_options(config) if remote else ()),
+                # A message of 16 KiB could become one of 16 MiB; payloads don't get smaller.
+                ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", limits.MAX_MESSAGE_BYTES),
                 # A second daemon at the same TCP port is a mistake, not a share of the load.
@@ -187,26 +211,53 @@ class Front:
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
             ],
         )
+        # Operators on this host find a place whatever clients do.
+        operators = _CACHE not in services
+        calls = Shares("operators' calls", config.max_rpcs) if operators else self.calls
+        door = Door(calls, self.tokens if remote else None, self.connections if remote else None)
         for service, methods in services.items():
-            add_service(server, service, methods, guards[service] if guards else None)
-        health_pb2_grpc.add_HealthServicer_to_server(self.health, server)
-        names = [
-            *(each.full_name for each in services),
-            health.SERVICE_NAME,
-            reflection.SERVICE_NAME,
-        ]
-        reflection.enable_server_reflection(names, server)
+            roles = CACHE_ROLES if service is _CACHE else ADMIN_ROLES
+            guards = {name: door.guard(roles.get(name, Role.ADMIN)) for name in methods}
+            add_service(server, service, methods, guards)
+        names = [each.full_name for each in services]
+        for handler in self._public(names, reflects=not remote or config.reflection):
+            server.add_generic_rpc_handlers(
+                (PublicHandler(handler, self.public_calls, remote=remote),)
+            )
         return server
 
+    def _public(self, names: list[str], *, reflects: bool) -> Iterator[grpc.GenericRpcHandler]:
+        """The services that everybody may call."""
+        yield _generic(health_pb.DESCRIPTOR.services_by_name["Health"], self.health)
+        if reflects:
+            everything = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
+            yield _generic(
+                reflection_pb.DESCRIPTOR.services_by_name["ServerReflection"],
+                reflection.aio.ReflectionServicer(everything),
+            )
 
-def _guard(tokens: Tokens, needed: Role) -> Guard:
-    def permit(context: Context) -> Access:
-        given = [value for name, value in context.invocation_metadata() or () if name == _HEADER]
-        # Two headers are as good as none: it is not known which one counts.
-        authorization = given[0] if len(given) == 1 else ""
-        return tokens.permit(needed, str(authorization))
 
-    return permit
+def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
+    """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
+    yield "grpc.max_allowed_incoming_connections", config.max_connections
+    yield "grpc.server_handshake_timeout_ms", _HANDSHAKE_MS
+    yield "grpc.max_connection_idle_ms", _IDLE_MS
+    yield "grpc.max_concurrent_streams", _MAX_STREAMS
+
+
+def _generic(service: Any, servicer: Any) -> grpc.GenericRpcHandler:
+    """A service of a library as a handler."""
+    handlers = {}
+    for rpc in service.methods:
+        if hasattr(servicer, rpc.name):
+            ins = "stream" if rpc.client_streaming else "unary"
+            outs = "stream" if rpc.server_streaming else "unary"
+            handlers[rpc.name] = getattr(grpc, f"{ins}_{outs}_rpc_method_handler")(
+                getattr(servicer, rpc.name),
+                request_deserializer=GetMessageClass(rpc.input_type).FromString,
+                response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
+            )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:

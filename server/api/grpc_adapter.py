@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -23,7 +23,8 @@ from google.protobuf.message_factory import GetMessageClass
 
 from ...proto import frames, limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import MalformedMessage, PrefixdError, metadata_of
+from ...proto.errors import LimitReached, MalformedMessage, PrefixdError, metadata_of
+from ..core.shares import HOST
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of
 from .messages import parse
@@ -58,8 +59,11 @@ class OneMessage:
 Method: TypeAlias = Unary | Streaming | OneMessage
 
 
-#: Called before the method: returns what the token of a call grants, or raises PrefixdError.
-Guard: TypeAlias = Callable[[Context], Access | None]
+#: Around a call, from its headers on: lets it in, or raises PrefixdError.
+Guard: TypeAlias = "Callable[[Context], AbstractContextManager[GrpcCaller]]"
+
+#: The only message of a call comes this soon after its headers.
+MESSAGE_WITHIN_S = 5.0
 
 
 def methods_of(service: ServiceDescriptor, *owners: object) -> dict[str, Method]:
@@ -101,9 +105,18 @@ class GrpcCaller:
 
     process: Final[Process | None] = None
 
-    def __init__(self, context: Context, access: Access | None) -> None:
+    def __init__(
+        self,
+        context: Context,
+        access: Access | None = None,
+        tenant: str = HOST,
+        give_place: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`give_place` gives back the place of the call."""
         self._context = context
+        self._give_place: Callable[[], None] | None = give_place
         self.access: Final = access
+        self.tenant: Final = tenant
 
     @property
     def traceparent(self) -> bytes:
@@ -114,6 +127,11 @@ class GrpcCaller:
     def proved(self, session: int) -> None:
         """A channel carries the calls of any number of sessions."""
 
+    def lasts(self) -> None:
+        give_place, self._give_place = self._give_place, None
+        if give_place is not None:
+            give_place()
+
     def when_done(self, callback: Callable[[bool], None]) -> None:
         def done(context: Context) -> None:
             callback(context.cancelled())
@@ -121,28 +139,23 @@ class GrpcCaller:
         self._context.add_done_callback(done)  # type: ignore[arg-type]  # the stub wants a class of its own
 
 
-_MAKERS: Final = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
-
-
-def _unguarded(_context: Context) -> None:
-    return None
+def _unguarded(context: Context) -> AbstractContextManager[GrpcCaller]:
+    return nullcontext(GrpcCaller(context))
 
 
 def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
-    # On the wire one message is a stream of one message.
+    # On the wire one message is a stream of one message. gRPC would read it before it asks the
+    # guard; so every rpc is one of streams here.
     streamed = rpc.client_streaming or isinstance(method, OneMessage)
-    checked: Callable[[Any], Any] = _each_message if streamed else _message
+    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]] = _all_of if streamed else _only
     behaviour: Callable[..., Awaitable[Any]]
     if isinstance(method, Streaming):
-        behaviour = partial(_streaming, rpc.name, method.call, checked, guard)
+        behaviour = partial(_streaming, rpc.name, method.call, taken, guard)
+        make = grpc.stream_stream_rpc_method_handler
     else:
-        behaviour = partial(_answering, rpc.name, method.call, checked, guard)
-    return _MAKERS[streamed, rpc.server_streaming](
+        behaviour = partial(_answering, rpc.name, method.call, taken, guard)
+        make = grpc.stream_unary_rpc_method_handler
+    return make(
         behaviour,
         request_deserializer=partial(
             _parse, GetMessageClass(rpc.input_type), most_bytes(rpc.input_type)
@@ -154,14 +167,14 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
 async def _answering(
     name: str,
     call: Callable[[Any, Caller], Awaitable[Message]],
-    checked: Callable[[Any], Any],
+    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     guard: Guard,
-    request: Any,
+    requests: AsyncIterator[Any],
     context: Context,
 ) -> Any:
     try:
-        caller = GrpcCaller(context, guard(context))
-        return await call(checked(request), caller)
+        with guard(context) as caller:
+            return await call(await taken(requests), caller)
     except (Exception, asyncio.CancelledError) as problem:
         error = _error_of(name, problem)
     return await _abort(context, error)
@@ -170,22 +183,23 @@ async def _answering(
 async def _streaming(
     name: str,
     call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]],
-    checked: Callable[[Any], Any],
+    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     guard: Guard,
-    request: Any,
+    requests: AsyncIterator[Any],
     context: Context,
 ) -> None:
     try:
-        caller = GrpcCaller(context, guard(context))
-        # Otherwise gRPC sends it with the first response, and again with the status if sending that
-        # response was cut off. gRPC's core refuses this, and the client never gets the status.
-        await context.send_initial_metadata(())
-        async with aclosing(call(checked(request), caller)) as responses:
-            async for response in responses:
-                try:
-                    await context.write(response)
-                finally:  # or its bytes stay in memory while the next response is made
-                    del response
+        with guard(context) as caller:
+            # Otherwise gRPC sends it with the first response, and again with the status if sending
+            # that response was cut off. gRPC's core refuses this, and the client never gets the
+            # status.
+            await context.send_initial_metadata(())
+            async with aclosing(call(await taken(requests), caller)) as responses:
+                async for response in responses:
+                    try:
+                        await context.write(response)
+                    finally:  # or its bytes stay in memory while the next response is made
+                        del response
     except (Exception, asyncio.CancelledError) as problem:
         error = _error_of(name, problem)
     else:
@@ -244,6 +258,21 @@ def _message(request: Any) -> Any:
     if isinstance(request, MalformedMessage):
         raise request
     return request
+
+
+async def _only(requests: AsyncIterator[Any]) -> Any:
+    """The request of an rpc that has one. Without it the call holds its place for nothing."""
+    try:
+        async with asyncio.timeout(MESSAGE_WITHIN_S):
+            async for request in _each_message(requests):
+                return request
+    except TimeoutError:
+        raise LimitReached(f"no message came within {MESSAGE_WITHIN_S:g} s") from None
+    raise MalformedMessage("the call ended before its message")
+
+
+async def _all_of(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    return _each_message(requests)
 
 
 async def _each_message(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:

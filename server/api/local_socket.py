@@ -20,6 +20,7 @@ import structlog
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.frames import LOCAL_SMALL_REQUEST_BYTES, Frames, frame
+from ..core.shares import Holder
 from .calls import Process, failure_of
 from .connections import Connection, Connections, HangUpWatch, Turn
 from .hand_over import Handoff
@@ -234,14 +235,14 @@ class _Connection(Connection, asyncio.BufferedProtocol):
             self._large = self._loop.create_future()
             self._large_admitted = False
             self._admitting = self._loop.create_task(
-                self._hold_room(size_bytes, self._session, self._large)
+                self._hold_room(size_bytes, self.holder, self._large)
             )
         return self._large_admitted
 
-    async def _hold_room(self, size_bytes: int, session: int, over: asyncio.Future[None]) -> None:
+    async def _hold_room(self, size_bytes: int, holder: Holder, over: asyncio.Future[None]) -> None:
         """Reserve memory for a large request, until `over` is done."""
         try:
-            async with self._server.large.room(size_bytes, session):
+            async with self._server.large.room(size_bytes, holder):
                 self._large_admitted = True
                 self._take_frames()
                 await over

@@ -20,6 +20,7 @@ from ...proto.errors import (
 from ...proto.vocabulary import SaveStatus
 from ..core.effects import CancelAnswer, ReserveAnswer, SaveEnded, WriteOrder
 from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
+from ..core.shares import Holder
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
@@ -272,7 +273,7 @@ class Saves:
     ) -> AsyncIterator[tuple[W, Membership]]:
         """The first message of a stream that brings bytes, received once there is memory for it,
         and the session that it proves. Keeps the memory until the end of the call."""
-        async with self.arriving.room(SAVE_BYTES) as room:
+        async with self.arriving.room(SAVE_BYTES, Holder(caller.tenant)) as room:
             try:
                 async with asyncio.timeout(self._stall_s):
                     first = await first_message(requests)
@@ -280,7 +281,8 @@ class Saves:
                 raise self._silent() from None
             named = first if isinstance(first, pb.WriteRequest) else _header(first)
             membership = self._sessions.prove(named.session, caller, Role.WRITE)
-            await room.belongs_to(membership.number)
+            if membership.holder.tenant == caller.tenant:
+                await room.belongs_to(membership.holder)
             yield first, membership
 
     def opened(self, first: _Opening, caller: Caller) -> Membership:

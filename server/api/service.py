@@ -69,7 +69,7 @@ class CacheService:
         if caller.access is not None:
             # This client came over TCP: it can read nothing in place.
             config = replace(config, local_socket="")
-        stream = SessionStream(self._core, self.sessions, config, caller.access)
+        stream = SessionStream(self._core, self.sessions, config, caller)
         async with aclosing(stream.run(requests)) as events:
             async for event in events:
                 yield event
@@ -207,12 +207,13 @@ class CacheService:
     async def read(
         self, request: pb.ReadRequest, caller: Caller
     ) -> AsyncGenerator[pb.ReadResponse, None]:
-        session = self.sessions.prove(request.session, caller).number
+        membership = self.sessions.prove(request.session, caller)
+        session = membership.number
         messages.batch_of("ranges", request.ranges)
         self.claimed(session, request.claim_id)
         failures = ReadFailures()
         async with (
-            self.reads.room(READ_BYTES, session),
+            self.reads.room(READ_BYTES, membership.holder),
             aclosing(self._read(session, request, failures)) as responses,
         ):
             try:

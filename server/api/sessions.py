@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, TypeVar
@@ -35,6 +36,7 @@ from ..core.events import (
     SessionOpened,
 )
 from ..core.reservations import most_reserved_bytes
+from ..core.shares import HOST, Holder, Shares
 from ..runtime.clock import Clock, Latencies
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
@@ -68,6 +70,8 @@ class ServiceConfig:
     local_socket: str = ""
     #: Concurrent calls over gRPC, not counting the streams of sessions.
     max_rpcs: int = 512
+    #: Whether gRPC describes itself over TCP, to everybody.
+    reflection: bool = False
     max_sessions: int = limits.MAX_SESSIONS
     max_connections: int = 4096
     max_connections_per_session: int = 256
@@ -90,10 +94,12 @@ class ServiceConfig:
 class Membership:
     """One open session."""
 
-    __slots__ = ("access", "ended", "number", "process", "secret")
+    __slots__ = ("access", "ended", "holder", "number", "process", "secret")
 
-    def __init__(self, number: int, access: Access | None = None) -> None:
+    def __init__(self, number: int, access: Access | None = None, tenant: str = HOST) -> None:
         self.number = number
+        #: Whose share of everything its calls count to.
+        self.holder: Final = Holder(tenant, number)
         #: What the token grants that it was opened with. None: no token was asked for.
         self.access: Final = access
         #: Known to its client only, and never logged.
@@ -107,8 +113,10 @@ class Membership:
 class Sessions:
     """The open sessions. The event loop's."""
 
-    def __init__(self, incarnation: bytes) -> None:
+    def __init__(self, incarnation: bytes, max_sessions: int = limits.MAX_SESSIONS) -> None:
         self._incarnation = incarnation
+        #: The streams of sessions, from their Hello on.
+        self.places: Final = Shares("sessions (max_sessions)", max_sessions)
         self._open: dict[int, Membership] = {}
         #: Translates the keys that clients name into stored ones.
         self.namespaces: Final = Namespaces()
@@ -125,15 +133,20 @@ class Sessions:
         #: Called with the number of each session that ends.
         self.when_closed: list[Callable[[int], None]] = []
 
-    def open(self, number: int, access: Access | None = None) -> Membership:
+    def open(self, number: int, access: Access | None = None, tenant: str = HOST) -> Membership:
         """Add a session that the core has opened. `access`: what its token grants."""
-        membership = self._open[number] = Membership(number, access)
+        membership = self._open[number] = Membership(number, access, tenant)
         self.usage.sessions[number] = SessionUsage()
         return membership
 
     def is_open(self, number: int) -> bool:
         """Whether this session is open."""
         return number in self._open
+
+    def holder_of(self, number: int) -> Holder:
+        """Whose share of everything the calls of this session count to."""
+        membership = self._open.get(number)
+        return Holder() if membership is None else membership.holder
 
     def access_of(self, number: int) -> Access | None:
         """What the token grants that this session was opened with, if there was one."""
@@ -201,12 +214,14 @@ class SessionStream:
         core: Core,
         sessions: Sessions,
         config: ServiceConfig,
-        access: Access | None = None,
+        caller: Caller,
     ) -> None:
         self._core = core
         self._sessions = sessions
         self._config = config
-        self._access = access
+        self._caller = caller
+        self._access = caller.access
+        self._tenant = caller.tenant
         #: What waits to be sent. An error or None ends the stream.
         self._events: asyncio.Queue[pb.SessionEvent | PrefixdError | None]
         self._events = asyncio.Queue(_MAX_UNREAD_EVENTS)
@@ -220,12 +235,25 @@ class SessionStream:
         self, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionEvent, None]:
         hello = await self._hello(requests)
+        holder, places = Holder(self._tenant), self._sessions.places
+        places.take(holder)
+        try:
+            self._caller.lasts()
+            async with aclosing(self._serve(hello, requests)) as events:
+                async for event in events:
+                    yield event
+        finally:
+            places.give(holder)
+
+    async def _serve(
+        self, hello: pb.Hello, requests: AsyncIterator[pb.SessionRequest]
+    ) -> AsyncGenerator[pb.SessionEvent, None]:
         label = self._sessions.namespaces.label(self._access, hello.label)
-        self._usage = self._sessions.usage.of(label)
+        self._usage = self._sessions.usage.of(label, self._tenant)
         session = await self._open(hello)
         core = self._core
         self._task = asyncio.current_task()
-        membership = self._sessions.open(session, self._access)
+        membership = self._sessions.open(session, self._access, self._tenant)
         core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
         why, closed = "its connection broke", False

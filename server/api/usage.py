@@ -27,6 +27,7 @@ from ...proto.namespaces import check_label
 from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from ..core.counters import Histogram
 from ..core.journal import CAUSES, Happening, Journal
+from ..core.shares import HOST, Holder, Shares
 
 DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
@@ -169,16 +170,21 @@ class UsageBook:
 
     def __init__(self) -> None:
         self._labels: dict[str, LabelUsage] = {}
+        #: One place is reserved for `OTHER_LABEL`.
+        self._places = Shares("labels", MAX_LABELS - 1)
         #: What open sessions have reported, by their number.
         self.sessions: Final[dict[int, SessionUsage]] = {}
 
-    def of(self, label: str) -> LabelUsage:
-        """The sums of a label; "" is `DEFAULT_LABEL`. Raises InvalidSize for an invalid label."""
+    def of(self, label: str, tenant: str = HOST) -> LabelUsage:
+        """The sums of a label; "" is `DEFAULT_LABEL`. A tenant that has its share of the labels
+        counts under `OTHER_LABEL`. Raises InvalidSize for an invalid label."""
         label = check_label(label) if label else DEFAULT_LABEL
         found = self._labels.get(label)
         if found is None:
-            # One place is reserved for `OTHER_LABEL`.
-            if len(self._labels) >= MAX_LABELS - (OTHER_LABEL not in self._labels):
+            holder = Holder(tenant)
+            if label != OTHER_LABEL and self._places.may_take(holder):
+                self._places.add(holder)
+            else:
                 label = OTHER_LABEL
             found = self._labels.setdefault(label, LabelUsage(label))
         return found

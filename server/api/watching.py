@@ -21,6 +21,7 @@ from ...proto.errors import LimitReached, NotPermitted
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
 from ..core.entries import Entry
+from ..core.shares import Holder, Shares
 from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
@@ -38,8 +39,6 @@ _MOST_EVENTS_WITH_IDS: Final = 128
 MAX_TOKEN_IDS_BYTES: Final = 32 * 2**10
 #: After this many events that don't concern a watcher it is sent the last sequence number.
 _QUIET_EVENTS: Final = 1_024
-#: The watchers of one namespace may have at most this fraction (1/n) of all places.
-_SHARE_OF_A_NAMESPACE: Final = 4
 
 
 class Watching:
@@ -50,9 +49,10 @@ class Watching:
         self._config = config
         self.log: Final = ChangeLog(config.watch_history_bytes)
         core.change_listener = self.log
-        #: Watchers that were too slow, and watchers that were refused because there were too many.
+        #: Watchers that were too slow.
         self.cut_off = 0
-        self.refusals = 0
+        #: Those that watch now.
+        self.places: Final = Shares("watchers ([watch] max_watchers)", config.max_watchers)
         self._watchers: set[_Watcher] = set()
 
     def in_flight(self) -> dict[str, int]:
@@ -60,7 +60,7 @@ class Watching:
         return {
             "watchers": self.log.watchers,
             "watch_history_bytes": self.log.size_bytes,
-            "watcher_refusals": self.refusals,
+            "watcher_refusals": self.places.refusals,
             "watchers_cut_off": self.cut_off,
         }
 
@@ -71,11 +71,13 @@ class Watching:
     async def watch(self, request: pb.WatchRequest, caller: Caller) -> AsyncGenerator[bytes, None]:
         tiers = messages.tiers_of(request.tiers, self._core.stores)
         access = caller.access
-        self._check_room(access)
         watcher = _Watcher(self._core, self._config.incarnation, self.log, tiers, request, access)
+        holder = Holder(caller.tenant)
+        self.places.take(holder)
         self._watchers.add(watcher)
         self.log.begin()
         try:
+            caller.lasts()
             async with aclosing(watcher.responses()) as responses:
                 async for response in responses:
                     with taken_within(
@@ -91,26 +93,7 @@ class Watching:
         finally:
             self._watchers.discard(watcher)
             self.log.end()
-
-    def _check_room(self, access: Access | None) -> None:
-        """Raises LimitReached. A namespace may have a quarter of the places, so that operators and
-        others find one."""
-        most, watching = self._config.max_watchers, self.log.watchers
-        its_most = max(1, most // _SHARE_OF_A_NAMESPACE)
-        namespace = namespace_of(access)
-        if namespace is not None:
-            its_own = sum(namespace_of(each.access) == namespace for each in self._watchers)
-            if its_own >= its_most:
-                self.refusals += 1
-                raise LimitReached(
-                    f"{its_own} watchers of the namespace {namespace.name!r}, which is all that it "
-                    "may have of [watch] max_watchers"
-                )
-        if watching >= most:
-            self.refusals += 1
-            raise LimitReached(
-                f"{watching} watch already, which is all that [watch] max_watchers allows"
-            )
+            self.places.give(holder)
 
     def end_revoked(self, known: frozenset[Access]) -> None:
         """End the watchers whose token is no longer among these."""

@@ -76,6 +76,9 @@ class Server(Section):
     the speed of gRPC; the daemon tells them its port. `auto`: any port at the host of `tcp`; empty:
     no data socket. It uses the TLS, certificates and tokens of `tcp`, and each connection has to
     present the secret of a session."""
+    reflection: bool = False
+    """Describe the services over `tcp` to every client that asks (gRPC reflection). On Unix sockets
+    they are always described. (BOOL)"""
     allow_remote: bool = False
     """Allow `tcp` and `data` on an address that other machines can reach even without TLS, or with
     neither tokens nor `tls_client_ca`. Anyone who can reach them can then read and replace
@@ -110,21 +113,21 @@ class Server(Section):
     """The limit of this memory for all clients together. A client that gets none saves over gRPC.
     What was unused for a minute is given back."""
     max_read_bytes: Size = Field(256 * 2**20, alias="max_reads", ge=4 * 2**20)
-    """Memory for reads over gRPC or the data socket that clients have not received yet, 4MiB each;
-    a single client gets at most half of it."""
+    """Memory for reads over gRPC or the data socket that clients have not received yet, 4MiB each,
+    in fair shares (SECURITY.md)."""
     max_save_bytes: Size = Field(2**30, alias="max_saves", ge=16 * 2**20)
     """Memory for saves that arrive over gRPC, 16MiB each (the largest message), or over the data
-    socket, 4MiB each; a single client gets at most half of it."""
+    socket, 4MiB each, in fair shares."""
     max_local_bytes: Size = Field(256 * 2**20, alias="max_local", ge=16 * 2**20)
     """Memory for unanswered requests on the local socket, and the same amount for those on the data
     socket."""
     max_connections: int = Field(1024, ge=1)
-    """Most connections to the local socket, and as many to the data socket; idle connections
-    without a session are closed."""
+    """Most connections to the local socket, to the data socket, and to `tcp`; those that prove no
+    session, or no token, are closed."""
     max_connections_per_session: int = Field(256, ge=1)
     """Most connections of one client to each of these sockets."""
     max_rpcs: int = Field(512, ge=1)
-    """Most concurrent gRPC calls, not counting the session streams."""
+    """Most concurrent gRPC calls, not counting the streams of sessions and watchers."""
     stall_timeout_ns: Duration = Field(30_000 * _MS, alias="stall_timeout", ge=10 * _MS)
     """How long a client may leave a read unreceived, or a save without its next bytes, before it is
     disconnected; and how long a call waits for memory that others hold."""

@@ -1,4 +1,4 @@
-"""Bounds on the memory that calls use in the daemon.
+"""Bounds on the memory that calls use in the daemon, in fair shares (`core.shares`).
 
 A call takes room before it takes bytes, and gives the room back when they are gone. Belongs to the
 event loop.
@@ -10,128 +10,149 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...proto.errors import LimitReached
-
-#: The largest part of a quota that one session may have.
-_SESSION_SHARE: Final = 0.5
+from ..core.shares import Holder, Shares
 
 
 class Room:
     """The room of one call."""
 
-    def __init__(self, quota: Quota, size_bytes: int) -> None:
+    def __init__(self, quota: Quota, size_bytes: int, holder: Holder) -> None:
         self._quota = quota
         self.size_bytes: Final = size_bytes
-        self._session: int | None = None
+        #: Whose it is now.
+        self.holder = holder
 
-    async def belongs_to(self, session: int) -> None:
-        """Count the room for a session from now on. May wait for other calls of the session. Raises
-        LimitReached."""
-        try:
-            await self._quota.share_of(session).take(self.size_bytes)
-            self._session = session
-        except BaseException:
-            self._quota.forget_share(session)
-            raise
+    async def belongs_to(self, holder: Holder) -> None:
+        """Count the room for this session of the same tenant from now on. May wait for other calls
+        of the session. Raises LimitReached."""
+        await self._quota.move(self, holder)
 
-    def end(self) -> None:
-        if self._session is not None:
-            self._quota.share_of(self._session).give(self.size_bytes)
-            self._quota.forget_share(self._session)
+
+class _Waiting(NamedTuple):
+    turn: asyncio.Future[None]
+    size_bytes: int
+    #: Room that is to become that of the session. None: the call has no room yet.
+    room: Room | None
 
 
 class Quota:
-    """`limit_bytes` for all calls of one kind together, and a share of that for each session.
+    """`limit_bytes` for all calls of one kind together, in fair shares.
 
-    A call that finds no room waits its turn, for `wait_s` at most. A call that is larger than the
-    whole quota waits until it has the quota for itself.
+    A call that finds no room waits, for `wait_s` at most. Sessions have their turns one after the
+    other, and the calls of each session in the order in which they came. A call that is larger
+    than the whole quota waits until it has the quota for itself.
     """
 
     def __init__(self, what: str, limit_bytes: int, wait_s: float) -> None:
         """`what`: the bytes that it bounds, for messages."""
         self.what: Final = what
         self.limit_bytes: Final = limit_bytes
-        self.used_bytes = 0
-        #: calls that were refused for lack of room
+        self.shares: Final = Shares(f"bytes for {what}", limit_bytes)
+        #: Calls that were refused for lack of room.
         self.refusals = 0
         self.wait_s = wait_s
-        #: shares of the sessions that have room, or wait for it
-        self._shares: dict[int, Quota] = {}
-        #: waiting calls with the bytes that each needs, the oldest first
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        #: The waiting calls of each holder, the oldest first. Whose turn is next comes first.
+        self._waiting: dict[Holder, deque[_Waiting]] = {}
+
+    @property
+    def used_bytes(self) -> int:
+        return self.shares.used
 
     @asynccontextmanager
-    async def room(self, size_bytes: int, session: int | None = None) -> AsyncIterator[Room]:
+    async def room(self, size_bytes: int, holder: Holder = Holder()) -> AsyncIterator[Room]:  # noqa: B008  # it is immutable
         """Room for `size_bytes` while the context lasts. Raises LimitReached."""
-        room = Room(self, size_bytes)
+        room = Room(self, size_bytes, holder)
+        await self.take(size_bytes, holder)
         try:
-            if session is not None:
-                await room.belongs_to(session)
-            await self.take(size_bytes)
-            try:
-                yield room
-            finally:
-                self.give(size_bytes)
+            yield room
         finally:
-            room.end()
+            self.give(size_bytes, room.holder)
 
-    def share_of(self, session: int) -> Quota:
-        """The quota of one session."""
-        share = self._shares.get(session)
-        if share is None:
-            share_bytes = int(self.limit_bytes * _SESSION_SHARE)
-            share = Quota(f"{self.what} of this session", share_bytes, self.wait_s)
-            self._shares[session] = share
-        return share
-
-    def forget_share(self, session: int) -> None:
-        """Forget the share of a session, unless one of its calls has room of it or waits for it."""
-        share = self._shares.get(session)
-        if share is not None and not share.used_bytes and not share._waiting:
-            self.refusals += share.refusals
-            del self._shares[session]
-
-    def give(self, size_bytes: int) -> None:
+    def give(self, size_bytes: int, holder: Holder = Holder()) -> None:  # noqa: B008
         """Give back room that `take` took. Never waits."""
-        self.used_bytes -= size_bytes
+        self.shares.give(holder, size_bytes)
         self._wake()
 
-    def _fits(self, size_bytes: int) -> bool:
-        return not self.used_bytes or self.used_bytes + size_bytes <= self.limit_bytes
-
-    async def take(self, size_bytes: int) -> None:
+    async def take(self, size_bytes: int, holder: Holder = Holder()) -> None:  # noqa: B008
         """Wait for room. Raises LimitReached."""
-        if not self._waiting and self._fits(size_bytes):
-            self.used_bytes += size_bytes
+        if not self._waiting and self.shares.may_take(holder, size_bytes):
+            self.shares.add(holder, size_bytes)
             return
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((turn, size_bytes))
+        try:
+            await self._wait(holder, _Waiting(turn, size_bytes, None))
+        except BaseException:
+            if turn.done() and not turn.cancelled():  # granted at the moment of giving up
+                self.give(size_bytes, holder)
+            raise
+
+    async def move(self, room: Room, holder: Holder) -> None:
+        """Wait until this session may have room that its tenant holds. Raises LimitReached."""
+        if self.shares.may_keep(holder, room.size_bytes):
+            self._move(room, holder)
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        await self._wait(holder, _Waiting(turn, room.size_bytes, room))
+
+    def _move(self, room: Room, holder: Holder) -> None:
+        self.shares.give(room.holder, room.size_bytes)
+        self.shares.add(holder, room.size_bytes)
+        room.holder = holder
+
+    async def _wait(self, holder: Holder, waiting: _Waiting) -> None:
+        self._waiting.setdefault(holder, deque()).append(waiting)
+        self._wake()
         try:
             async with asyncio.timeout(self.wait_s):
-                await turn
+                await waiting.turn
         except BaseException as problem:
-            if turn.done() and not turn.cancelled():  # granted at the moment of giving up
-                self.used_bytes -= size_bytes
-            turn.cancel()
+            waiting.turn.cancel()
             self._wake()
             if isinstance(problem, TimeoutError):
                 self.refusals += 1
                 raise LimitReached(
-                    f"the {self.limit_bytes} bytes for {self.what} were taken for {self.wait_s:g} s"
+                    f"{self.shares.why(holder)}; waited {self.wait_s:g} s for room"
                 ) from None
             raise
 
     def _wake(self) -> None:
-        """Wake the waiting calls for which there is room now, the oldest first."""
-        while self._waiting:
-            turn, size_bytes = self._waiting[0]
-            if turn.done():  # its call gave up
-                self._waiting.popleft()
-            elif self._fits(size_bytes):
-                self._waiting.popleft()
-                self.used_bytes += size_bytes
-                turn.set_result(None)
-            else:
-                return
+        """Wake the calls for which there is room now: one of each holder, again and again."""
+        granted = True
+        while granted:
+            granted = False
+            for holder in list(self._waiting):
+                calls = self._waiting[holder]
+                while calls and calls[0].turn.done():  # its call gave up
+                    calls.popleft()
+                if calls:
+                    if self._comes_first(holder, calls[0]):
+                        return
+                    if not self._grant(holder, calls[0]):
+                        continue  # it holds its share: others go before it
+                    calls.popleft().turn.set_result(None)
+                    granted = True
+                # Its turn is over: the others come first.
+                del self._waiting[holder]
+                if calls:
+                    self._waiting[holder] = calls
+
+    def _comes_first(self, holder: Holder, waiting: _Waiting) -> bool:
+        """Whether nobody may go before this call: a large one would never find room if smaller
+        ones always did. A holder that has room already keeps no others from theirs."""
+        if waiting.room is not None or self.shares.has_room(waiting.size_bytes):
+            return False
+        return not self.shares.held_by(holder)
+
+    def _grant(self, holder: Holder, waiting: _Waiting) -> bool:
+        if waiting.room is not None:
+            if not self.shares.may_keep(holder, waiting.size_bytes):
+                return False
+            self._move(waiting.room, holder)
+            return True
+        if not self.shares.may_take(holder, waiting.size_bytes):
+            return False
+        self.shares.add(holder, waiting.size_bytes)
+        return True

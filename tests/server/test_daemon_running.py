@@ -378,7 +378,8 @@ async def test_the_daemon_survives_a_closed_log(
 
 @in_loop
 async def test_the_daemon_listens_at_all_addresses_and_describes_itself() -> None:
-    with daemon_process("--server.tcp=127.0.0.1:0", "--server.socket_mode=0660") as daemon:
+    flags = ("--server.tcp=127.0.0.1:0", "--server.reflection", "--server.socket_mode=0660")
+    with daemon_process(*flags) as daemon:
         daemon.start()
         assert (daemon.directory / "d.sock").stat().st_mode & 0o777 == 0o660
         (serving,) = daemon.logged("serving")

@@ -18,6 +18,7 @@ from prefixd.server.api.access import Access
 from prefixd.server.api.calls import CallerGone, Process, cut_off_with, error_of
 from prefixd.server.core.effects import EvictAnswer
 from prefixd.server.core.events import EvictAsked
+from prefixd.server.core.shares import HOST
 from prefixd.server.runtime import recovery
 from prefixd.server.runtime.verification import Reading
 from tests.sim.daemon import SimDaemon
@@ -45,6 +46,8 @@ class Refused(Exception):
 class Caller:
     """Stands in for `prefixd.server.api.calls.Caller`."""
 
+    tenant: Final = HOST
+
     def __init__(self, process: Process | None) -> None:
         self.process = process
         self.access: Access | None = None
@@ -53,6 +56,9 @@ class Caller:
 
     def proved(self, session: int) -> None:
         """Do nothing: a connection may carry calls of any number of sessions."""
+
+    def lasts(self) -> None:
+        """Do nothing: calls are not counted here."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         if self._gone is None:

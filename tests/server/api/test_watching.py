@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,6 +16,7 @@ from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import watching
+from prefixd.server.api.calls import PlainCaller
 from prefixd.server.core.effects import LookupAnswer
 from prefixd.server.core.events import LookupAsked
 from tests.server.runtime.test_loop import Broken, Questions
@@ -226,7 +225,7 @@ async def test_there_are_no_more_than_may_be(tmp_path: Path) -> None:
         watchers = [Watcher(daemon) for _ in range(2)]
         for watcher in watchers:
             await watcher.read_until_synced()
-        with pytest.raises(Refused, match="limit_reached retry=1: 2 watch already"):
+        with pytest.raises(Refused, match="limit_reached retry=1: all of the 2 watchers"):
             await Watcher(daemon).read()
         assert daemon.front.in_flight()["watcher_refusals"] == 1
         watchers[0].call.cancel()
@@ -401,7 +400,7 @@ async def test_a_walk_takes_no_longer_for_entries_of_other_tiers(tmp_path: Path)
         await let_others_run()
         before = turns
         request = pb.WatchRequest(tiers=[pb.TIER_SHM])
-        operator: Any = SimpleNamespace(access=None)
+        operator = PlainCaller()
         responses = daemon.front.watching.watch(request, operator)
         await anext(responses)
         await anext(responses)

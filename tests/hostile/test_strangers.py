@@ -1,0 +1,234 @@
+"""Clients that prove nothing hold nothing, and others no more than they leave free."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.limits import MAX_LABELS
+from prefixd.proto.namespaces import Namespace
+from prefixd.server.api import grpc_adapter, grpc_connections
+from prefixd.server.api.access import Access, Role, Tokens
+from prefixd.server.api.grpc_connections import MAX_REFUSALS, GrpcConnections, plain_host
+from prefixd.server.api.usage import UsageBook
+from tests.support.event_loop import in_loop
+from tests.support.running import Outside, Refused, Running, key, payload, running
+
+TOKENS = {name: f"token-of-{name}-".ljust(40, "x") for name in ("a", "b")}
+KNOWN = [(Access(name, Role.WRITE, Namespace(name)), token) for name, token in TOKENS.items()]
+
+
+class Caller(Outside):
+    """A client over TCP, with a token or without one."""
+
+    def __init__(self, port: int, token: str = "") -> None:
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        super().__init__(f"127.0.0.1:{port}", None)
+
+    def begin(self, rpc: str, **more: Any) -> Any:
+        """Begin an rpc, and send no message."""
+        return self.channel.stream_stream(f"/prefixd.v1.Cache/{rpc}")(
+            metadata=self._metadata, **more
+        )
+
+    async def enter(self) -> Any:
+        """Open a session. Raises grpc.aio.AioRpcError."""
+        call = self.begin("Session")
+        await call.write(pb.SessionRequest(hello=pb.Hello(pid=1)).SerializeToString())
+        await call.read()
+        return call
+
+
+@asynccontextmanager
+async def reached(daemon: Running) -> AsyncIterator[int]:
+    """The daemon's port for clients with tokens. TLS adds nothing to what is tested here."""
+    server = daemon.front.remote(Tokens(KNOWN))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield port
+    finally:
+        await server.stop(grace=0)
+
+
+@in_loop
+async def test_a_call_without_a_token_ends_before_its_first_message(tmp_path: Path) -> None:
+    async with running(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
+        stranger = Caller(port)
+        for rpc in ("Lookup", "SaveWhole", "Save", "Session", "Read"):
+            calls = [stranger.begin(rpc) for _ in range(100)]
+            for call in calls:
+                assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert daemon.front.calls.used == 0
+        assert daemon.front.sessions.places.used == 0
+        await stranger.close()
+
+
+@in_loop
+async def test_a_call_without_a_message_holds_its_place_for_seconds_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tenant has only its share of the places, so others find one meanwhile."""
+    async with running(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
+        silent, other = Caller(port, TOKENS["a"]), Caller(port, TOKENS["b"])
+        calls = [silent.begin("Lookup") for _ in range(50)]
+        await daemon.until(lambda: daemon.front.calls.refusals == 50 - 7)
+        assert daemon.front.calls.used == 7
+        lookup = other.begin("Lookup")
+        await lookup.write(pb.LookupRequest(keys=[key(1)]).SerializeToString())
+        assert pb.LookupResponse.FromString(await lookup.read()).results
+        here = await daemon.open()
+        assert await here.save({key(1): payload(1)}) == [pb.SAVE_STATUS_SAVED]
+        for call in calls:
+            call.cancel()
+        await daemon.until(lambda: daemon.front.calls.used == 0)
+        monkeypatch.setattr(grpc_adapter, "MESSAGE_WITHIN_S", 0.01)
+        late = silent.begin("Lookup")
+        assert await late.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "no message came within" in await late.details()
+        await silent.close()
+        await other.close()
+
+
+@in_loop
+async def test_a_message_that_is_compressed_is_not_expanded(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon, reached(daemon) as port:
+        for path in (f"127.0.0.1:{port}", daemon.address):
+            async with grpc.aio.insecure_channel(path, compression=grpc.Compression.Gzip) as one:
+                bomb = one.unary_unary("/prefixd.v1.Cache/Lookup")
+                authorization = (("authorization", f"Bearer {TOKENS['a']}"),)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await bomb(bytes(15 * 2**20), metadata=authorization)
+                assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+@in_loop
+async def test_health_takes_few_places_and_reflection_is_off(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon, reached(daemon) as port:
+        stranger = Caller(port)
+        watches = [
+            stranger.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(100)
+        ]
+        public = daemon.front.public_calls
+        await daemon.until(lambda: public.refusals == 100 - 28)
+        assert public.used == 28, "half of what is not for this host"
+        here = daemon.channel.unary_unary("/grpc.health.v1.Health/Check")
+        assert await here(b"") == b"\x08\x01", "a probe on this host finds a place"
+        for watch in watches:
+            watch.cancel()
+        await daemon.until(lambda: public.used == 0)
+        reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+        asked = stranger.channel.stream_stream(reflection)()
+        assert await asked.code() is grpc.StatusCode.UNIMPLEMENTED
+        await stranger.close()
+
+
+@in_loop
+async def test_a_tenant_leaves_sessions_to_others(tmp_path: Path) -> None:
+    async with running(tmp_path, "--sessions.max_sessions=16") as daemon, reached(daemon) as port:
+        greedy, other = Caller(port, TOKENS["a"]), Caller(port, TOKENS["b"])
+        sessions = [await greedy.enter() for _ in range(7)]
+        with pytest.raises(grpc.aio.AioRpcError, match="7 of the 16 sessions"):
+            await greedy.enter()
+        assert not (await other.enter()).done()
+        here = [await daemon.open() for _ in range(8)]
+        assert len(daemon.tables.sessions) == 16, "all that was left"
+        with pytest.raises((Refused, grpc.aio.AioRpcError), match="sessions"):
+            await daemon.open()
+        for session in sessions:
+            session.cancel()
+        await daemon.until(lambda: daemon.front.sessions.places.used == 9)
+        assert len(here) == 8
+        await greedy.close()
+        await other.close()
+
+
+def test_a_tenant_leaves_labels_to_others() -> None:
+    book = UsageBook()
+    of_a = {book.of(f"a/{number}", "namespace a").name for number in range(3 * MAX_LABELS)}
+    of_b = {book.of(f"b/{number}", "namespace b").name for number in range(3 * MAX_LABELS)}
+    here = {book.of(f"model-{number}").name for number in range(3 * MAX_LABELS)}
+    assert "other" in of_a & of_b & here
+    assert (len(of_a), len(of_b)) == (29, 15)
+    assert "model-0" in here
+    assert len(list(book.items())) == MAX_LABELS
+
+
+# ---- connections
+
+
+def test_the_oldest_connections_that_proved_nothing_are_closed() -> None:
+    connections = GrpcConnections(16)
+    assert connections.most_unproved == 4
+    idle = [("10.0.0.1", port) for port in range(5)]
+    assert connections.looked(idle[:4]) == set()
+    connections.proved(idle[0], "namespace a")
+    assert connections.looked(idle) == set()
+    newer = [("10.0.0.2", port) for port in range(3)]
+    assert connections.looked([*idle, *newer]) == set(idle[1:4])
+    assert connections.looked([idle[0], idle[4], *newer]) == set()
+    assert (connections.closed, connections.open, connections.places.used) == (3, 5, 1)
+    assert connections.looked([]) == set()
+    assert connections.places.used == 0
+
+
+def test_a_connection_whose_calls_are_refused_again_and_again_is_closed() -> None:
+    connections = GrpcConnections(16)
+    known, stranger = ("10.0.0.1", 1), ("10.0.0.2", 2)
+    connections.proved(known, "namespace a")
+    for _ in range(MAX_REFUSALS):
+        connections.refused(known)
+        connections.refused(stranger)
+    assert connections.looked([known, stranger]) == {stranger}
+
+
+def test_addresses_have_one_form() -> None:
+    forms = ("127.0.0.1", "::ffff:127.0.0.1", "::1", "fe80::1%eth0", "2001:DB8::1")
+    assert [plain_host(each) for each in forms] == [
+        "127.0.0.1", "127.0.0.1", "::1", "fe80::1", "2001:db8::1",
+    ]  # fmt: skip
+
+
+@in_loop
+async def test_idle_connections_keep_nobody_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Real sockets: as many as there may be, and a client that comes later."""
+    monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
+    flags = ("--server.max_connections=16",)
+    async with running(tmp_path, *flags) as daemon, reached(daemon) as port:
+        connections = daemon.front.connections
+        connections.port = port
+        with ThreadPoolExecutor(1) as looking:
+            watching = asyncio.ensure_future(connections.watch(looking))
+            early = Caller(port, TOKENS["a"])
+            session = await early.enter()
+            idle = [socket.create_connection(("127.0.0.1", port)) for _ in range(40)]
+            await daemon.until(lambda: connections.closed >= 8)
+            late = Caller(port, TOKENS["b"])
+            while True:
+                try:
+                    await late.enter()
+                    break
+                except grpc.aio.AioRpcError:
+                    await asyncio.sleep(0)
+            assert not session.done(), "who has proved itself stays"
+            assert connections.places.used == 2
+            assert connections.open <= 16
+            for each in idle:
+                each.close()
+            await early.close()
+            await late.close()
+            await daemon.until(lambda: connections.places.used <= 1)  # gRPC may keep one
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
