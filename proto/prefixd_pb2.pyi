@@ -2278,6 +2278,8 @@ class SaveStagedRequest(google.protobuf.message.Message):
 
     The daemon takes back the staging memory of a session that has saved nothing for a while: the next
     save is refused with unknown_staging, and the one after that may be staged again.
+    A failure is answered at once. The daemon drops the rest of the save, up to its last request, which
+    the client has to send: it may be empty. Then the connection goes on.
     Errors: those of Save, FAILED_PRECONDITION unknown_staging (save over gRPC).
     """
 

@@ -29,6 +29,8 @@ class LocalConnection:
         relied on: what it hands over is read as it is."""
         self._socket = connect(path, timeout_s)
         self._frames = frames.Frames(pb.LocalResponse.FromString)
+        #: Whether no staged save is unfinished.
+        self.in_step = True
         try:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(frames.frame(pb.LocalRequest(attach=session)))
@@ -40,6 +42,7 @@ class LocalConnection:
         """Raises DaemonUnavailable, DeadlineExceeded, InvalidSize."""
         if parent := TRACEPARENT.get():
             request.traceparent = parent
+        self.in_step = not request.HasField("save_staged") or request.save_staged.last
         with _translated_errors():
             self._socket.settimeout(timeout_s)
             self._socket.sendall(frames.frame(request))

@@ -24,6 +24,7 @@ from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES, STAGED_MESSAGE_BY
 from ...proto.payload import FlatBytes, Pieces, address_of, addresses_of, copy_crc32c
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
+from ..wire.pool import REFUSALS
 from .local_socket import LocalCalls, LocalConnection
 
 #: Size of a slot: most payloads fit in one piece, and there are several slots.
@@ -248,7 +249,13 @@ class _StagedSave:
                 self._receive(connection)
 
     def _receive(self, connection: LocalConnection) -> None:
-        response = connection.receive(self._deadline.left_s()).save_staged
+        try:
+            response = connection.receive(self._deadline.left_s()).save_staged
+        except REFUSALS:
+            if not connection.in_step:  # the daemon waits for the end of what it has refused
+                end = pb.SaveStagedRequest(last=True)
+                connection.send(pb.LocalRequest(save_staged=end), self._deadline.left_s())
+            raise
         if response.parts_copied:
             self._memory.give(self._slots.popleft())
         self._results += results_of(response)

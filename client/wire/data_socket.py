@@ -180,6 +180,8 @@ class DataConnection:
         #: after this side has finished its handshake. A connection that ends before the daemon has
         #: sent anything was refused, and no request was read.
         self._unheard = bool(place.security.ca)
+        #: Whether no payload is expected from this side.
+        self.in_step = True
         #: Whether any data came for the last request.
         self.moved = False
 
@@ -188,7 +190,7 @@ class DataConnection:
         if parent := TRACEPARENT.get():
             request.traceparent = parent
         self._until_s = time.monotonic() + timeout_s
-        self.moved = False
+        self.moved, self.in_step = False, True
         greeting, self._greeting = self._greeting, b""
         self._send([memoryview(greeting + frames.frame(request))])
 
@@ -235,6 +237,7 @@ class DataConnection:
 
     def payloads(self, payloads: Sequence[FlatBytes]) -> None:
         """Send payloads, each followed by its CRC32C."""
+        self.in_step = False
         queue: list[memoryview] = []
         queued_bytes = 0
         for payload in payloads:

@@ -1,7 +1,8 @@
 """A pool of connections to one daemon for small calls, one call at a time on each.
 
 The pool opens a connection when all others are busy, and keeps it. When a call breaks off, its
-connection is closed, so that no call can receive the response to another one.
+connection is closed, so that no call can receive the response to another one. A refusal is a
+response: its connection stays.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any, Final, Generic, Protocol, TypeVar
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.errors import DeviceFull, Draining, StoreFailed, UnknownStaging, UnknownTier
 from ...proto.limits import MAX_BATCH_KEYS
 from .connection import Calls
 from .deadline import Deadline
@@ -22,12 +24,19 @@ from .deadline import Deadline
 CONNECT_S: Final = 0.5
 
 
+#: Failures after which the daemon goes on with the next request.
+REFUSALS: Final = (DeviceFull, Draining, StoreFailed, UnknownStaging, UnknownTier)
+
+
 class NoConnection(OSError):
     """No connection could be made, and no request was sent."""
 
 
 class Closable(Protocol):
     """A connection, as far as the pool needs to know it."""
+
+    #: Whether the daemon takes what is sent next for a request, once it has answered.
+    in_step: bool
 
     def shut_down(self) -> None:
         """Make the call in progress fail. Callable from another thread."""
@@ -93,6 +102,9 @@ class ConnectionPool(ABC, Generic[ConnectionT]):
         raise NoConnection("these connections were closed")
 
     def _failed(self, connection: ConnectionT, problem: BaseException) -> None:
+        if isinstance(problem, REFUSALS) and connection.in_step:
+            self._put_back(connection)
+            return
         with self._lock:
             self._busy.discard(connection)
         connection.close()

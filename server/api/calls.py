@@ -10,15 +10,14 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
-import structlog
-
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DeviceFull, LimitReached, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
 from ..core.shares import HOST
+from ..runtime.limited_log import LimitedLog
 from .access import Access
 
-log = structlog.get_logger("prefixd.calls")
+log = LimitedLog("prefixd.calls")
 
 T = TypeVar("T")
 

@@ -18,12 +18,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-import structlog
-
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
 from ...proto.frames import DATA_SMALL_REQUEST_BYTES, MAX_ATTACH_BYTES
 from ...proto.limits import MAX_MESSAGE_BYTES
+from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from .access import DATA_ROLES, Access, Tokens, bearer, check_same
 from .calls import PlainCaller, error_of, failure_of
@@ -41,7 +40,7 @@ from .data_streams import (
 from .saves import Saves
 from .service import CacheService
 
-log = structlog.get_logger("prefixd.data")
+log = LimitedLog("prefixd.data")
 
 #: A new connection proves its session within this time.
 _PATIENCE_S: Final = 5.0

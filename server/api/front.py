@@ -20,6 +20,7 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
 from ..core.shares import Shares
+from ..runtime.limited_log import lines_left_out
 from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
@@ -168,6 +169,7 @@ class Front:
             "staging_refusals": self.stagings.refusals,
             **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
+            "log_lines_left_out": lines_left_out(),
             "calls": self.calls.used,
             "grpc_connections": self.connections.open,
             "call_refusals": self.calls.refusals,

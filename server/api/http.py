@@ -28,17 +28,17 @@ from socket import AF_INET, AF_INET6, SHUT_RDWR
 from socket import socket as Socket
 from typing import Any, Final, NamedTuple, TypeAlias
 
-import structlog
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.vocabulary import Tier
+from ..runtime.limited_log import LimitedLog
 from .admin_views import AdminViews
 from .calls import PlainCaller
 from .metrics import StateCollector
 
-log = structlog.get_logger("prefixd.page")
+log = LimitedLog("prefixd.page")
 
 #: How long a client may take to send its request, or to take the response.
 _PATIENCE_S: Final = 5.0

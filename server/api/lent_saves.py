@@ -8,16 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate, pairwise
 from typing import Final
 
-import structlog
-
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidBatch, LimitReached, MalformedMessage, UnreadableMemory
 from ..runtime.lent_memory import LentMemory, LentPayload, turns_of
+from ..runtime.limited_log import LimitedLog
 from .calls import Caller, to_its_end
 from .saves import Saves, short_results
 
-log = structlog.get_logger("prefixd.lent_saves")
+log = LimitedLog("prefixd.lent_saves")
 
 #: Threads for all of these saves. A client can occupy a thread that reads its memory for as long
 #: as it likes. So no call waits for a free thread: it is refused, and the client saves in another

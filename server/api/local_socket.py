@@ -15,12 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, cast
 
-import structlog
-
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CallerError, InvalidSize, LimitReached, MalformedMessage, PrefixdError
 from ...proto.frames import LOCAL_SMALL_REQUEST_BYTES, Frames, frame
 from ..core.shares import Holder
+from ..runtime.limited_log import LimitedLog
 from .calls import Process, failure_of
 from .connections import Connection, Connections, HangUpWatch, Turn
 from .hand_over import Handoff
@@ -30,7 +29,7 @@ from .saves import Saves
 from .service import CacheService
 from .unix_sockets import UnixSocket
 
-log = structlog.get_logger("prefixd.local")
+log = LimitedLog("prefixd.local")
 
 _BACKLOG: Final = 128
 #: How long a connection without a session may send no request before it is closed, and how long a
@@ -110,6 +109,10 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
         #: Checks whether the client is still there while the socket is not read.
         self._paused = HangUpWatch(self._loop)
+        #: Whether the last request of the current staged save has come.
+        self._staged_over = True
+        #: Whether something else came in its place.
+        self._out_of_step = False
         self._waiter: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
         self._writable.set()
@@ -375,21 +378,41 @@ class _Connection(Connection, asyncio.BufferedProtocol):
                     self._send(pb.LocalResponse(**{kind: answer}))
 
     async def _save_staged(self, first: pb.SaveStagedRequest) -> None:
+        self._staged_over = first.last
         try:
             await self._server.save_staged(first, self, self._call, self._tell_saved)
         except Exception as problem:
             self._send(_failed("save_staged", problem))
-            # The rest of this save, which may have been sent, would be taken for a new one.
-            raise LimitReached("a staged save ended early") from None
+            if self._out_of_step:
+                raise LimitReached("a staged save ended early") from None
+            await self._drop_staged()
+
+    async def _drop_staged(self) -> None:
+        """Drop the rest of a save that failed, which would be taken for a new one. Raises
+        PrefixdError when it does not come, or something else does."""
+        try:
+            async with asyncio.timeout(self._stall_s):
+                while not self._staged_over:
+                    await self.wait_staged()
+        except TimeoutError:
+            raise LimitReached(f"the rest of a save did not come for {self._stall_s:g} s") from None
 
     # `saves.StagedRequests`
 
     def take_staged(self) -> pb.SaveStagedRequest | None:
         request = self._take_next()
-        return None if request is None else _staged(request)
+        return None if request is None else self._staged(request)
 
     async def wait_staged(self) -> pb.SaveStagedRequest:
-        return _staged(await self._next())
+        return self._staged(await self._next())
+
+    def _staged(self, request: pb.LocalRequest) -> pb.SaveStagedRequest:
+        """The next part of a staged save. Raises MalformedMessage for anything else."""
+        if request.WhichOneof("kind") != "save_staged":
+            self._out_of_step = True
+            raise MalformedMessage("another request came before the end of a staged save")
+        self._staged_over = request.save_staged.last
+        return request.save_staged
 
     def _hand_over(self, request: pb.HandOverRequest) -> None:
         if self._transport.get_write_buffer_size():
@@ -429,10 +452,3 @@ class _Connection(Connection, asyncio.BufferedProtocol):
 
 def _failed(kind: str, problem: Exception) -> pb.LocalResponse:
     return pb.LocalResponse(failure=failure_of(kind, problem))
-
-
-def _staged(request: pb.LocalRequest) -> pb.SaveStagedRequest:
-    """The next part of a staged save. Raises MalformedMessage for anything else."""
-    if request.WhichOneof("kind") != "save_staged":
-        raise MalformedMessage("another request came before the end of a staged save")
-    return request.save_staged

@@ -11,8 +11,6 @@ from itertools import chain
 from time import monotonic
 from typing import Final
 
-import structlog
-
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownClaim, UnknownSession
@@ -22,6 +20,7 @@ from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
+from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from ..runtime.slices import Slices
@@ -30,7 +29,7 @@ from .access import Access, Role
 from .calls import Caller, taken_within
 from .sessions import ServiceConfig, Sessions, SessionStream
 
-log = structlog.get_logger("prefixd.service")
+log = LimitedLog("prefixd.service")
 
 #: What a read occupies of the daemon's memory: its current chunk, as bytes, as a message, and as
 #: what gRPC holds of it until the client takes it.

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, TypeVar
 
-import structlog
-
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
@@ -38,6 +36,7 @@ from ..core.events import (
 from ..core.reservations import most_reserved_bytes
 from ..core.shares import HOST, Holder, Shares
 from ..runtime.clock import Clock, Latencies
+from ..runtime.limited_log import LimitedLog
 from ..runtime.listeners import SessionNote
 from ..runtime.loop import Core
 from . import messages
@@ -46,7 +45,7 @@ from .calls import Caller, CallerGone, Process, cut_off
 from .identities import Identities
 from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
 
-log = structlog.get_logger("prefixd.sessions")
+log = LimitedLog("prefixd.sessions")
 
 Q = TypeVar("Q")
 

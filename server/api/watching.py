@@ -13,8 +13,6 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-import structlog
-
 from ...proto import limits, watch
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, NotPermitted
@@ -24,13 +22,14 @@ from ..core.entries import Entry
 from ..core.shares import Holder, Shares
 from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
+from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from . import messages
 from .access import Access, namespace_of
 from .calls import Caller, taken_within
 from .sessions import ServiceConfig
 
-log = structlog.get_logger("prefixd.watching")
+log = LimitedLog("prefixd.watching")
 
 #: Events in one message, about 60 KiB; with token ids at most 4 MiB.
 _MOST_EVENTS: Final = 512

@@ -67,6 +67,7 @@ from .committer import CommitResult, Committers
 from .devices import Devices
 from .gate import Gate, stopping
 from .index import IndexWriter
+from .limited_log import LimitedLog
 from .listeners import ChangeListener, EntryListener, Listener, Tracing
 from .process_memory import Freezer
 from .reindexing import Reindexing, change
@@ -76,6 +77,7 @@ from .verification import Verifications
 from .writes import Write
 
 log = structlog.get_logger("prefixd.loop")
+_damage_log = LimitedLog("prefixd.loop")
 
 A = TypeVar("A", bound=Answer)
 
@@ -412,7 +414,7 @@ class Core:
 
     def damaged(self, entry: Entry, why: str) -> None:
         """Drop an entry whose bytes are not those that were saved."""
-        log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=why)
+        _damage_log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=why)
         self.post(EntryDamaged(entry.key, entry.generation, why, self.clock.now_ns()))
 
     # ---- time

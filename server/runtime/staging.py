@@ -22,12 +22,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
-import structlog
-
 from ...proto.errors import UnknownStaging
 from .clock import Clock
+from .limited_log import LimitedLog
 
-log = structlog.get_logger("prefixd.staging")
+log = LimitedLog("prefixd.staging")
 
 _F_SEAL_SEAL = 0x01
 _F_SEAL_SHRINK = 0x02

@@ -11,16 +11,15 @@ from enum import Enum
 from itertools import compress
 from typing import Final, NamedTuple
 
-import structlog
-
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import SHARDS, Entry, EntryTable
 from .devices import Devices
+from .limited_log import LimitedLog
 from .slices import Slices
 from .supervision import Health
 
-log = structlog.get_logger("prefixd.verification")
+log = LimitedLog("prefixd.verification")
 
 #: Suspected entries that may wait. A client reports an entry again when it meets it again.
 MAX_PENDING: Final = 4096

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import structlog
-
 from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.vocabulary import SaveStatus
 from ...tiers.store import Buffer, EntryWriter, StoreError
 from ..core.effects import SaveEnded
 from ..core.entries import Entry
+from .limited_log import LimitedLog
 
-log = structlog.get_logger("prefixd.writes")
+log = LimitedLog("prefixd.writes")
 
 
 class Piece(NamedTuple):

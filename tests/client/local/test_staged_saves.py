@@ -23,7 +23,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.payload import crc32c
 from tests.support.columns import StagedPart, staged
-from tests.support.daemon import eventually, problems_of
+from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import key_of, payload_of, restore
 from tests.support.small_staging import (
     STAGING_BYTES,
@@ -330,3 +330,19 @@ def test_a_client_that_is_killed_in_the_middle_of_a_save(
     assert [tier.entries for tier in after.tiers] == [tier.entries for tier in before.tiers]
     assert after.tiers[1].reserved_bytes == 0
     assert problems_of(admin) == []
+
+
+@pytest.mark.parametrize("size_bytes", [1_000, 20 * 2**20], ids=["one message", "many"])
+def test_a_refused_save_costs_neither_its_connection_nor_a_line(size_bytes: int) -> None:
+    with private_daemon("--ram.budget=64MiB") as daemon, Client(daemon.address) as client:
+        assert client.save(key_of("good"), bytes(size_bytes), tier=Tier.RAM).ok
+        with daemon.admin() as admin:
+            admin.drain(0, stop=False, resume=False)
+            before = admin.stats().in_flight["local_connections"]
+            for number in range(50):
+                refused = client.save(key_of(f"bad {number}"), bytes(size_bytes), tier=Tier.RAM)
+                assert not refused.ok
+                assert "drained" in refused.message
+            assert admin.stats().in_flight["local_connections"] == before
+            admin.drain(0, stop=False, resume=True)
+        assert client.save(key_of("good again"), bytes(size_bytes), tier=Tier.RAM).ok

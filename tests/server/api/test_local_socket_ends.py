@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import prefixd_pb2 as pb
@@ -312,8 +313,10 @@ WRONG = {
 
 @pytest.mark.parametrize("case", WRONG)
 @in_loop
-async def test_a_save_that_fails_ends_the_connection(tmp_path: Path, case: str) -> None:
-    """The rest of it, which the client may have sent, would be taken for another save."""
+async def test_a_save_that_fails_is_answered_once_and_its_rest_is_dropped(
+    tmp_path: Path, case: str
+) -> None:
+    """Up to its last request: the client may have sent all of them ahead. The next one counts."""
     name, spoil = WRONG[case]
     async with running(tmp_path) as daemon:
         session = await daemon.open()
@@ -321,9 +324,20 @@ async def test_a_save_that_fails_ends_the_connection(tmp_path: Path, case: str) 
         request = Save(header=header_of(session, DATA), **staged(parts))
         spoil(request)
         with bare(daemon) as connection:
-            await connection.send(frame(save_staged=request) + frame(save_staged=request))
-            told = [each.failure for each in await connection.rest() if each.HasField("failure")]
-            assert told[0].error == name
+            rest = Save(**staged(parts))
+            with capture_logs() as lines:
+                await connection.send(
+                    frame(save_staged=request)
+                    + frame(save_staged=rest)
+                    + frame(save_staged=Save(last=True))
+                    + frame(lookup=LOOKUP)
+                )
+                told = await connection.response()
+                while not told.HasField("failure"):
+                    told = await connection.response()
+                assert told.failure.error == name
+                assert (await connection.response()).HasField("lookup")
+        assert not lines
         await daemon.assert_idle()
         assert await daemon.presence(key(0)) == [pb.PRESENCE_ABSENT]
 
