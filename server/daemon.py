@@ -39,6 +39,7 @@ from .process import Stop, keep_alive, leave, lock_directories, notify, running_
 from .reloading import Reloader
 from .runtime import process_memory
 from .runtime.clock import Clock
+from .runtime.descriptors import Descriptors, secure
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.process_memory import give_back_idle_heap
@@ -71,9 +72,11 @@ def main(argv: list[str] | None = None) -> None:
     keep_large_blocks()
     configure_logs(config.log.level, config.log.format)
     try:
+        server, sessions = config.server, config.sessions
+        fds = secure(sessions.max_sessions, server.max_connections, tcp=bool(server.tcp))
         with lock_directories(config):
             machine = Machine.probe(config.shm.directory, config.disk.directory)
-            asyncio.run(serve(resolve(config, machine), load))
+            asyncio.run(serve(resolve(config, machine), load, fds))
     except ConfigError as problem:
         sys.exit(_complain(problem, 2))
     except (PrefixdError, StoreError, OSError) as problem:
@@ -85,7 +88,7 @@ def _complain(problem: Exception, status: int) -> int:
     return status
 
 
-async def serve(plan: Plan, load: Callable[[], Config]) -> None:
+async def serve(plan: Plan, load: Callable[[], Config], fds: Descriptors) -> None:
     """Run a daemon until SIGTERM or SIGINT. `load` reads the configuration again."""
     config = plan.config
     stop = Stop(config.server.drain_timeout_ns / 1e9)
@@ -95,12 +98,16 @@ async def serve(plan: Plan, load: Callable[[], Config]) -> None:
         log.info("budget", tier=tier.label, budget_bytes=given.budget_bytes, why=given.why, **where)
     for warning in plan.warnings:
         log.warning("configuration", problem=warning)
+    if fds.warning:
+        log.warning("configuration", problem=fds.warning)
     async with AsyncExitStack() as stack:
         incarnation = secrets.token_bytes(16)
         core = await stack.enter_async_context(_running_core(plan, incarnation))
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
-        front = Front(core, service_config(config, incarnation))
+        front = Front(core, service_config(config, incarnation, fds.max_remote))
         stack.callback(front.close)
+        front.descriptors.limit = fds.limit
+        core.supervisor.task("descriptors", front.descriptors.watch(core.executor))
         certificates = certificates_of(config.server)
         if certificates is not None:
             certificates.when_changed = front.secure_with
@@ -207,8 +214,11 @@ async def _begin_tier(core: Core, recovery: Recovery, store: Store, securing: Se
     core.supervisor.task(f"{store.tier.label} arena", securing.secure_all())
 
 
-def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
-    """The part of the configuration that the services need."""
+def service_config(
+    config: Config, incarnation: bytes, max_remote: int | None = None
+) -> ServiceConfig:
+    """The part of the configuration that the services need. `max_remote`: connections over TCP for
+    which there are descriptors."""
     server, sessions = config.server, config.sessions
     return ServiceConfig(
         incarnation=incarnation,
@@ -221,6 +231,7 @@ def service_config(config: Config, incarnation: bytes) -> ServiceConfig:
         reflection=server.reflection,
         max_sessions=sessions.max_sessions,
         max_connections=server.max_connections,
+        max_remote=server.max_connections if max_remote is None else max_remote,
         max_connections_per_session=server.max_connections_per_session,
         max_local_bytes=server.max_local_bytes,
         max_read_bytes=server.max_read_bytes,

@@ -36,8 +36,9 @@ _HANG_UP_CHECK_S: Final = 1.0
 class Connections(Generic[C]):
     """The open connections of a socket, and the methods that answer their requests."""
 
-    def __init__(self, service: CacheService, saves: Saves) -> None:
+    def __init__(self, service: CacheService, saves: Saves, max_connections: int) -> None:
         self.config: Final = service.config
+        self.max_connections: Final = max_connections
         self.sessions: Final = service.sessions
         #: Answer requests, by kind. May wait.
         self.methods: Final[dict[str, Callable[..., Awaitable[Any]]]] = {
@@ -56,7 +57,7 @@ class Connections(Generic[C]):
         #: The connections of each session.
         self.attached: Final[dict[int, set[C]]] = {}
         #: Connections that belong to a session.
-        self.places: Final = Shares("connections (max_connections)", self.config.max_connections)
+        self.places: Final = Shares("connections (max_connections)", max_connections)
         #: Memory for large requests (`proto.frames`): none is received before it has some.
         self.large: Final = Quota(
             "requests", self.config.max_local_bytes, self.config.stall_timeout_s

@@ -54,7 +54,7 @@ class DataServer(Connections["DataConnection"]):
     """Listens where `start` says; it and `close` belong to the event loop."""
 
     def __init__(self, core: Core, service: CacheService, saves: Saves) -> None:
-        super().__init__(service, saves)
+        super().__init__(service, saves, service.config.max_remote)
         self.at_once["lookup"] = service.lookup_now
         self._supervisor: Final = core.supervisor
         calls = DataCalls(core, service, saves)
@@ -116,7 +116,7 @@ class DataServer(Connections["DataConnection"]):
                     log.error("connections_refused", why=str(problem))
                     await asyncio.sleep(_CROWDED_S)
                 continue
-            if len(self.connections) >= self.config.max_connections:
+            if len(self.connections) >= self.max_connections:
                 self.refusals += 1
                 sock.close()
                 continue

@@ -20,6 +20,7 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
 from ..core.shares import Shares
+from ..runtime.descriptors import DescriptorWatch
 from ..runtime.limited_log import lines_left_out
 from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
@@ -95,7 +96,9 @@ class Front:
         self.calls: Final = Shares("calls over gRPC (max_rpcs)", config.max_rpcs)
         self.public_calls: Final = Shares("calls without a token", _MAX_PUBLIC_CALLS)
         #: Connections to the gRPC server for TCP.
-        self.connections: Final = GrpcConnections(config.max_connections)
+        self.connections: Final = GrpcConnections(config.max_remote)
+        #: The daemon sets its limit, and starts it.
+        self.descriptors: Final = DescriptorWatch(0, core.health)
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
         self.workers: Final = self.more_workers()
         self.operators: Final = self.more_operators()
@@ -170,6 +173,7 @@ class Front:
             **self.watching.in_flight(),
             "verifications_dropped": self._core.verifications.dropped,
             "log_lines_left_out": lines_left_out(),
+            "descriptors": self.descriptors.open,
             "calls": self.calls.used,
             "grpc_connections": self.connections.open,
             "call_refusals": self.calls.refusals,
@@ -241,7 +245,7 @@ class Front:
 
 def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
     """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
-    yield "grpc.max_allowed_incoming_connections", config.max_connections
+    yield "grpc.max_allowed_incoming_connections", config.max_remote
     yield "grpc.server_handshake_timeout_ms", _HANDSHAKE_MS
     yield "grpc.max_connection_idle_ms", _IDLE_MS
     yield "grpc.max_concurrent_streams", _MAX_STREAMS

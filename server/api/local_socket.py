@@ -46,7 +46,7 @@ class LocalServer(Connections["_Connection"]):
     """Listens on `ServiceConfig.local_socket`; `start` and `close` belong to the event loop."""
 
     def __init__(self, service: CacheService, saves: Saves, hand_over: Handoff) -> None:
-        super().__init__(service, saves)
+        super().__init__(service, saves, service.config.max_connections)
         self.socket: Final = UnixSocket("server.address", Path(self.config.local_socket), 0o600)
         self.save_staged = saves.save_staged
         self.hand_over: Final = hand_over
@@ -123,7 +123,7 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         server = self._server
         self.process = Process.behind(transport.get_extra_info("socket"))
-        crowded = len(server.connections) >= server.config.max_connections
+        crowded = len(server.connections) >= server.max_connections
         server.connections.add(self)
         self._task = self._loop.create_task(self._serve())
         self._watch()

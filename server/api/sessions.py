@@ -73,6 +73,8 @@ class ServiceConfig:
     reflection: bool = False
     max_sessions: int = limits.MAX_SESSIONS
     max_connections: int = 4096
+    #: Connections over TCP to the gRPC server, and as many to the data socket.
+    max_remote: int = 4096
     max_connections_per_session: int = 256
     max_local_bytes: int = 256 * 2**20
     max_read_bytes: int = 256 * 2**20
