@@ -262,21 +262,31 @@ class _DeleteStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
     DELETE_STATUS_UNSPECIFIED: _DeleteStatus.ValueType  # 0
     DELETE_STATUS_DELETED: _DeleteStatus.ValueType  # 1
+    """durably: no crash brings it back"""
     DELETE_STATUS_ABSENT: _DeleteStatus.ValueType  # 2
     DELETE_STATUS_PINNED: _DeleteStatus.ValueType  # 3
     """a client has claimed it; not deleted"""
     DELETE_STATUS_IN_FLIGHT: _DeleteStatus.ValueType  # 4
     """it is being saved; not deleted"""
+    DELETE_STATUS_ERASING: _DeleteStatus.ValueType  # 5
+    """No search finds it any more, but a device that hangs or fails has not taken that yet: if the daemon
+    crashes before it does, an entry of this key may come back.
+    """
 
 class DeleteStatus(_DeleteStatus, metaclass=_DeleteStatusEnumTypeWrapper): ...
 
 DELETE_STATUS_UNSPECIFIED: DeleteStatus.ValueType  # 0
 DELETE_STATUS_DELETED: DeleteStatus.ValueType  # 1
+"""durably: no crash brings it back"""
 DELETE_STATUS_ABSENT: DeleteStatus.ValueType  # 2
 DELETE_STATUS_PINNED: DeleteStatus.ValueType  # 3
 """a client has claimed it; not deleted"""
 DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """it is being saved; not deleted"""
+DELETE_STATUS_ERASING: DeleteStatus.ValueType  # 5
+"""No search finds it any more, but a device that hangs or fails has not taken that yet: if the daemon
+crashes before it does, an entry of this key may come back.
+"""
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 
 class _WatchKind:
@@ -4127,6 +4137,7 @@ class ClearResponse(google.protobuf.message.Message):
     FREED_BYTES_FIELD_NUMBER: builtins.int
     PINNED_ENTRIES_FIELD_NUMBER: builtins.int
     UNKNOWN_ENTRIES_FIELD_NUMBER: builtins.int
+    ERASING_FIELD_NUMBER: builtins.int
     entries: builtins.int
     """that were dropped"""
     freed_bytes: builtins.int
@@ -4135,6 +4146,8 @@ class ClearResponse(google.protobuf.message.Message):
     """of that label; they stay"""
     unknown_entries: builtins.int
     """in these tiers, without a known label, as they are of an earlier start"""
+    erasing: builtins.bool
+    """a device has not taken it yet: a crash now may bring some back"""
     def __init__(
         self,
         *,
@@ -4142,8 +4155,9 @@ class ClearResponse(google.protobuf.message.Message):
         freed_bytes: builtins.int = ...,
         pinned_entries: builtins.int = ...,
         unknown_entries: builtins.int = ...,
+        erasing: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["entries", b"entries", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["entries", b"entries", "erasing", b"erasing", "freed_bytes", b"freed_bytes", "pinned_entries", b"pinned_entries", "unknown_entries", b"unknown_entries"]) -> None: ...
 
 Global___ClearResponse: typing_extensions.TypeAlias = ClearResponse
 

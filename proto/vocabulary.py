@@ -72,13 +72,16 @@ class DeleteStatus(IntEnum):
     """What became of a key that was to be deleted. Values from 100 on as in `SaveStatus`."""
 
     DELETED = 1
-    """Its entry is gone, and its room is free."""
+    """Its entry is gone durably: no crash brings it back."""
     ABSENT = 2
     """It was not there."""
     PINNED = 3
     """A client is reading it, maybe this one. It was not deleted."""
     IN_FLIGHT = 4
     """It is being saved. It was not deleted."""
+    ERASING = 5
+    """No search finds it any more, but a device that hangs or fails has not taken that yet: if the
+    daemon crashes before, an entry of this key may come back."""
     FAILED = 100
     """The daemon could not be reached, or refused the whole call."""
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import ClassVar, Final
@@ -29,6 +29,7 @@ from ..proto.vocabulary import Tier
 from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, BaseArena, check_slab, whole_slabs
 from .disk_arena import DiskArena
 from .files import sync_parents, write_errors
+from .graves import Graves
 from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows
 from .records import USAGE_BYTES, USAGE_FILE, Records
 from .rows import ROW_BYTES, RowFile, RowTable
@@ -208,6 +209,7 @@ class RecordedStore(ArenaStore):
         except BaseException:
             self.arena.close()
             raise
+        self._graves: Final = Graves(directory, sync=sync)
         self._has_incarnation = False
 
     @abstractmethod
@@ -310,8 +312,28 @@ class RecordedStore(ArenaStore):
     # ---- reading
 
     def recover(self) -> Iterator[RecoveryBatch]:
+        graves = self._graves.read()
         for batch in self._records.recover(self.arena.found_bytes):
-            yield self._verified(batch) if self.verify_payloads else batch
+            left = self._without_buried(batch, graves) if graves else batch
+            yield self._verified(left) if self.verify_payloads else left
+
+    def _without_buried(self, batch: RecoveryBatch, graves: Mapping[Key, int]) -> RecoveryBatch:
+        entries: list[StoredEntry] = []
+        dropped = list(batch.dropped)
+        for entry in batch.entries:
+            record = entry.record
+            if record.generation > graves.get(record.key, 0):
+                entries.append(entry)
+            else:
+                dropped.append((record.key, "it was deleted while its record was not read yet"))
+                self._records.forget([record])
+        return RecoveryBatch(entries, dropped, batch.following)
+
+    def bury(self, keys: Sequence[Key], generation: int) -> None:
+        self._graves.add(keys, generation)
+
+    def exhume(self) -> None:
+        self._graves.clear()
 
     def _verified(self, batch: RecoveryBatch) -> RecoveryBatch:
         entries: list[StoredEntry] = []

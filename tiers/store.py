@@ -248,6 +248,14 @@ class Store(ABC):
         Consume it before the first `writer`. The records of dropped entries are erased.
         """
 
+    def bury(self, keys: Sequence[Key], generation: int) -> None:  # noqa: B027  # RAM has no records
+        """Note durably that records of these keys, up to this generation, are deleted, though
+        `recover` has not read them yet. Raises StoreError, StoreFull."""
+
+    def exhume(self) -> None:  # noqa: B027
+        """Forget what `bury` noted: after `recover`, when what it dropped is erased. Raises
+        StoreError."""
+
     @abstractmethod
     def scan(self) -> Iterator[list[EntryRecord]]:
         """The entries that have records now, in batches, for cross-checks. Raises StoreError."""

@@ -35,7 +35,7 @@ from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews
 from .calls import Caller
-from .service import delete_entries
+from .service import delete_entries, drop_entries, durable_deletes
 from .sessions import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.audit")
@@ -47,6 +47,8 @@ _DRAIN: Final = "drain"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 #: Keys of a delete that the log names.
 _LOGGED_KEYS: Final = 8
+#: No search finds the entry any more.
+_DELETED: Final = frozenset({DeleteStatus.DELETED, DeleteStatus.ERASING})
 #: How often the client of a Verify hears of its progress.
 _PROGRESS_EVERY_S: Final = 0.2
 
@@ -109,7 +111,7 @@ class AdminService(AdminViews):
         keys = messages.keys_of("keys", request.keys)
         results = await delete_entries(self._core, None, keys)
         response = pb.DropResponse(results=[r.value for r in results])  # type: ignore[misc]
-        dropped = results.count(DeleteStatus.DELETED)
+        dropped = sum(result in _DELETED for result in results)
         first_keys = [key.hex() for key in keys[:_LOGGED_KEYS]]
         audit(caller, "delete", keys=len(keys), deleted=dropped, first_keys=first_keys)
         return response
@@ -148,13 +150,14 @@ class AdminService(AdminViews):
                         stored_bytes[entry.key] = entry.stored_bytes
                     else:
                         response.unknown_entries += not entry.label
-            results = await delete_entries(core, None, tuple(stored_bytes))
+            results = await drop_entries(core, None, tuple(stored_bytes))
             for key, result in zip(stored_bytes, results, strict=True):
-                if result is DeleteStatus.DELETED:
+                if result in _DELETED:
                     response.entries += 1
                     response.freed_bytes += stored_bytes[key]
                 response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
+        response.erasing = not await durable_deletes(core, ())
         audit(
             caller,
             "clear",

@@ -3,6 +3,7 @@ the core. Saves are in `saves`."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
+from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked, TierState
 from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
@@ -37,6 +38,8 @@ READ_BYTES: Final = 4 * limits.CHUNK_BYTES
 
 #: Keys that one event deletes: between two, other calls have their turn.
 _DELETED_AT_ONCE: Final = 128
+#: How long a delete waits for the device that has its record.
+DELETE_WAIT_S: Final = 1.0
 
 _CLAIM_MODES = {
     pb.CLAIM_MODE_RUN: ClaimMode.RUN,
@@ -322,7 +325,38 @@ class ReadFailures:
 async def delete_entries(
     core: Core, session: int | None, keys: Sequence[Key]
 ) -> list[DeleteStatus]:
-    """Delete entries for a session, or (None) for an operator, a few at a time."""
+    """Delete entries for a session, or (None) for an operator, and wait until that is durable.
+
+    Where a device does not take it within `DELETE_WAIT_S`, the result is ERASING.
+    """
+    results = await drop_entries(core, session, keys)
+    if not await durable_deletes(core, keys):
+        unsure = {DeleteStatus.DELETED, DeleteStatus.ABSENT}
+        results = [DeleteStatus.ERASING if each in unsure else each for each in results]
+    return results
+
+
+async def durable_deletes(core: Core, keys: Sequence[Key]) -> bool:
+    """Wait until no crash brings these deleted keys back. False: a device did not say so in time.
+
+    Records that stand are erased. Of a tier that is still recovering, the keys are noted beside its
+    records. Either costs a write of a few rows, shared with what is saved at the same time.
+    """
+    until_s = monotonic() + DELETE_WAIT_S
+    durable = await core.committers.erased(DELETE_WAIT_S)
+    for store in core.stores.values():
+        if not store.recorded or not core.devices.recovers(store.tier):
+            continue
+        if core.devices.state(store.tier) is TierState.HUNG:
+            return False
+        burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
+        buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))
+        durable = durable and bool(buried) and burying.exception() is None
+    return durable
+
+
+async def drop_entries(core: Core, session: int | None, keys: Sequence[Key]) -> list[DeleteStatus]:
+    """Delete entries a few at a time. Does not wait until that is durable."""
     results: list[DeleteStatus] = []
     slices = Slices()
     for start in range(0, len(keys), _DELETED_AT_ONCE):

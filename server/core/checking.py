@@ -400,7 +400,7 @@ class Recount:
         t, key = self._t, entry.key
         if not entry.published:
             self._say(f"entry {_name(key)} can be found though it was dropped")
-        if key in t.in_flight:
+        if key in t.in_flight and key not in t.overtaken:
             self._say(f"{_name(key)} is published and in flight at once")
         if max(entry.generation, entry.last_used_ns) > t.stamp_ns:
             self._say(f"entry {_name(key)} has a stamp of the future")

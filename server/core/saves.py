@@ -11,6 +11,7 @@ from itertools import groupby
 from operator import attrgetter
 
 from ...proto.errors import UnknownReservation
+from ...proto.keys import Key
 from ...proto.vocabulary import SaveStatus, Tier
 from . import events as ev
 from .effects import (
@@ -141,6 +142,9 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
     """Publish entries of one batch, which are of one tier and one session."""
     # With few calls, because it runs for every block that is saved.
     t, now_ns, effects = transition.tables, transition.now_ns, transition.effects
+    if t.overtaken:
+        for reservation in reservations:
+            _replace_overtaken(transition, reservation.key)
     in_flight, recounts, stamp_ns = t.in_flight, t.recounts, t.stamp_ns
     number, tier, saved_bytes = reservations[0].session, reservations[0].entry.tier, 0
     session = t.holder(number)
@@ -174,6 +178,16 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
     _used_as_a_whole(transition, batch, session)
 
 
+def _replace_overtaken(transition: Transition, key: Key) -> None:
+    """Drop the entry of `key` that was found while this later save of it was being committed."""
+    t = transition.tables
+    if key in t.overtaken:
+        t.overtaken.discard(key)
+        found = t.entries.find(key)
+        if found is not None:
+            transition.drop(found, Happening.REPLACED)
+
+
 def _used_as_a_whole(transition: Transition, batch: SaveBatch, session: Session | None) -> None:
     """After the last save of a batch has ended, refresh its chain, the root last."""
     if not batch.unsettled:
@@ -190,6 +204,7 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, 
     del t.reservations[token]
     if t.in_flight.get(entry.key) is reservation:
         del t.in_flight[entry.key]
+        t.overtaken.discard(entry.key)
         ledger.withdraw(entry)
     ledger.cancel(entry)
     session = t.holder(reservation.session)

@@ -218,6 +218,9 @@ class Tables:
     closed: dict[Tier, TierState] = field(default_factory=dict)
     #: Keys that were deleted while some tier did not serve: it may not have read their records yet.
     deleted: set[Key] = field(default_factory=set)
+    #: Keys of entries that were found while a later save of theirs was being committed to a device
+    #: that hangs. Such a save replaces the entry when it is published.
+    overtaken: set[Key] = field(default_factory=set)
     #: The highest generation of an earlier start. Higher ones are of this start.
     adopted_ns: int = 0
     #: By tier: the last stamp of use that recovery has given to an entry.

@@ -46,17 +46,24 @@ def recovered(
             continue  # a recovery that failed starts again from the beginning
         cost = footprint(record.payload_bytes, record.token_ids_bytes)
         fits = ledger.fits(cost, placed=True)
-        saved_again = there is not None or key in t.in_flight
         if (
             key in t.deleted
             or not (fits or _has_room(ledger, cost))
-            or (saved_again and not _gives_way(transition, record, tier))
+            or (there is not None and not _outlives(record, there, tier))
             or not (fits or _make_room(transition, ledger, Resident(key, cost, ())))
         ):
             counters.dropped_at_start += 1
             transition.effects.append(Erase(tier, (record,)))
             continue
-        if saved_again:
+        # Only now: the record has its room. Another record of its tier may have left for it.
+        there = t.entries.find(key)
+        if there is not None:
+            transition.drop(there, Happening.REPLACED)
+        flight = t.in_flight.get(key)
+        if flight is not None:
+            why = f"the same entry was found in the {tier.label} tier"
+            if not lose(transition, flight, why, tell=True):
+                t.overtaken.add(key)
             # The batch of the save that gave way may have ended, which refreshes its other entries.
             last_ns = max(last_ns, _last_used_ns(transition, ledger))
         entry = _entry_of(stored, tier, cost, numbers)
@@ -75,22 +82,21 @@ def recovered(
     t.stamp_ns = max(t.stamp_ns, last_ns, t.adopted_ns)
 
 
-def _gives_way(transition: Transition, record: EntryRecord, tier: Tier) -> bool:
-    """Make way for a record whose key was saved again before the record was read.
+def _outlives(record: EntryRecord, there: Entry, tier: Tier) -> bool:
+    """Does a record that was found replace the published entry of its key?
 
-    A published entry is dropped if its tier survives less than the recovering one. A save in flight
-    is lost, as no client was told of it yet, unless it is being committed. False: the other one
-    stays, and the record is dropped.
+    The later save wins, in whatever tier. Only if both have the same content, the copy stays that
+    survives more: clients that save their state again while a tier recovers would otherwise move it
+    to a tier that survives less.
     """
-    t = transition.tables
-    there = t.entries.find(record.key)
-    if there is not None:
-        if there.tier >= tier:
-            return False
-        transition.drop(there, Happening.REPLACED)
-    flight = t.in_flight.get(record.key)
-    why = f"the same entry was found in the {tier.label} tier"
-    return flight is None or lose(transition, flight, why, tell=True)
+    same = (
+        there.payload_crc32c == record.payload_crc32c
+        and there.payload_bytes == record.payload_bytes
+        and there.token_count == record.token_count
+        and there.layer_count == record.layer_count
+        and there.token_ids_bytes == record.token_ids_bytes
+    )
+    return there.tier < tier if same else there.generation < record.generation
 
 
 def _last_used_ns(transition: Transition, ledger: Ledger) -> int:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -39,9 +40,22 @@ class _Batch:
     #: entries were forgotten, and their records are to be erased
     erase: bool = False
     usages: list[Usage] = field(default_factory=list)
+    #: to be told whether the erasures of this batch are durable
+    tell: list[Callable[[bool], None]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.sealed or self.erase or self.usages)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[bool], durable: bool) -> None:
+    """On any thread: give `done` its result, if anything still waits for it."""
+
+    def set_result() -> None:
+        if not done.done():
+            done.set_result(durable)
+
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(set_result)
 
 
 class Committer:
@@ -119,6 +133,14 @@ class Committer:
             self._pending.erase = True
             self._wakeup.notify()
 
+    def erased(self, tell: Callable[[bool], None]) -> None:
+        """Call `tell`, on the thread, after the next attempt to erase what was forgotten: with
+        whether that is durable."""
+        with self._wakeup:
+            self._pending.erase = True
+            self._pending.tell.append(tell)
+            self._wakeup.notify()
+
     def record_usage(self, usages: Sequence[Usage]) -> None:
         with self._wakeup:
             self._pending.usages += usages
@@ -146,7 +168,10 @@ class Committer:
         while not last:
             batch, last = self._next_batch()
             if batch or self._unwell or self._store.unerased:
-                self._judge(self._apply(batch))
+                failure = self._apply(batch)
+                self._judge(failure)
+                for tell in batch.tell:
+                    tell(failure is None)
                 if batch.usages:
                     self._record(batch.usages)
 
@@ -310,6 +335,22 @@ class Committers:
             self.forgotten.update(entry.generation for entry in entries)
         if store.unerased:
             self._committers[tier].erase()
+
+    async def erased(self, within_s: float) -> bool:
+        """Wait until the erasure of everything that was forgotten is durable. False: a device has
+        not taken it yet, or refused it."""
+        loop = asyncio.get_running_loop()
+        waiting: list[asyncio.Future[bool]] = []
+        for tier, committer in self._committers.items():
+            if not self._stores[tier].unerased:
+                continue
+            done: asyncio.Future[bool] = loop.create_future()
+            committer.erased(partial(_tell, loop, done))
+            waiting.append(done)
+        if not waiting:
+            return True
+        finished, late = await asyncio.wait(waiting, timeout=within_s)
+        return not late and all(done.result() for done in finished)
 
     def record_usage(self, tier: Tier, usages: tuple[Usage, ...]) -> None:
         committer = self._committers.get(tier)

@@ -108,6 +108,10 @@ class Devices:
         """The recovery of a tier begins or ends."""
         self._set(self._recovering, tier, recovers)
 
+    def recovers(self, tier: Tier) -> bool:
+        """Are its records still being read, even if its device hangs at the moment?"""
+        return tier in self._recovering
+
     def _set(self, tiers: set[Tier], tier: Tier, there: bool) -> None:
         before = self.state(tier)
         (tiers.add if there else tiers.discard)(tier)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import structlog
@@ -25,6 +26,8 @@ _ADOPTED_AT_ONCE: Final = 64
 _COMMITTED_LOOK_S: Final = 0.01
 #: Dropped entries of a tier that are logged by key. With another slab size a million are dropped.
 _MAX_LOGGED: Final = 1_000
+#: How long the erasures of a recovery may take before the next start has to look at them again.
+_ERASED_WITHIN_S: Final = 5.0
 #: How long to wait before a read that failed is tried again.
 _AGAIN_S: Final = 5.0
 
@@ -67,6 +70,8 @@ class Recovery:
         core.health.conditions.pop(part, None)
         # Erases the records of the entries that the store dropped.
         core.committers.forget(tier, ())
+        if store.recorded:
+            await self._exhume(store)
         counters = core.state.tables.tier_counters[tier]
         log.info(
             "tier_recovered",
@@ -75,6 +80,14 @@ class Recovery:
             payload_bytes=counters.recovered_bytes,
             dropped=counters.dropped_at_start,
         )
+
+    async def _exhume(self, store: Store) -> None:
+        """The deleted keys that were noted are not needed any more once their records are erased.
+        If that fails the next start does it."""
+        core = self._core
+        if await core.committers.erased(_ERASED_WITHIN_S):
+            with suppress(StoreError):
+                await core.devices.run(store.tier, store.exhume)
 
     def end(self, store: Store) -> None:
         """The tier takes saves from now on."""

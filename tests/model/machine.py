@@ -273,6 +273,7 @@ class MetaStateMachine(RuleBasedStateMachine):
             expected.append(
                 {
                     "key": key,
+                    "generation": self.found,
                     "payload": payload,
                     "token_ids": ids,
                     "tokens": 2 * payload,

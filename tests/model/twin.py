@@ -396,6 +396,7 @@ class Twin(TwinShares):
             "tier": tier,
             "cost": cost,
             "payload": payload,
+            "token_ids": token_ids,
             "tokens": payload * 2,
             "stage": stage,
             "since": self.served,
@@ -444,7 +445,12 @@ class Twin(TwinShares):
 
     def publish(self, token: int) -> None:
         save = self.saves[token]
+        if save["key"] in self.entries:
+            self.leave(save["key"])  # found while this save was being committed
         self.entries[save["key"]] = {
+            # Later than any that was found.
+            "generation": 10**6 + token,
+            "token_ids": save["token_ids"],
             "tier": save["tier"],
             "cost": save["cost"],
             "payload": save["payload"],
@@ -546,15 +552,15 @@ class Twin(TwinShares):
 
     # ---- recovery
 
-    def gives_way(self, tier: str, key: str) -> bool:
-        """A recovered record replaces a later save in a less durable tier."""
-        lesser = list(self.tiers)[: list(self.tiers).index(tier)]
-        if key in self.entries:
-            if self.entries[key]["tier"] not in lesser:
-                return False
-            self.leave(key)
-        save = self.saver_of(key)
-        return save is None or (save["tier"] in lesser and self.lose(save["token"], tell=True))
+    def outlives(self, tier: str, one: dict[str, Any]) -> bool:
+        """A found record replaces an earlier save, and the same content in a less durable tier."""
+        there = self.entries.get(one["key"])
+        if there is None:
+            return True
+        if all(there[part] == one[part] for part in ("payload", "token_ids", "tokens", "crc")):
+            tiers = list(self.tiers)
+            return tiers.index(there["tier"]) < tiers.index(tier)
+        return bool(there["generation"] < one["generation"])
 
     def recover(self, tier: str, found: list[dict[str, Any]]) -> None:
         """`found`: key, payload, token_ids, tokens, crc, used, hits; least recent first."""
@@ -564,7 +570,7 @@ class Twin(TwinShares):
             pinned = self.used(tier)[0] - self.unpinned(tier)[0]
             pinned_entries = self.used(tier)[1] - self.unpinned(tier)[1]
             full = cost + pinned > rules.limit or (rules.cap and pinned_entries >= rules.cap)
-            if full or not self.gives_way(tier, one["key"]):
+            if full or not self.outlives(tier, one):
                 self.emit("erase", tier, one["key"])
                 continue
             room = True
@@ -579,8 +585,14 @@ class Twin(TwinShares):
             if not room:
                 self.emit("erase", tier, one["key"])
                 continue
+            if one["key"] in self.entries:
+                self.leave(one["key"])
+            if (save := self.saver_of(one["key"])) is not None:
+                self.lose(save["token"], tell=True)
             self.entries[one["key"]] = {
                 "key": one["key"],
+                "generation": one["generation"],
+                "token_ids": one["token_ids"],
                 "tier": tier,
                 "cost": cost,
                 "payload": one["payload"],

@@ -16,7 +16,7 @@ from unittest import mock
 
 from prefixd.client.local import arenas
 from prefixd.server.api import sessions
-from prefixd.server.core import reservations, saves, transition
+from prefixd.server.core import reservations, saves, tier_changes, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
 from prefixd.tiers import arena_stores, ledger, records
@@ -184,6 +184,15 @@ def _incarnation_not_checked() -> Any:
     return _replaced(arenas.MappedArena, "written_by", lambda _real: lambda *_: True)
 
 
+def _tier_decides() -> Any:
+    """A recovered record replaces a later save of other bytes in a tier that survives less."""
+    return _replaced(
+        tier_changes,
+        "_outlives",
+        lambda _real: lambda _record, there, tier: there.tier < tier,
+    )
+
+
 def _saves_while_it_recovers() -> Any:
     """A tier accepts saves before its recovery is complete."""
 
@@ -234,6 +243,7 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "record outlives its entry": _record_outlives_its_entry,
     "batch believed for its first": _batch_believed_for_its_first,
     "incarnation not checked": _incarnation_not_checked,
+    "tier decides": _tier_decides,
 }
 
 

@@ -75,6 +75,8 @@ class Oracle:
         #: generations whose records are durably erased; in `_leaving`, perhaps not yet durably
         self.buried: set[int] = set()
         self._leaving: set[int] = set()
+        #: generations of an earlier start whose keys this start has saved again, with other bytes
+        self._replaced: set[int] = set()
         #: keys that this start has reported to clients as deleted or absent
         self._deleted: set[Key] = set()
         #: (incarnation, generation) of each published entry, with its checksum
@@ -104,6 +106,8 @@ class Oracle:
     def watch(self, daemon: SimDaemon) -> None:
         """Observe all events of a daemon's state."""
         self._deleted.clear()
+        # A save to ram is gone now, and the record that it replaced need not have been read.
+        self._replaced.clear()
         self.expected = {
             tier: {key: one for key, one in self.durable.items() if one.tier is tier}
             for tier, store in daemon.core.stores.items()
@@ -166,10 +170,8 @@ class Oracle:
                 case Erase():
                     for one in effect.entries:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
-                        allowed = isinstance(event, ev.EntryDamaged) or (
-                            # Recovery found the same entry in a more durable tier.
-                            isinstance(event, ev.TierRecovered) and one.tier < event.tier
-                        )
+                        # Recovery found a later save, or the same in a more durable tier.
+                        allowed = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
                         if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} was evicted under a claim")
         if isinstance(event, ev.TierRecovered):
@@ -211,10 +213,16 @@ class Oracle:
             and entry.generation not in self.gave_way
         ):
             self.fail(SURVIVES, f"{name_of(key)} was recovered as it was before its last save")
-        if found and (entry.generation in self.buried or key in self._deleted):
+        replaced = entry.generation in self._replaced and entry.generation not in self.tainted
+        if found and (entry.generation in self.buried or key in self._deleted or replaced):
             self.fail(GONE, f"{name_of(key)} came back")
         if not found:
             self.count(f"published in {entry.tier.label}")
+            # It replaces what an earlier start saved, wherever that is.
+            for expected in self.expected.values():
+                if (earlier := expected.get(key)) is not None and earlier.crc32c != crc:
+                    del expected[key]
+                    self._replaced.add(earlier.generation)
         self.generations[daemon.incarnation, entry.generation] = crc
         self.durable[key] = Published(
             entry.tier, entry.generation, crc, entry.payload_bytes, entry.location
@@ -247,7 +255,7 @@ class Oracle:
             elif published.generation in self.tainted or key in self._deleted:
                 if self.durable.get(key) is published:
                     del self.durable[key]
-            elif entry is None or entry.tier <= tier:
+            elif entry is None or (entry.tier <= tier and entry.generation < published.generation):
                 where = published.tier.label
                 self.fail(SURVIVES, f"{name_of(key)} was published in {where} and is gone")
         # Device faults may lose recorded uses, and new uses change the order.

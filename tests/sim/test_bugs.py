@@ -30,7 +30,8 @@ FOUND_BY = {
     "saves while it recovers": 121,
     "record outlives its entry": 5,
     "batch believed for its first": 62,
-    "incarnation not checked": 20,
+    "incarnation not checked": 1188,
+    "tier decides": 455,
 }
 
 

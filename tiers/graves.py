@@ -1,0 +1,78 @@
+"""Keys that were deleted while the records of a tier were still being read.
+
+A recovery may find the record of a key after a client was told that it is deleted. The daemon
+remembers such keys, and writes them to this file first, so that they stay deleted if the recovery
+is interrupted. The file goes when the recovery has erased their records.
+
+    offset  bytes  type  meaning
+         0     32  raw   key
+        32      8  u64   generation: records of this key up to here are deleted
+        40      4  u32   CRC32C of bytes 0..39
+
+A row that was torn by a crash was never acknowledged; it and what follows it are ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from ..proto.keys import Key
+from ..proto.payload import crc32c
+from .files import open_own_file, pwrite_all, sync_directory, write_errors
+
+GRAVES_FILE: Final = "deleted"
+_ROW: Final = struct.Struct("<32sQ")
+_CRC: Final = struct.Struct("<I")
+_ROW_BYTES: Final = _ROW.size + _CRC.size
+
+
+class Graves:
+    """The file in `directory`. Calls do I/O, one at a time."""
+
+    def __init__(self, directory: Path, *, sync: bool) -> None:
+        self._path: Final = directory / GRAVES_FILE
+        self._sync: Final = sync
+
+    def add(self, keys: Iterable[Key], generation: int) -> None:
+        """Records of these keys up to `generation` are deleted. Durable on return. Raises
+        StoreError, StoreFull."""
+        rows = bytearray()
+        for key in keys:
+            row = _ROW.pack(key, generation)
+            rows += row + _CRC.pack(crc32c(row))
+        with write_errors(f"note deleted keys in {self._path}"):
+            fd = open_own_file(self._path, 0o600)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                pwrite_all(fd, bytes(rows), size_bytes - size_bytes % _ROW_BYTES)
+                if self._sync:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            if self._sync and not size_bytes:
+                sync_directory(self._path.parent)
+
+    def read(self) -> dict[Key, int]:
+        """The deleted keys, and up to which generation. Raises StoreError."""
+        found: dict[Key, int] = {}
+        with write_errors(f"read {self._path}"):
+            try:
+                rows = self._path.read_bytes()
+            except FileNotFoundError:
+                return found
+        for start in range(0, len(rows) - _ROW_BYTES + 1, _ROW_BYTES):
+            row, crc = rows[start : start + _ROW.size], rows[start + _ROW.size : start + _ROW_BYTES]
+            if _CRC.pack(crc32c(row)) != crc:
+                break
+            key, generation = _ROW.unpack(row)
+            found[Key(key)] = max(generation, found.get(Key(key), 0))
+        return found
+
+    def clear(self) -> None:
+        """The records of all of them were erased durably. Raises StoreError."""
+        with write_errors(f"remove {self._path}"):
+            self._path.unlink(missing_ok=True)
