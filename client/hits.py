@@ -183,7 +183,7 @@ class Hit(HitFacts):
         warnings.warn(f"{self!r} was never released", ResourceWarning, source=self, stacklevel=1)
 
 
-class SomeAreGone(UnknownEntry):
+class SomeAreGone(Exception):
     """Of several entries some were not there any more. The others were read, and are good."""
 
 
@@ -431,20 +431,24 @@ class Reader:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
             return
-        size = self.transport.max_batch_keys
+        size, read = self.transport.max_batch_keys, 0
         for start in range(0, len(ranges), size):
             batch = range(start, min(start + size, len(ranges)))
             parts = [ranges[n]._replace(place=n - start) for n in batch]
-            self._read_pinned(parts, renumbered(sink, batch), deadline)
+            read += self._read_pinned(parts, renumbered(sink, batch), deadline)
+        if not read:
+            raise UnknownEntry("the entries are gone or were replaced since they were probed")
+        if read < len(ranges):
+            raise SomeAreGone
 
-    def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
-        """Read under a claim that lasts as long as the read."""
+    def _read_pinned(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> int:
+        """Read under a claim that lasts as long as the read. Returns how many were still there."""
         if self.transport.fetch(ranges, sink, deadline):
-            return
+            return len(ranges)
         keys = [each.entry.key for each in ranges]
         claimed = self.transport.claim(keys, ClaimMode.ANY, 0, 0, deadline)
         if (claim := claimed.holding) is None:
-            raise UnknownEntry("the entries are gone since they were probed")
+            return 0
         # Those that are still what was found, each with its place in the claim.
         there = [
             (number, ranges[number]._replace(place=place))
@@ -463,8 +467,7 @@ class Reader:
             raise
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
-        if len(there) < len(ranges):
-            raise SomeAreGone("some entries are gone or were replaced since they were probed")
+        return len(there)
 
 
 def _content_of(entry: Entry) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 
 from prefixd.proto.entry import EntryRecord
+from prefixd.proto.keys import Key
 from prefixd.tiers.store import (
     SEGMENT_BYTES,
     Buffer,
@@ -152,6 +153,12 @@ class FaultyStore(Store):
 
     def forget(self, entries: Iterable[EntryRef]) -> None:
         self.inner.forget(entries)
+
+    def bury(self, keys: Sequence[Key], generation: int) -> None:
+        self.inner.bury(keys, generation)
+
+    def exhume(self) -> None:
+        self.inner.exhume()
 
     @property
     def unerased(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -15,9 +16,11 @@ import pytest
 
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import sessions
+from prefixd.server.api import service, sessions
 from prefixd.server.core.effects import TellClaimLost
+from prefixd.tiers.graves import GRAVES_FILE
 from prefixd.tiers.store import Damaged, Store, StoreError
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.event_loop import in_loop
@@ -158,6 +161,70 @@ async def test_saves_that_cannot_be_committed_are_told_one_by_one(
 
 
 # ---- forgetting
+
+
+async def deleted(daemon: Running, session: OpenSession, *keys: Key) -> list[int]:
+    request = pb.DeleteRequest(session=session.ref, keys=keys)
+    return list((await daemon.cache.Delete(request)).results)
+
+
+@in_loop
+async def test_a_deleted_entry_has_no_record_any_more(tmp_path: Path) -> None:
+    async with faulty(tmp_path) as daemon:
+        session, store = await daemon.open(), store_of(daemon, Tier.DISK)
+        await session.save({key(1): DATA}, Tier.DISK)
+        assert held(store).keys() == {key(1)}
+        assert await deleted(daemon, session, key(1), key(2)) == [
+            pb.DELETE_STATUS_DELETED,
+            pb.DELETE_STATUS_ABSENT,
+        ]
+        assert held(store) == {}
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+@in_loop
+async def test_a_delete_that_the_device_does_not_take_says_so(
+    tmp_path: Path, hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "DELETE_WAIT_S", 0.02 if hangs else 60.0)
+    go_on = threading.Event()
+
+    async with faulty(tmp_path) as daemon:
+        session, store = await daemon.open(), store_of(daemon, Tier.DISK)
+        await session.save({key(1): DATA}, Tier.DISK)
+
+        def refuse(operation: str) -> None:
+            if operation == "apply" and hangs:
+                assert go_on.wait(60.0)
+            elif operation == "apply":
+                store.arm(Fault.WRITE_ERROR)
+
+        store.on_call = refuse
+        assert await deleted(daemon, session, key(1)) == [pb.DELETE_STATUS_ERASING]
+        assert await daemon.presence(key(1)) == [ABSENT]
+        store.on_call = None
+        go_on.set()
+        await daemon.until(lambda: not store.unerased)
+        assert await deleted(daemon, session, key(1)) == [pb.DELETE_STATUS_ABSENT]
+
+
+@in_loop
+async def test_what_is_deleted_while_a_tier_recovers_stays_deleted_if_that_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with faulty(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA, key(2): DATA}, Tier.DISK)
+    async with faulty(tmp_path) as daemon:
+        # As if the records had not been read yet.
+        disk = store_of(daemon, Tier.DISK)
+        monkeypatch.setattr(daemon.core.devices, "recovers", lambda tier: tier is Tier.DISK)
+        assert await service.durable_deletes(daemon.core, [key(1)])
+        assert held(disk).keys() == {key(1), key(2)}, "the daemon ends before it reads them"
+    async with faulty(tmp_path) as daemon:
+        assert await daemon.presence(key(1), key(2)) == [ABSENT, PRESENT]
+        assert held(store_of(daemon, Tier.DISK)).keys() == {key(2)}
+        assert not (tmp_path / "disk" / GRAVES_FILE).exists()
 
 
 @pytest.mark.parametrize("fault", [Fault.FULL, Fault.WRITE_ERROR], ids=["full", "broken"])

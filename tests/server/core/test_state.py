@@ -327,6 +327,55 @@ def test_what_was_saved_while_a_tier_recovers_gives_way_to_what_is_found_there()
     assert (ram.published_bytes, ram.reserved_bytes) == (0, 0)
 
 
+def test_the_later_save_of_other_content_wins_in_whatever_tier() -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
+    driver.save(session, "a b", tier=Tier.SHM, payload_bytes=2)
+    mine = driver.entry("a").generation
+    older, newer = (
+        stored(name, used_ns=9, generation=generation, payload_bytes=3)
+        for name, generation in (("a", mine - 1), ("b", mine + 100))
+    )
+    driver.recover(Tier.DISK, older, newer)
+    assert driver.entry("a").tier is Tier.SHM
+    assert (Tier.DISK, "a") in erased(driver.effects)
+    assert driver.entry("b").tier is Tier.DISK
+
+
+def test_neither_copy_goes_before_the_other_has_its_room() -> None:
+    """A claim holds the room that the found entry would need."""
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.RECOVERING)
+    driver.save(session, "a", tier=Tier.SHM)
+    limit = driver.tables.ledgers[Tier.DISK].limit_bytes
+    driver.recover(Tier.DISK, stored("p", used_ns=1, generation=1, payload_bytes=limit))
+    assert driver.claim(session, "p").claim
+    driver.recover(Tier.DISK, stored("a", used_ns=2, generation=2))
+    assert driver.entry("a").tier is Tier.SHM
+
+
+def test_a_save_that_is_being_committed_replaces_what_was_found_meanwhile() -> None:
+    """Its device hangs, so that the recovery of the other tier could not wait for it."""
+    for works in (True, False):
+        driver = Driver()
+        session = driver.open()
+        driver.close_tier(Tier.SHM, ev.TierState.RECOVERING)
+        (token,) = driver.granted(session, "a", tier=Tier.DISK)
+        driver.begin(session, token)
+        driver.seal(token)
+        found = stored("a", used_ns=1, generation=1, tier=Tier.SHM, location=(4, 1))
+        driver.recover(Tier.SHM, found)
+        assert driver.entry("a").tier is Tier.SHM
+        if works:
+            driver.commit(token)
+        else:
+            driver.happens(ev.CommitFailed((token,), False, "on purpose", driver.now_ns))
+        assert driver.entry("a").tier is (Tier.DISK if works else Tier.SHM)
+        assert not driver.tables.overtaken
+
+
 def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:
     """No client was told of the save, and it may fail. The record is there."""
     driver = Driver()
