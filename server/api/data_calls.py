@@ -123,7 +123,7 @@ class DataCalls:
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
         try:
             with core.working():
-                progress = Progress.PAUSED
+                progress, pace, sent_bytes = Progress.PAUSED, frames.pace(), 0
                 while progress is not Progress.DONE:
                     if ranges:
                         service.claimed(session, claim)
@@ -134,7 +134,10 @@ class DataCalls:
                         assert tier is not None
                         progress = await to_its_end(core.devices.run(tier, sending.run))
                     if progress is Progress.WAITING:
-                        await frames.until_ready()
+                        pace.moved(sending.all_bytes - sent_bytes)
+                        sent_bytes = sending.all_bytes
+                        pace.waited(sending.take_waited_s())
+                        await frames.until_ready(pace)
                 # What was sent counts only if the claim still held when the last byte left.
                 if ranges:
                     service.claimed(session, claim)
@@ -189,6 +192,7 @@ class DataCalls:
         frames.in_step = False
         receiving = Receiving(frames.stream, [incoming.write_of(number) for number in granted])
         blocking = self._core.stores[receiving.tier].blocking
+        pace, left_bytes = frames.pace(), receiving.left_bytes
         while not receiving.complete:
             inline = receiving.left_bytes <= _INLINE_BYTES and not blocking
             if inline:
@@ -198,5 +202,8 @@ class DataCalls:
             if incoming.broken is not None:
                 return  # the wait for the end of the save raises it
             if receiving.starved:
-                await frames.until_ready()
+                pace.moved(left_bytes - receiving.left_bytes)
+                left_bytes = receiving.left_bytes
+                pace.waited(receiving.take_waited_s())
+                await frames.until_ready(pace)
         frames.in_step = True

@@ -22,6 +22,7 @@ from typing import Final
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached
+from ..runtime.pace import Pace
 from .calls import to_its_end
 from .messages import parse
 
@@ -292,10 +293,14 @@ class DataFrames:
         came_bytes = self.ahead_bytes - _HEAD.size
         request[:came_bytes] = self._buffer[self._start + _HEAD.size : self._end]
         self._start = self._end = 0
-        with memoryview(request) as room, self._stalling():
+        pace = Pace(self._stall_s)
+        with memoryview(request) as room:
             while came_bytes < size_bytes:
-                async with asyncio.timeout(self._stall_s):
-                    came_bytes += await self._receive(room[came_bytes:])
+                with pace.waiting() as left_s:
+                    async with asyncio.timeout(left_s):
+                        more_bytes = await self._receive(room[came_bytes:])
+                came_bytes += more_bytes
+                pace.moved(more_bytes)
         return parse(pb.DataRequest, bytes(request))
 
     async def _whole(self, size_bytes: int) -> None:
@@ -363,11 +368,15 @@ class DataFrames:
 
     # ---- waiting
 
-    async def until_ready(self) -> None:
+    def pace(self) -> Pace:
+        """That of a transfer which begins now."""
+        return Pace(self._stall_s)
+
+    async def until_ready(self, pace: Pace | None = None) -> None:
         """Wait until the stream can go on. Raises LimitReached when the client reads or sends
-        nothing for too long."""
-        with self._stalling():
-            async with asyncio.timeout(self._stall_s):
+        nothing for too long, or, in a transfer with a `pace`, too little."""
+        with (self.pace() if pace is None else pace).waiting() as left_s:
+            async with asyncio.timeout(left_s):
                 await self.ready()
 
     async def ready(self) -> None:

@@ -7,6 +7,7 @@ loop waits for its socket. Threads only move bytes; the loop reports the outcome
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum, auto
@@ -31,6 +32,8 @@ TURN_BYTES: Final = 8 * 2**20
 _TURN_PARTS: Final = 256
 #: How long a thread waits for a socket that is full or empty before it is left to the loop.
 _PATIENCE_MS: Final = 1
+#: How long the waits of one turn may take together.
+_MOST_WAITED_S: Final = 0.016
 #: The next part is begun when fewer bytes than this are queued: enough for one system call to send
 #: many small parts, and little enough that entries are read shortly before they are sent.
 _AHEAD_BYTES: Final = 256 * 2**10
@@ -58,7 +61,36 @@ class SentRange(NamedTuple):
     end: int
 
 
-class Sending:
+class _Waits:
+    """The waits of a thread for a socket. They are short, and so is their sum in one turn: a client
+    that moves a byte each millisecond occupies no thread."""
+
+    def __init__(self) -> None:
+        self._left_s = 0.0
+        self._waited_s = 0.0
+
+    def begin(self) -> None:
+        """A turn begins."""
+        self._left_s = _MOST_WAITED_S
+
+    def ready(self, stream: Stream, patience_ms: int) -> bool:
+        """Whether the stream can go on after a wait in this turn."""
+        if self._left_s <= 0 or not patience_ms:
+            return False
+        began_s = time.monotonic()
+        ready = stream.wait(patience_ms)
+        waited_s = time.monotonic() - began_s
+        self._left_s -= waited_s
+        self._waited_s += waited_s
+        return ready
+
+    def take_waited_s(self) -> float:
+        """How long the turns since the last call have waited."""
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
+
+
+class Sending(_Waits):
     """Ranges of entries on their way into a socket. Takes one turn at a time, each on any thread.
 
     The loop reads `sent_bytes` and `failures` between turns.
@@ -68,6 +100,7 @@ class Sending:
         self, core: Core, stream: Stream, ranges: Sequence[SentRange], head: bytes = b""
     ) -> None:
         """No range is empty. `head` is sent before them."""
+        super().__init__()
         self._core = core
         self._stream = stream
         self.ranges = ranges
@@ -78,6 +111,8 @@ class Sending:
         self._queue: deque[memoryview | bytes] = deque((head,) if head else ())
         self._queued_bytes = len(head)
         self.sent_bytes: dict[Tier, int] = {}
+        #: Everything that the socket took.
+        self.all_bytes = 0
         self.failures: Final = ReadFailures()
 
     @property
@@ -88,6 +123,7 @@ class Sending:
     def run(self, patience_ms: int = _PATIENCE_MS) -> Progress:
         """One turn. Raises OSError when the client is gone."""
         left_bytes, left_parts = TURN_BYTES, _TURN_PARTS
+        self.begin()
         while True:
             while left_parts and self._queued_bytes < _AHEAD_BYTES and self._load():
                 left_parts -= 1
@@ -98,7 +134,7 @@ class Sending:
             try:
                 sent_bytes = self._stream.send(islice(self._queue, _GATHER))
             except BlockingIOError:
-                if not self._stream.wait(patience_ms):
+                if not self.ready(self._stream, patience_ms):
                     return Progress.WAITING
                 continue
             left_bytes -= sent_bytes
@@ -106,6 +142,7 @@ class Sending:
 
     def _sent(self, sent_bytes: int) -> None:
         self._queued_bytes -= sent_bytes
+        self.all_bytes += sent_bytes
         while sent_bytes:
             first = self._queue.popleft()
             if len(first) > sent_bytes:
@@ -152,7 +189,7 @@ class Sending:
             return store.read(entry, self._next, length_bytes)
 
 
-class Receiving:
+class Receiving(_Waits):
     """The payloads of a save on their way from a socket into arenas: an `incoming.Turn` that is
     taken again and again until it is `complete`.
 
@@ -161,6 +198,7 @@ class Receiving:
 
     def __init__(self, stream: Stream, writes: Sequence[Write]) -> None:
         """`writes`: in the order in which their bytes arrive."""
+        super().__init__()
         self._stream = stream
         self._all = writes
         self._at = 0
@@ -197,11 +235,12 @@ class Receiving:
     def take(self) -> PrefixdError | None:
         end_bytes = max(0, self.left_bytes - TURN_BYTES)
         self.starved = False
+        self.begin()
         while self._at < self._end and self.left_bytes > end_bytes:
             try:
                 self._receive()
             except BlockingIOError:
-                if not self._stream.wait(self.patience_ms):
+                if not self.ready(self._stream, self.patience_ms):
                     self.starved = True
                     break
             except OSError as problem:

@@ -23,6 +23,7 @@ from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, Writ
 from ..core.shares import Holder
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
+from ..runtime.pace import Pace
 from ..runtime.quota import Quota
 from ..runtime.slices import Slices
 from ..runtime.staging import StagingPool
@@ -151,11 +152,13 @@ class Saves:
             with self.measured():
                 async with incoming.to_the_end():
                     request: pb.SaveRequest | None = first
+                    pace = Pace(self._stall_s)
                     while request is not None:
                         await incoming.feed(_pieces(request.parts, refusals))
                         if incoming.broken is not None:
                             break
-                        request = await self._next(requests, membership)
+                        pace.moved(request.ByteSize())
+                        request = await self._next(requests, membership, pace)
                 return pb.SaveResponse(results=await results_of(refusals, incoming))
 
     async def save_whole(
@@ -180,9 +183,11 @@ class Saves:
             request: pb.WriteRequest | None = first
             with self.measured():
                 async with incoming.to_the_end():
+                    pace = Pace(self._stall_s)
                     while request is not None and incoming.broken is None:
                         await self._write(request, membership, incoming, named)
-                        request = await self._next(requests, membership)
+                        pace.moved(request.ByteSize())
+                        request = await self._next(requests, membership, pace)
                 ended = await incoming.ended()
             return pb.WriteResponse(
                 tokens=named,
@@ -346,26 +351,33 @@ class Saves:
 
     # ---- how they go on
 
-    async def _next(self, requests: AsyncIterator[Q], membership: Membership) -> Q | None:
+    async def _next(
+        self, requests: AsyncIterator[Q], membership: Membership, pace: Pace
+    ) -> Q | None:
         """The next message, or None at the end of the stream. Raises UnknownSession or Draining
         when the session has ended, and with it every reservation, and LimitReached when the client
-        is silent for too long."""
-        return await self._awaited(_following(requests), membership)
+        is silent or too slow for too long."""
+        return await self._awaited(_following(requests), membership, pace)
 
     async def _awaited(
-        self, message: Coroutine[None, None, Q | None], membership: Membership
+        self,
+        message: Coroutine[None, None, Q | None],
+        membership: Membership,
+        pace: Pace | None = None,
     ) -> Q | None:
         coming = asyncio.ensure_future(message)
+        pace = Pace(self._stall_s) if pace is None else pace
         try:
-            done, _ = await asyncio.wait(
-                (coming, membership.ended),
-                timeout=self._stall_s,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+            with pace.waiting() as left_s:
+                done, _ = await asyncio.wait(
+                    (coming, membership.ended),
+                    timeout=left_s,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
             if coming in done:
                 return coming.result()
             if not done:
-                raise self._silent()
+                raise pace.error()
             if self.core.gate.stopping:
                 raise Draining("the daemon stops, and does not wait for the rest of this save")
             raise UnknownSession(f"session {membership.number} ended before its save did")

@@ -129,8 +129,9 @@ class Server(Section):
     max_rpcs: int = Field(512, ge=1)
     """Most concurrent gRPC calls, not counting the streams of sessions and watchers."""
     stall_timeout_ns: Duration = Field(30_000 * _MS, alias="stall_timeout", ge=10 * _MS)
-    """How long a client may leave a read unreceived, or a save without its next bytes, before it is
-    disconnected; and how long a call waits for memory that others hold."""
+    """How long a client may leave a read unreceived, or a save without its next bytes (16KiB for
+    each second), before it is disconnected; and how long a call waits for memory that others
+    hold."""
     curve_keys: int = Field(8192, ge=0, le=10**7)
     """Keys that each tier samples for `prefixctl curve-live`, about 400 bytes each; 0: off."""
     journal_bytes: Size = Field(4 * 2**20, alias="journal", ge=0, le=2**28)
