@@ -2286,8 +2286,9 @@ class SaveStagedRequest(google.protobuf.message.Message):
     their staging memory is the client's again. The last answer has the results. The daemon publishes
     the bytes that it copied if their CRC32C is payload_crc32c.
 
-    The daemon takes back the staging memory of a session that has saved nothing for a while: the next
-    save is refused with unknown_staging, and the one after that may be staged again.
+    The daemon takes back the staging memory of a session that has saved nothing for a while, or that has
+    more than its part now that there are more sessions: the next save is refused with unknown_staging.
+    The client may then ask for a new hand-over of staging memory, which may be smaller.
     A failure is answered at once. The daemon drops the rest of the save, up to its last request, which
     the client has to send: it may be empty. Then the connection goes on.
     Errors: those of Save, FAILED_PRECONDITION unknown_staging (save over gRPC).

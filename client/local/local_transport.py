@@ -120,8 +120,10 @@ class LocalTransport:
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
         """This session's staging memory. It is handed over when a save first needs it, because
         allocating it takes most of the time of a hand-over."""
-        if node.staging is not None or frames.STAGING in node.refused:
+        if node.staging is not None:
             return node.staging
+        if frames.STAGING in node.refused and not self._may_ask(frames.STAGING):
+            return None
         within_s = min(HAND_OVER_S, deadline.left_s() / 2)
         if self._lock.acquire(timeout=within_s):
             self._take_part(node, frames.STAGING, "staging memory", within_s)
@@ -438,7 +440,13 @@ class LocalTransport:
             return None
         try:
             return save(node, partial(save_staged, memory, node.calls))
-        except (UnknownStaging, OSError) as problem:
+        except UnknownStaging as problem:
+            logger.info("saving over gRPC: %s", problem)
+            if node.staging is memory:
+                # The daemon took it back. Saves that still use it keep the mapping.
+                node.staging = None
+                self._part_not_before_s.pop(frames.STAGING, None)
+        except OSError as problem:
             logger.info("saving over gRPC: %s", problem)
         return None
 

@@ -4,9 +4,10 @@ Each session has a memfd of its own. The daemon makes it and seals it against re
 client can make the daemon fault by shrinking it. The client writes into it whenever it likes; the
 daemon only copies out of it, and trusts the checksum of its copy, not the memory.
 
-The total is bounded. An area that no save uses for a while gives its pages back (the client's
-mapping stays, and reads zeros). The client is not informed, so the first save after that is
-refused: the client may have written it before the pages went.
+The total is bounded. The more sessions there are, the smaller are their areas, in powers of two,
+and none is more than twice as large as another. An area that no save uses for a while is taken
+back, and so is one that is larger than others could have now. The client is not informed, so its
+next save from there is refused: it goes over gRPC, and then the client asks for an area again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 #: needs it.
 IDLE_S: Final = 60
 _IDLE_NS: Final = IDLE_S * 10**9
+#: No area is divided into smaller ones than this.
+MIN_AREA_BYTES: Final = 2**20
 
 
 class Staging:
@@ -113,9 +116,7 @@ class _Area:
     """A session's staging memory in the pool."""
 
     memory: Staging
-    #: memory is allocated to it, and counts
-    populated: bool = False
-    used_ns: int = 0
+    used_ns: int
     #: saves that are being copied out of it
     copies: int = 0
 
@@ -124,11 +125,12 @@ class StagingPool:
     """The staging memory of all sessions, `total_bytes` at most. Belongs to the event loop."""
 
     def __init__(self, area_bytes: int, total_bytes: int, executor: Executor, clock: Clock) -> None:
+        """`area_bytes`: the largest area."""
         self.area_bytes: Final = area_bytes
         self.total_bytes: Final = total_bytes
-        #: memory of all populated areas
+        #: memory of all areas
         self.used_bytes = 0
-        #: areas and saves that were refused because all memory was in use
+        #: areas that were refused because all memory was in use
         self.refusals = 0
         self._executor = executor
         self._clock = clock
@@ -147,25 +149,25 @@ class StagingPool:
         Raises UnknownStaging when other sessions use all of it; OSError.
         """
         area = self._areas.get(session)
-        if area is None or not area.populated:
-            self._make_room()
-            if area is None:
-                area = self._areas[session] = _Area(Staging(self.area_bytes))
-            self._populate(area)
+        if area is None:
+            size_bytes = self._part_bytes(len(self._areas) + 1)
+            self._make_room(size_bytes)
+            area = self._areas[session] = _Area(Staging(size_bytes), self._clock.now_ns())
+            self.used_bytes += size_bytes
+            self._look_again()
+            # A descriptor of its own: the session may end meanwhile.
+            fd = os.dup(area.memory.fd)
+            self._executor.submit(_fallocate, "staging_not_populated", fd, size_bytes, 0)
         return area.memory
 
     @contextmanager
     def using(self, session: int) -> Iterator[Staging]:
-        """The memory of a session, for one save; its pages stay meanwhile. Raises
-        UnknownStaging."""
+        """The memory of a session, for one save; it stays meanwhile. Raises UnknownStaging."""
         area = self._areas.get(session)
         if area is None:
-            raise UnknownStaging("this session has no staging memory; save over gRPC")
-        if not area.populated:
-            # What the client wrote may have gone with the former pages.
-            self._make_room()
-            self._populate(area)
-            raise UnknownStaging("the memory was taken, as it was not used; save this over gRPC")
+            raise UnknownStaging(
+                "this session has no staging memory, or has none any more; save this over gRPC"
+            )
         area.copies += 1
         try:
             yield area.memory
@@ -176,11 +178,7 @@ class StagingPool:
     def close(self, session: int) -> None:
         """The session is over. Idempotent."""
         if session in self._areas:
-            memory = self._take_out(session)
-            memory.end()
-            unmapped = self._executor.submit(memory.unmap)
-            # An executor that ends does not run what waits.
-            unmapped.add_done_callback(lambda _: memory.unmap())
+            self._unmap(self._take_out(session))
 
     def close_all(self) -> None:
         """The daemon stops."""
@@ -189,18 +187,40 @@ class StagingPool:
         for session in list(self._areas):
             self._take_out(session).close()
 
-    def _take_out(self, session: int) -> Staging:
-        area = self._areas.pop(session)
-        if area.populated:
-            self.used_bytes -= self.area_bytes
-        return area.memory
-
     def give_back_idle(self, idle_ns: int = _IDLE_NS) -> None:
-        """Take the memory from areas that were unused for `idle_ns`."""
+        """Take back the areas that were unused for `idle_ns`."""
         now_ns = self._clock.now_ns()
-        for area in self._areas.values():
-            if area.populated and not area.copies and now_ns - area.used_ns >= idle_ns:
-                self._give_back(area)
+        for session, area in list(self._areas.items()):
+            if not area.copies and now_ns - area.used_ns >= idle_ns:
+                self._take_back(session)
+
+    def _part_bytes(self, sessions: int) -> int:
+        """The size of an area when so many sessions have one."""
+        size_bytes = self.area_bytes
+        while size_bytes * sessions > self.total_bytes and size_bytes >= 2 * MIN_AREA_BYTES:
+            size_bytes //= 2
+        return size_bytes - size_bytes % mmap.PAGESIZE
+
+    def _take_out(self, session: int) -> Staging:
+        memory = self._areas.pop(session).memory
+        self.used_bytes -= memory.size_bytes
+        return memory
+
+    def _unmap(self, memory: Staging) -> None:
+        memory.end()
+        unmapped = self._executor.submit(memory.unmap)
+        # An executor that ends does not run what waits.
+        unmapped.add_done_callback(lambda _: memory.unmap())
+
+    def _take_back(self, session: int) -> None:
+        """Take an area from a session that lives on. Its client may keep the mapping, but not these
+        pages."""
+        memory = self._take_out(session)
+        fd = os.dup(memory.fd)
+        self._executor.submit(
+            _fallocate, "staging_not_given_back", fd, memory.size_bytes, _PUNCH_HOLE
+        )
+        self._unmap(memory)
 
     def _look_again(self) -> None:
         """Set the timer that finds idle memory."""
@@ -212,33 +232,27 @@ class StagingPool:
         self.give_back_idle()
         self._look_again()
 
-    def _make_room(self) -> None:
-        """Have memory for one more area, if need be from one that is idle. Raises
-        UnknownStaging."""
-        if self.used_bytes + self.area_bytes <= self.total_bytes:
-            return
-        idle = [area for area in self._areas.values() if area.populated and not area.copies]
-        oldest = min(idle, key=lambda area: area.used_ns, default=None)
-        if oldest is None or self._clock.now_ns() - oldest.used_ns < _IDLE_NS // 2:
-            self.refusals += 1
-            raise UnknownStaging(
-                f"other sessions use the {self.total_bytes} bytes of staging memory; save over gRPC"
-            )
-        self._give_back(oldest)
+    def _make_room(self, size_bytes: int) -> None:
+        """Have memory for one more area: take back areas that were idle for long, and those that
+        are larger. Raises UnknownStaging."""
+        while self.used_bytes + size_bytes > self.total_bytes:
+            session = self._dispensable(size_bytes)
+            if session is None:
+                self.refusals += 1
+                raise UnknownStaging(
+                    f"other sessions use the {self.total_bytes} bytes of staging memory; save over "
+                    "gRPC"
+                )
+            self._take_back(session)
 
-    def _populate(self, area: _Area) -> None:
-        area.populated = True
-        area.used_ns = self._clock.now_ns()
-        self.used_bytes += self.area_bytes
-        self._look_again()
-        # A descriptor of its own: the session may end meanwhile.
-        fd = os.dup(area.memory.fd)
-        self._executor.submit(_fallocate, "staging_not_populated", fd, self.area_bytes, 0)
-
-    def _give_back(self, area: _Area) -> None:
-        area.populated = False
-        self.used_bytes -= self.area_bytes
-        fd = os.dup(area.memory.fd)
-        self._executor.submit(
-            _fallocate, "staging_not_given_back", fd, self.area_bytes, _PUNCH_HOLE
-        )
+    def _dispensable(self, size_bytes: int) -> int | None:
+        """The session that may lose its area for one of this size: the longest idle one, or, if
+        none is idle for long, the one of which that is true among those with larger areas."""
+        free = [session for session, area in self._areas.items() if not area.copies]
+        oldest = min(free, key=lambda each: self._areas[each].used_ns, default=None)
+        if oldest is None:
+            return None
+        if self._clock.now_ns() - self._areas[oldest].used_ns >= _IDLE_NS // 2:
+            return oldest
+        larger = [each for each in free if self._areas[each].memory.size_bytes > size_bytes]
+        return min(larger, key=lambda each: self._areas[each].used_ns, default=None)

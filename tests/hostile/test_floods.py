@@ -370,7 +370,7 @@ def test_staging_memory_of_all_sessions_is_bounded() -> None:
             eventually(lambda: memory_bytes(daemon) >= staged_bytes, 10)
         flight = in_flight(daemon)
         assert flight["staging_bytes"] == 16 * MIB
-        assert flight["staging_refusals"] == refused == 36
+        assert flight["staging_refusals"] == refused > 0, "no part is smaller than 1 MiB"
         open_.close()
         eventually(lambda: in_flight(daemon)["staging_bytes"] == 0)
         watch.assert_within_and_back()

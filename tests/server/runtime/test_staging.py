@@ -138,7 +138,8 @@ async def test_beyond_the_bound_there_is_none(clock: ManualClock) -> None:
 async def test_what_is_idle_is_given_back_and_comes_again(clock: ManualClock) -> None:
     pool = pool_of(2, clock)
     memory = pool.open(1)
-    with mmap.mmap(memory.fd, SIZE) as theirs:
+    kept = os.dup(memory.fd)
+    with mmap.mmap(kept, SIZE) as theirs:
         clock.forward(module.IDLE_S - 1)
         with pool.using(1):
             clock.forward(module.IDLE_S)
@@ -150,24 +151,24 @@ async def test_what_is_idle_is_given_back_and_comes_again(clock: ManualClock) ->
         theirs[:4] = b"data"
         clock.forward(1)
         pool.give_back_idle()
-        assert (pool.used_bytes, memory.resident_bytes) == (0, 0)
-        assert theirs[:4] == bytes(4)
-        # A copy may now find zeros that the client never wrote.
-        with pytest.raises(UnknownStaging, match="save this over gRPC"), pool.using(1):
-            pass
-        assert (pool.used_bytes, memory.resident_bytes) == (SIZE, SIZE)
-        theirs[:4] = b"data"
-        with pool.using(1) as used:
-            assert bytes(used.view(0, 4)) == b"data"
+        assert (pool.used_bytes, os.fstat(kept).st_blocks) == (0, 0)
+        assert theirs[:4] == bytes(4), "the client may keep its mapping, but not the pages"
+    os.close(kept)
+    # A copy would now find zeros that the client never wrote.
+    with pytest.raises(UnknownStaging, match="save this over gRPC"), pool.using(1):
+        pass
+    again = pool.open(1)
+    assert (pool.used_bytes, again.resident_bytes) == (SIZE, SIZE)
+    with pool.using(1) as used:
+        assert used is again
     pool.close_all()
 
 
 @in_loop
 async def test_who_has_use_for_it_takes_it_from_the_longest_idle(clock: ManualClock) -> None:
     pool = pool_of(2, clock)
-    memories = {}
     for session in (1, 2):
-        memories[session] = pool.open(session)
+        pool.open(session)
         clock.forward(1)
     clock.forward(module.IDLE_S / 2 - 3)
     with pytest.raises(UnknownStaging):
@@ -175,15 +176,55 @@ async def test_who_has_use_for_it_takes_it_from_the_longest_idle(clock: ManualCl
     clock.forward(1)
     with pool.using(2):
         pool.open(3)
-    assert memories[1].resident_bytes == 0
-    assert memories[2].resident_bytes == SIZE
-    with pytest.raises(UnknownStaging, match="other sessions use"), pool.using(1):
-        pass
+    assert [session in pool for session in (1, 2, 3)] == [False, True, True]
+    with pytest.raises(UnknownStaging, match="other sessions use"):
+        pool.open(1)
     assert pool.used_bytes == 2 * SIZE
     pool.close(2)
     pool.open(1)
     with pool.using(1):
         pass
+    pool.close_all()
+
+
+@pytest.mark.parametrize("sessions", [1, 4, 5, 8, 9, 16, 32])
+@in_loop
+async def test_no_session_has_twice_as_much_as_another_however_many_there_are(
+    clock: ManualClock, sessions: int
+) -> None:
+    """Those that came first give theirs up for smaller ones, once for each halving."""
+    large = 8 * module.MIN_AREA_BYTES
+    pool = StagingPool(large, 4 * large, AtOnce(), clock)
+    refused = 0
+    for _ in range(2):
+        for session in range(sessions):
+            try:
+                with pool.using(session):
+                    clock.forward(0.001)
+            except UnknownStaging:
+                refused += 1
+                pool.open(session)
+            assert pool.used_bytes <= pool.total_bytes
+    sizes = {pool.open(session).size_bytes for session in range(sessions)}
+    halvings = max(0, sessions - 1).bit_length() - 2
+    assert min(sizes) == large >> max(0, halvings)
+    assert max(sizes) <= 2 * min(sizes)
+    assert len(pool) == sessions
+    assert refused <= 2 * sessions
+    assert pool.refusals == 0
+    pool.close_all()
+
+
+@in_loop
+async def test_the_smallest_parts_are_not_divided(clock: ManualClock) -> None:
+    pool = StagingPool(4 * module.MIN_AREA_BYTES, 4 * module.MIN_AREA_BYTES, AtOnce(), clock)
+    for session in range(4):
+        pool.open(session)
+    for session in range(4):
+        pool.open(session)
+    with pytest.raises(UnknownStaging, match="save over gRPC"):
+        pool.open(5)
+    assert (pool.used_bytes, pool.refusals) == (pool.total_bytes, 1)
     pool.close_all()
 
 
