@@ -110,6 +110,15 @@ class Connection(ABC):
         """What the token grants. Raises NotAuthenticated, NotPermitted."""
         return None
 
+    def _let_go(self, *names: str) -> None:
+        """Delete attributes that refer back to this connection, once nothing uses them any more.
+
+        Reference counting then frees it. The cycle collector may never: it does not look at what
+        was alive when the daemon hid its entries from it (`runtime.process_memory`).
+        """
+        for name in ("_call", *names):
+            delattr(self, name)
+
     def _join(self, session: int, access: Access | None) -> None:
         """Belong to this session from now on. Raises LimitReached."""
         others = self._server.attached.get(session, set())

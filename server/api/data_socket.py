@@ -134,6 +134,7 @@ class DataServer(Connections["DataConnection"]):
             connection = DataConnection(self, stream)
             self.connections.add(connection)
             self.unproved[connection] = None
+            del connection, stream, sock  # they end long before the next ones come
             await asyncio.sleep(0)  # other connections have their turn
 
 
@@ -192,6 +193,7 @@ class DataConnection(Connection):
             if self._frames.may_tell:
                 with suppress(OSError):
                     self._frames.tell_now(pb.DataResponse(failure=failure_of("data", error)))
+            del error  # it refers to this frame, which would refer to it
 
     async def _secure(self) -> None:
         """Make the TLS handshake, if there is TLS. Raises OSError, TimeoutError."""
@@ -245,6 +247,9 @@ class DataConnection(Connection):
         self._stream.close()
         # No request followed the last answer: the client may not have read it.
         self._call.done(gone=True)
+        # An exception refers to the frames that it passed, and so to this connection.
+        self._problem = None
+        self._let_go("_task")
 
     # ---- requests that wait for nothing: answered by the callback that reads them
 

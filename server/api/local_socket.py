@@ -156,6 +156,17 @@ class _Connection(Connection, asyncio.BufferedProtocol):
         # The kernel reports a client that closed with an unread answer (ECONNRESET). Any other
         # client has read it, and keeps its claim: it may have views of the entries.
         self._call.done(gone=exc is not None)
+        left = {task for task in (self._task, self._admitting) if task is not None}
+
+        def ended(task: asyncio.Task[None]) -> None:
+            left.discard(task)
+            if not left:
+                # asyncio's transport keeps a method of its own in an attribute.
+                vars(self._transport).pop("_read_ready_cb", None)
+                self._let_go("_turn", "_task", "_admitting")
+
+        for task in list(left):
+            task.add_done_callback(ended)
 
     def pause_writing(self) -> None:
         self._writable.clear()

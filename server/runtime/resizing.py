@@ -214,6 +214,7 @@ class _Resize:
         """Restore retired slabs, up to the size. Raises DeviceFull, StoreError."""
         core, ledger = self._core, self._ledger
         target_bytes = arena_bytes - ledger.header_bytes
+        slices = Slices()
         while missing_bytes := max(0, target_bytes - ledger.limit_bytes):
             location = ledger.next_restored(min(missing_bytes, _RESTORED_AT_ONCE))
             if not location:
@@ -224,6 +225,8 @@ class _Resize:
                 raise DeviceFull(str(problem)) from None
             self._holes[self._tier] = max(0, self._holes[self._tier] - location[1])
             core.post(SlabsRestored(self._tier, location, core.clock.now_ns()))
+            # A tier whose order was shuffled was retired in as many pieces as it had entries.
+            await slices.pause()
 
     async def _on_thread(self, call: Callable[[Location], T], location: Location) -> T:
         if not self._store.blocking:

@@ -387,3 +387,23 @@ async def test_too_many_keys_of_a_fetch_are_not_looked_at(tmp_path: Path) -> Non
         asked.keys = asked.room_bytes = Unseen(BATCH + 1)
         with pytest.raises(InvalidBatch, match="keys has 4097 elements"):
             await calls.fetch(asked, PlainCaller(None), None)  # type: ignore[arg-type]
+
+
+@in_loop
+async def test_growing_a_tier_that_was_retired_in_many_pieces_has_pauses(tmp_path: Path) -> None:
+    """Its order is shuffled, as in any tier in use, so no two pieces lie beside each other."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(number): DATA for number in range(COUNT)})
+        ledger = daemon.tables.ledgers[Tier.RAM]
+        before = ledger.budget_bytes
+        for number in (*range(0, COUNT, 2), *range(1, COUNT, 2)):
+            await session.release((await session.claim([key(number)])).claim_id)
+        used = ledger.published_bytes
+        await daemon.front.admin.resizing.resize(Tier.RAM, used)
+        await daemon.front.admin.resizing.resize(Tier.RAM, used // 2)
+        pieces = sum(len(location) // 2 for location in ledger.retired)
+        assert pieces >= COUNT // 2
+        growing = daemon.front.admin.resizing.resize(Tier.RAM, before)
+        _, rounds = await rounds_of(growing)
+        assert rounds >= COUNT // 2
