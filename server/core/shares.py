@@ -127,4 +127,4 @@ def _add(counts: dict, key: object, amount: int) -> None:  # type: ignore[type-a
     if now:
         counts[key] = now
     else:
-        del counts[key]
+        counts.pop(key, None)  # there is none, if nothing was taken of nothing

@@ -90,3 +90,11 @@ def test_whatever_is_taken_and_given_back_the_counts_add_up(seed: int) -> None:
     for holder, amount in held:
         shares.give(holder, amount)
     assert (shares.used, shares._tenants, shares._sessions) == (0, {}, {})
+
+
+def test_nothing_may_be_taken_and_given_back() -> None:
+    """As by offers to an engine that gets addresses instead of payloads."""
+    shares = Shares("bytes", 10)
+    shares.take(Holder(), 0)
+    shares.give(Holder(), 0)
+    assert shares.used == 0
