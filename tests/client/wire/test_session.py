@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -267,11 +269,19 @@ def test_events_of_a_later_version_are_ignored(daemon: FakeDaemon, keepers: Keep
     assert keepers.counters.snapshot()["lost_reservations"] == 1
 
 
+def test_the_library_swallows_nothing_that_it_logs() -> None:
+    """In an interpreter of its own: prefixctl, which reports by itself, does swallow it."""
+    ask = (
+        "import logging, prefixd.client.client; print(logging.getLogger('prefixd.client').handlers)"
+    )
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_a_daemon_that_is_not_found_is_said_once_for_each_time(
     address: str, keepers: Keepers, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With where it was looked for, and however often it is tried."""
-    assert not logging.getLogger("prefixd.client").handlers, "nothing swallows it"
     keeper = keepers()
     with pytest.raises(DaemonUnavailable, match="no such socket"):
         keeper.link(Deadline(LONG))
