@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
@@ -20,6 +23,7 @@ from prefixd.server.api import grpc_adapter, grpc_connections
 from prefixd.server.api.access import Access, Role, Tokens
 from prefixd.server.api.grpc_connections import MAX_REFUSALS, GrpcConnections, plain_host
 from prefixd.server.api.usage import UsageBook
+from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
 from tests.support.running import Outside, Refused, Running, key, payload, running
 
@@ -164,6 +168,41 @@ def test_a_tenant_leaves_labels_to_others() -> None:
 
 
 # ---- connections
+
+#: A gRPC server with TLS, to which somebody says what is no TLS.
+NO_TLS = """
+import asyncio, socket, sys
+import prefixd.server, grpc
+pair = tuple(open(path, "rb").read() for path in sys.argv[1:])
+
+def say(port):
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\\r\\n\\r\\n")
+        while stranger.recv(100):
+            pass
+
+async def main():
+    server = grpc.aio.server()
+    port = server.add_secure_port("127.0.0.1:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    await asyncio.to_thread(say, port)
+    await server.stop(0)
+
+asyncio.run(main())
+"""
+
+
+def test_a_failed_handshake_leaves_no_line(tmp_path: Path) -> None:
+    """In an interpreter of its own, which has not imported gRPC yet."""
+    certificate, private = Authority(tmp_path / "ours").sign("daemon")
+    told = subprocess.run(
+        [sys.executable, "-c", NO_TLS, str(private), str(certificate)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"},
+    )
+    assert (told.stdout, told.stderr) == ("", "")
 
 
 def test_the_oldest_connections_that_proved_nothing_are_closed() -> None:
