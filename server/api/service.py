@@ -96,6 +96,7 @@ class CacheService:
             stop_at_first_absent=request.stop_at_first_absent,
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
+            tenant=caller.tenant,
         )
 
     def _lookup_response(

@@ -293,7 +293,9 @@ class SessionStream:
         core = self._core
         # The label that its traffic is counted under: "other" when there are too many labels.
         label = self._usage.name
-        question = SessionOpened(core.next_request(), owner, core.clock.now_ns(), label)
+        question = SessionOpened(
+            core.next_request(), owner, core.clock.now_ns(), label, self._tenant
+        )
         session = (await core.ask(question, Opened)).session
         log.info("session_opened", session=session, owner=owner)
         return session

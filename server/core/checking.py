@@ -444,6 +444,8 @@ class Recount:
         waited_keys = sum(waiting.waited_keys for waiting in t.waiting.values())
         if waited_keys != t.waited_keys:
             self._say(f"{t.waited_keys} keys are said to be waited for, {waited_keys} are")
+        if (t.waiters.used, t.waits.used) != (len(t.waiting), waited_keys):
+            self._say(f"shares of {t.waiters.used} waiting requests and {t.waits.used} waits")
         for entry in t.condemned.values():
             if entry.published or not entry.pins:
                 self._say(f"entry {_name(entry.key)} is condemned without a claim on it")

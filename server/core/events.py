@@ -15,6 +15,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location, StoredEntry
 from .journal import EvictionCause
+from .shares import HOST
 
 
 class TierState(Enum):
@@ -46,6 +47,7 @@ class SessionOpened:
     owner: str
     now_ns: int
     label: str = ""
+    tenant: str = HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +92,7 @@ class LookupAsked:
     stop_at_first_absent: bool
     wait_until_ns: int
     now_ns: int
+    tenant: str = HOST
 
 
 @dataclass(frozen=True, slots=True)

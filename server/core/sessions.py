@@ -14,6 +14,7 @@ from typing import Final
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from .entries import Entry
+from .shares import HOST
 
 #: A session that pins this many entries keeps them in `_PARTS` dicts from then on.
 SPLIT_AT: Final = 8_192
@@ -180,8 +181,9 @@ class Session:
     reserving: int = 0
     #: Keys of the chains of its unfinished saves, see `SaveBatch`.
     chained_keys: int = 0
-    #: The label of its client.
+    #: The label of its client, and its tenant (`core.shares`).
     label: str = ""
+    tenant: str = HOST
     #: Its saves that were published, and their payload bytes.
     saves: int = 0
     saved_bytes: int = 0

@@ -35,11 +35,11 @@ class Shares:
     def __init__(self, what: str, total: int) -> None:
         """`what`: names them in messages, in the plural, with the option that says how many."""
         self.what: Final = what
-        self.total: Final = total
+        #: May be changed: what is held beyond it stays until it is given back.
+        self.total = total
         self.used = 0
         #: How often something was refused.
         self.refusals = 0
-        self._remote_total: Final = total - total // _HOST_PART
         #: Held by all tenants but `HOST`.
         self._remote = 0
         self._tenants: dict[str, int] = {}
@@ -54,7 +54,9 @@ class Shares:
     def left_for(self, tenant: str) -> int:
         """What is free, and not kept for others."""
         left = self.total - self.used
-        return left if tenant == HOST else min(left, self._remote_total - self._remote)
+        if tenant == HOST:
+            return left
+        return min(left, self.total - self.total // _HOST_PART - self._remote)
 
     def has_room(self, amount: int) -> bool:
         """Whether that much is free, whoever asks. What is larger than all of it fits when nothing

@@ -323,7 +323,14 @@ class MetaState:
         if held >= t.config.max_sessions:
             raise Refusal(LimitReached(f"{held} sessions are open; try again later"))
         served_ns = transition.served_ns
-        session = Session(t.next_session, asked.owner, served_ns, served_ns, label=asked.label)
+        session = Session(
+            t.next_session,
+            asked.owner,
+            served_ns,
+            served_ns,
+            label=asked.label,
+            tenant=asked.tenant,
+        )
         t.next_session += 1
         t.sessions[session.session] = session
         t.journal.know(session.session, asked.owner, asked.label)

@@ -23,6 +23,7 @@ from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .journal import HAPPENINGS, EvictionCause, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session
+from .shares import Holder, Shares
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +39,8 @@ class Waiting:
     pending: dict[int, int]
     #: What the question adds to `Tables.waited_keys`.
     waited_keys: int
+    #: Whose share of all waits it counts to.
+    holder: Holder
 
 
 # ---- jobs of the backlog: an event does a bounded amount of them
@@ -192,6 +195,9 @@ class Tables:
     #: Saves that the requests in `waiting` wait for: of all, and of those without a session.
     waited_keys: int = 0
     anonymous_waited_keys: int = 0
+    #: The same requests, and the saves that they wait for, in shares of the tenants.
+    waiters: Shares = field(default_factory=lambda: Shares("waiting requests (max_waiters)", 0))
+    waits: Shares = field(default_factory=lambda: Shares("waits (max_waited_keys)", 0))
     #: Work that was left for later, the next job first.
     backlog: deque[Job] = field(default_factory=deque)
     #: Each `Unpin` in `backlog`, by claim.

@@ -19,6 +19,7 @@ from .entries import Entry
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
 from .sessions import Claim, Reservation, Session
+from .shares import Holder
 from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, Wake
 
 #: Used for every key of a claim. Enum attribute lookup is slow, so it is cached here.
@@ -88,10 +89,16 @@ class Transition:
         waited_keys = t.anonymous_waited_keys if session is None else session.waited_keys
         if waited_keys + len(pending) > config.max_waited_keys_per_session:
             return False
+        holder = self._holder(question, session)
+        t.waiters.total, t.waits.total = config.max_waiters, config.max_waited_keys
+        if not (t.waiters.may_take(holder) and t.waits.may_take(holder, len(pending))):
+            return False
+        t.waiters.add(holder)
+        t.waits.add(holder, len(pending))
         self._count_waited(session, len(pending))
         if session is not None:
             session.waits[question.request] = None
-        t.waiting[question.request] = Waiting(question, mode, pending, len(pending))
+        t.waiting[question.request] = Waiting(question, mode, pending, len(pending), holder)
         for token in pending:
             t.reservations[token].waiters[question.request] = None
         return True
@@ -103,6 +110,8 @@ class Transition:
         if waiting is not None:
             for token in waiting.pending:
                 self._forget_waiter(token, request)
+            t.waiters.give(waiting.holder)
+            t.waits.give(waiting.holder, waiting.waited_keys)
             session = self._asker(waiting.question)
             self._count_waited(session, -waiting.waited_keys)
             if session is not None:
@@ -125,6 +134,12 @@ class Transition:
     def _asker(self, question: LookupAsked | ClaimAsked | ReserveAsked) -> Session | None:
         """The session that a question belongs to; None for lookups, which need none."""
         return None if isinstance(question, LookupAsked) else self.tables.holder(question.session)
+
+    def _holder(self, question: object, session: Session | None) -> Holder:
+        """The tenant that asks."""
+        if session is not None:
+            return Holder(session.tenant)
+        return Holder(question.tenant) if isinstance(question, LookupAsked) else Holder()
 
     def _count_waited(self, session: Session | None, keys: int) -> None:
         self.tables.waited_keys += keys

@@ -14,6 +14,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import checking
 from prefixd.server.core.events import Tick
 from prefixd.server.core.sessions import Claim, Stage
+from prefixd.server.core.shares import Holder
 from prefixd.server.core.tables import Timer
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.order import order_by
@@ -245,6 +246,10 @@ def wait_that_is_not_there(d: Driver) -> None:
     d.tables.sessions[1].waits[77] = None
 
 
+def shares_of_waits_miscounted(d: Driver) -> None:
+    d.tables.waits.add(Holder())
+
+
 def waited_keys_miscounted(d: Driver) -> None:
     d.tables.waited_keys += 1
 
@@ -336,6 +341,7 @@ PLANTS: dict[Plant, str] = {
     order_against_the_stamps: "65.* would be evicted too late for its last use",
     wait_that_is_not_there: "session 1 counts request 77, which does not wait",
     waited_keys_miscounted: "2 keys are said to be waited for, 1 are",
+    shares_of_waits_miscounted: "shares of 1 waiting requests and 2 waits",
     waited_keys_of_a_session_miscounted: r"session 1 is charged \d+ waited keys, not its own",
     pins_of_a_session_miscounted: "session 1 is charged 1 pinned bytes, and holds others",
     reservations_of_a_session_miscounted: "session 1 is charged 5 reserved bytes, and holds others",

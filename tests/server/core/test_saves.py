@@ -104,6 +104,28 @@ def test_only_so_many_wait() -> None:
     assert driver.counters.waits == 1
 
 
+def test_a_tenant_leaves_waits_to_others() -> None:
+    """Who may not wait is answered at once."""
+    driver = Driver(max_waiters=16)
+    session = driver.open()
+    driver.reserve(session, "a")
+
+    def waiting(tenant: str) -> int:
+        before = driver.counters.waits
+        for _ in range(20):
+            question = ev.LookupAsked(driver.request(), keys("a"), False, 10, 0, tenant)
+            driver.ask(question)
+        return driver.counters.waits - before
+
+    assert [waiting(tenant) for tenant in ("one", "two", "three", "")] == [7, 3, 2, 4]
+    for _ in range(2):
+        driver.now_ns += 10
+        driver.tick()
+    tables = driver.state.tables
+    assert (tables.waiters.used, tables.waits.used) == (0, 0)
+    assert waiting("two") == 7
+
+
 def test_what_is_present_is_a_use_of_it(driver: Driver) -> None:
     driver.save(1, "a b")
     answer = driver.reserve(2, "b")
