@@ -20,7 +20,9 @@ from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import PRESSURE, StateCollector
+from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
+from prefixd.server.config.memory import memory_parts
 from prefixd.server.config.options import Config
 from prefixd.server.core.counters import Histogram
 from prefixd.server.core.state import MetaState
@@ -28,6 +30,7 @@ from prefixd.server.core.tables import StateConfig
 from prefixd.server.daemon import main
 from prefixd.server.runtime.clock import BOUNDS_NS, Clock, Latencies, LoopLag
 from tests.support.daemon import eventually, metrics_of, private_daemon
+from tests.support.running import MACHINE
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DEPLOY = REPOSITORY / "deploy"
@@ -273,9 +276,25 @@ def test_the_sidecars_budgets_fit_its_limits() -> None:
     shm, disk = re.findall(r"sizeLimit: (\w+)", POD)
     budgets = (config.ram.budget_bytes, config.shm.budget_bytes, config.disk.budget_bytes)
     ram_bytes, shm_bytes, disk_bytes = map(int, budgets)
-    assert ram_bytes + shm_bytes + 2**30 <= quantity(memory)
+    most_bytes = sum(memory_parts(resolve(config, MACHINE)).values())
+    assert most_bytes <= quantity(memory) < most_bytes + 2**30, "the sum, and no more"
+    assert ram_bytes + shm_bytes < most_bytes
     assert shm_bytes < quantity(shm)
     assert disk_bytes < quantity(disk)
+
+
+def test_the_readme_lists_every_bound_that_takes_memory() -> None:
+    """Each option that adds to the sum, and each whose name says that it is a bound."""
+    flags = ["--tcp=127.0.0.1:0", "--shared.engine=redis://127.0.0.1:1", "--ram=1MiB"]
+    config = load_config([*flags, "--shm=1MiB", "--disk=1MiB"], {})
+    table = README[README.index("### What clients may take") : README.index("## Access")]
+    for name in memory_parts(resolve(config, MACHINE)):
+        assert name in table, name
+    for section in (config.server, config.sessions, config.watch):
+        for name, field in type(section).model_fields.items():
+            option = field.alias or name
+            if option.startswith("max_") and option != "max_waited_keys_per_session":
+                assert option in table, option
 
 
 def test_the_pods_paths_ports_and_volumes_fit_together() -> None:

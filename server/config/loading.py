@@ -31,7 +31,7 @@ from ...proto.frames import TRACING_VARIABLE
 from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
-from . import sources
+from . import memory, sources
 from .budgets import Plan, resolve
 from .machine import Machine
 from .options import Config, Server, Shared, TierSection
@@ -148,7 +148,7 @@ def load_config(
         assert plan is not None
         warnings = [f"warning: {warning}" for warning in plan.warnings]
         good = "The configuration is possible, but likely not meant:" if warnings else _GOOD
-        print(good, *warnings, *plan.describe(), sep="\n")
+        print(good, *warnings, *plan.describe(), memory.describe(plan), sep="\n")
         raise SystemExit(0)
     return config
 

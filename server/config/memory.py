@@ -1,0 +1,55 @@
+"""How much memory a configuration may take: the bounds of all options, added up."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ...proto.units import format_bytes
+from ...proto.vocabulary import Tier
+from .budgets import Plan
+
+#: What a daemon takes that serves nobody: the interpreter, its libraries, buffers of gRPC.
+_BASE_BYTES: Final = 256 * 2**20
+#: An entry in the tables, and its row in the index.
+_ENTRY_BYTES: Final = 600
+#: A connection with what it may have sent ahead, a call, and a session.
+_CONNECTION_BYTES: Final = 64 * 2**10
+_CALL_BYTES: Final = 64 * 2**10
+_SESSION_BYTES: Final = 16 * 2**10
+
+
+def memory_parts(plan: Plan) -> dict[str, int]:
+    """What each option adds, in bytes, by the option's name. The table in deploy/README.md shows
+    the same."""
+    config = plan.config
+    server, sessions, watch = config.server, config.sessions, config.watch
+    sockets = 3 if server.tcp else 1
+    entries = sum(
+        min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
+        for tier in plan.tiers.values()
+    )
+    parts = {
+        "ram.budget": plan.all_tiers[Tier.RAM].max_budget_bytes,
+        "shm.budget": plan.all_tiers[Tier.SHM].max_budget_bytes,
+        "server.staging_total": server.staging_total_bytes,
+        "server.max_reads": server.max_read_bytes,
+        "server.max_saves": server.max_save_bytes,
+        "server.max_local": server.max_local_bytes * (2 if server.tcp else 1),
+        "server.max_connections": server.max_connections * sockets * _CONNECTION_BYTES,
+        "server.max_rpcs": server.max_rpcs * _CALL_BYTES,
+        "server.journal": server.journal_bytes,
+        "sessions.max_sessions": sessions.max_sessions * _SESSION_BYTES,
+        "watch.history": watch.history_bytes if watch.max_watchers else 0,
+        "shared.memory": config.shared.memory_bytes if config.shared.engine else 0,
+        "entries": entries * _ENTRY_BYTES,
+        "the daemon itself": _BASE_BYTES,
+    }
+    return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
+
+
+def describe(plan: Plan) -> str:
+    """One line: the sum, and its largest parts."""
+    parts = memory_parts(plan)
+    largest = sorted(parts, key=lambda name: -parts[name])[:3]
+    named = ", ".join(f"{name} {format_bytes(parts[name])}" for name in largest)
+    return f"memory: at most {format_bytes(sum(parts.values()))}, of which {named}"

@@ -1,0 +1,42 @@
+"""The sum of all bounds: every option that takes memory is in it."""
+
+from __future__ import annotations
+
+from prefixd.server.config.budgets import resolve
+from prefixd.server.config.loading import load_config
+from prefixd.server.config.memory import describe, memory_parts
+from tests.support.running import MACHINE
+
+MIB = 2**20
+
+
+def parts(*flags: str) -> dict[str, int]:
+    budgets = ("--ram=64MiB", "--shm=0", "--disk=0")
+    return memory_parts(resolve(load_config([*budgets, *flags], {}), MACHINE))
+
+
+def test_each_option_adds_what_it_allows() -> None:
+    before = parts()
+    assert before["ram.budget"] == 64 * MIB
+    assert before["entries"] == 1024 * 600
+    for flag, name, more_bytes in (
+        ("--server.max_reads=300MiB", "server.max_reads", 44 * MIB),
+        ("--server.max_saves=2GiB", "server.max_saves", 1024 * MIB),
+        ("--server.staging_total=2GiB", "server.staging_total", 1024 * MIB),
+        ("--server.max_connections=2048", "server.max_connections", 64 * MIB),
+        ("--server.max_rpcs=1024", "server.max_rpcs", 32 * MIB),
+        ("--sessions.max_sessions=8192", "sessions.max_sessions", 64 * MIB),
+        ("--watch.history=32MiB", "watch.history", 16 * MIB),
+        ("--ram.max_budget=128MiB", "ram.budget", 64 * MIB),
+    ):
+        after = parts(flag)
+        assert after[name] - before[name] == more_bytes, flag
+    assert parts("--tcp=127.0.0.1:0")["server.max_local"] == 512 * MIB
+    assert "watch.history" not in parts("--watch.max_watchers=0")
+
+
+def test_the_sum_is_described_with_its_largest_parts() -> None:
+    plan = resolve(load_config(["--ram=64GiB", "--shm=0", "--disk=0"], {}), MACHINE)
+    line = describe(plan)
+    assert line.startswith("memory: at most 67.51GiB")
+    assert "of which ram.budget 64GiB, " in line
