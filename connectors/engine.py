@@ -4,6 +4,7 @@ connector was written for, and the client that the engine's options make."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -11,6 +12,8 @@ from inspect import Parameter, Signature, signature
 from typing import Any, Final, NamedTuple
 
 from ..client.client import Client
+from ..client.identity import Dimension, Part, unrevealed
+from ..client.weights import weights_of
 from ..proto.errors import ConfigError
 from ..proto.vocabulary import Tier
 
@@ -184,3 +187,36 @@ def plain_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
         str(name): value if isinstance(value, plain) else str(value)
         for name, value in fields.items()
     }
+
+
+# ---- identities
+
+#: What a user can do whose engine does not tell its connector which weights it runs.
+GIVE_FINGERPRINT: Final = (
+    "give the option fingerprint: text that names the weights and whatever else of the model this "
+    "engine does not tell"
+)
+
+
+def fingerprint_of(engine: str, options: Mapping[str, Any]) -> str | None:
+    """The option `fingerprint`, if it was given. Raises ConfigError for anything but text."""
+    given = options.get("fingerprint")
+    if given is not None and (not isinstance(given, str) or not given):
+        raise ConfigError(f"prefixd's options for {engine}: fingerprint is text, not {given!r:.80}")
+    return given
+
+
+def weights_dimension(
+    fingerprint: str | None, model: str | None = None, revision: str | None = None
+) -> Dimension:
+    """The weights: as the user named them, else the files of `model` on this host, else unknown, so
+    that nothing is shared beyond this process."""
+    if fingerprint is not None:
+        return Dimension("weights", fingerprint, "the option fingerprint", Part.FINGERPRINT)
+    found = None
+    if model:
+        with suppress(OSError):
+            found = weights_of(model, revision=revision)
+    if found is None:
+        return unrevealed("weights", GIVE_FINGERPRINT)
+    return Dimension("weights", found.digest, found.source, Part.FINGERPRINT)

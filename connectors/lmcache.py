@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import chain, count
@@ -22,12 +22,14 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from ..client.buffers import flat_bytes
 from ..client.client import Client
+from ..client.config_values import plain
 from ..client.hits import Hit
+from ..client.identity import Dimension, Part, StateIdentity
 from ..client.saves import SaveItem
 from ..proto.errors import CallerError
 from ..proto.keys import ForeignNamespace, Key
-from ..proto.vocabulary import MissReason, Tier
-from .engine import Engine, attach
+from ..proto.vocabulary import ClaimMode, MissReason, Tier
+from .engine import Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("LMCache", "lmcache", "0.5.6")
 T = TypeVar("T")
@@ -35,6 +37,27 @@ T = TypeVar("T")
 #: Most namespaces in memory. A process serves few models.
 _MAX_NAMESPACES: Final = 1024
 _KIND: Final = attrgetter("model_name", "cache_salt")
+
+
+def identity_of(config: Mapping[str, Any]) -> StateIdentity:
+    """Everything that the bytes of a chunk depend on, beside its key in LMCache.
+
+    LMCache tells its adapters the name of a model, and nothing of its weights. So the option
+    `fingerprint` has to name them, and what else the engine behind LMCache does not tell it
+    (revision, quantisation, overrides); without it nothing is shared beyond this process. `fields`
+    distinguish keys further, for example by the version of a chunk's layout.
+    """
+    fields = config.get("fields") or {}
+    return StateIdentity(
+        f"lmcache {ENGINE.version}",
+        (
+            weights_dimension(fingerprint_of("lmcache", config)),
+            Dimension("fields", plain(fields), "the option fields", Part.CONTEXT),
+            Dimension(
+                "model, cache_salt, rank, group, tokens", None, "LMCache's keys", Part.BLOCKS
+            ),
+        ),
+    )
 
 
 class Keys:
@@ -254,6 +277,10 @@ class L2Core:
                 found[position] = True
         elif hit:
             hit.release()
+        elif hit is not None and hit.miss is MissReason.REFUSED:
+            # More than one session may pin. They are loaded without a lock, as far as they stay.
+            with suppress(CallerError):
+                found = self._client.exists(keys)
         self._end(self._found, number, found, self.lookup_event)
 
     def found(self, number: int) -> list[bool] | None:
@@ -304,18 +331,36 @@ class L2Core:
                 loading.ended(rest, None)
                 return number
             claiming.add_done_callback(
-                lambda done: self._load_unlocked(loading, rest, buffers, done)
+                lambda done: self._load_unlocked(loading, keys, rest, buffers, done)
             )
         elif not held:
             loading.then(loading.good)
         return number
 
     def _load_unlocked(
-        self, loading: _Loading, rest: list[int], buffers: Sequence[Any], claiming: Future[Hit]
+        self,
+        loading: _Loading,
+        keys: Sequence[Key],
+        rest: list[int],
+        buffers: Sequence[Any],
+        claiming: Future[Hit],
     ) -> None:
         """Runs in a thread of the client."""
         if claiming.exception():
             loading.ended(rest, None)
+            return
+        if not claiming.result() and claiming.result().miss is MissReason.REFUSED:
+            # More than one session may pin: restore what is there without a claim.
+            try:
+                some = [keys[position] for position in rest]
+                into = [buffers[position] for position in rest]
+                restored = self._client.restore_keys(some, into, mode=ClaimMode.ANY).restored
+            except Exception:
+                loading.ended(rest, None)
+                return
+            for position, good in zip(rest, restored, strict=True):
+                loading.good[position] = good
+            loading.ended([], None)
             return
         with claiming.result() as hit:
             positions = [rest[position] for position in hit.positions]
@@ -391,14 +436,17 @@ def _adapter() -> type:
     native = ENGINE.require("lmcache.lmcache_native", ["Bitmap", "Bitmap.set"])
 
     class PrefixdL2Adapter(base.L2AdapterInterface):  # type: ignore[misc, name-defined]
-        """`{"address": ..., "tier": "ram" | "shm" | "disk", "deadline_ms": ..., "fields": {...}}`;
-        `fields` distinguish keys further, for example by the version of a chunk's layout."""
+        """`{"address": ..., "tier": "ram" | "shm" | "disk", "deadline_ms": ..., "fingerprint": ...,
+        "fields": {...}}`; see `identity_of`."""
 
         def __init__(self, config: dict[str, Any], l1_memory_desc: object = None) -> None:
             super().__init__()
             del l1_memory_desc
-            self._keys = Keys(dict(config.get("fields") or {}))
-            self._core = L2Core(*attach("lmcache", config, ["fields"]))
+            identity = identity_of(config)
+            self._keys = Keys({"identity": identity.digest})
+            client, tier = attach("lmcache", config, ["fields", "fingerprint"])
+            client.announce(identity)
+            self._core = L2Core(client, tier)
 
         def get_store_event_fd(self) -> int:
             return self._core.store_event.fd

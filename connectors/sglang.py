@@ -13,21 +13,26 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
 from typing import Any, Final, TypeVar
 
 from ..client.client import Client
+from ..client.config_values import plain
+from ..client.identity import Dimension, Part, StateIdentity, unrevealed
 from ..client.saves import SaveItem
 from ..proto.errors import ConfigError
 from ..proto.keys import ForeignNamespace
 from ..proto.vocabulary import ClaimMode, Tier
-from .engine import Engine, attach, plain_fields
+from .engine import Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("SGLang", "sglang", "0.5.23")
 
 #: The pool that version 1 of the interface uses.
 _ANCHOR: Final = "kv"
-#: A pool whose state differs between ranks even when their keys and values are the same.
-_MAMBA: Final = "mamba"
+#: The pools whose pages are the same on all ranks of an MLA model. A draft's heads, windows and
+#: recurrent states are split.
+_REPLICATED: Final = frozenset({_ANCHOR, "indexer"})
 
 T = TypeVar("T")
 logger = logging.getLogger("prefixd.connectors")
@@ -109,29 +114,80 @@ def restorable_lengths(there: Sequence[bool], trailing: int | None) -> list[int]
     ]
 
 
-def namespace_of(
-    config: Any, extra: Mapping[str, Any], pool: Any, name: str = _ANCHOR
-) -> ForeignNamespace:
-    """A namespace of everything beside the hash that determines the bytes of a page in the pool
-    `name`."""
-    fields: dict[str, Any] = {
-        field: getattr(config, field, None)
-        for field in (
-            *("model_name", "tp_rank", "tp_size", "pp_rank", "pp_size"),
-            *("is_mla_model", "attn_cp_rank", "attn_cp_size"),
-            *("dcp_rank", "dcp_size", "logical_page_size"),
-        )
-    }
-    if fields["is_mla_model"] and name != _MAMBA:
-        # The pages of all ranks are the same, and SGLang lets one rank write them.
-        fields["tp_rank"] = fields["tp_size"] = None
-    for field in (
-        *("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
-        *("head_group_num", "storage_format_tag"),
+#: Of SGLang's configuration of a storage backend.
+_CONFIG: Final = (
+    *("model_name", "pp_rank", "pp_size", "is_mla_model", "attn_cp_rank", "attn_cp_size"),
+    *("dcp_rank", "dcp_size", "logical_page_size", "tp_lcm_size", "should_split_heads"),
+    "is_page_first_layout",
+)
+#: Of a host pool.
+_POOL: Final = (
+    *("layout", "page_size", "dtype", "layer_num", "head_num", "head_dim", "v_head_dim"),
+    *("head_group_num", "storage_format_tag"),
+)
+#: Of the server's arguments, beside the model's path and revision.
+_ARGUMENTS: Final = (
+    *("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "load_format"),
+    *("json_model_override_args", "context_length", "model_impl", "weight_version"),
+    *("attention_backend", "prefill_attention_backend", "decode_attention_backend"),
+    *("speculative_algorithm", "speculative_draft_model_path", "enable_dp_attention"),
+)
+
+
+def server_arguments() -> Any:
+    """The arguments of the server in this process; None: there is no server here."""
+    with suppress(Exception):  # SGLang's own error if none were set, or an older version
+        return import_module("sglang.srt.runtime_context").get_server_args()
+    return None
+
+
+def identity_of(
+    config: Any, extra: Mapping[str, Any], pool: Any, name: str = _ANCHOR, arguments: Any = None
+) -> StateIdentity:
+    """Everything that the bytes of a page in the pool `name` depend on, beside SGLang's hash of it.
+
+    `arguments`: those of the server; None: they are not known, and without the option
+    `fingerprint` nothing is shared beyond this process.
+    """
+    context, mla = Part.CONTEXT, getattr(config, "is_mla_model", None) and name in _REPLICATED
+    # The pages of all MLA ranks are the same, and SGLang lets one rank write them.
+    rank, size = (None, None) if mla else (config.tp_rank, config.tp_size)
+    given = fingerprint_of("sglang", extra)
+    path, revision = (getattr(arguments, each, None) for each in ("model_path", "revision"))
+    dimensions = [
+        weights_dimension(given, path, revision),
+        Dimension("pool", name, "the name of the pool", context),
+        _kv_dtype(pool, arguments),
+        Dimension("tp rank", rank, "the same for all ranks of MLA", Part.SHARD),
+        Dimension("tp size", size, "storage_config.tp_size", Part.SHARD),
+        Dimension("salt", extra.get("salt"), "the option salt", Part.SALT),
+        Dimension(
+            "tokens, extra_key", None, "SGLang's hashes have them, LoRA among them", Part.BLOCKS
+        ),
+    ]
+    for owner, names, source in (
+        (config, _CONFIG, "storage_config"),
+        (pool, _POOL, "host pool"),
+        (arguments, _ARGUMENTS, "server arguments"),
     ):
-        fields[f"pool_{field}"] = getattr(pool, field, None)
-    fields |= {"salt": extra.get("salt"), "pool": name}
-    return ForeignNamespace("sglang", plain_fields(fields))
+        for each in names:
+            value = getattr(owner, each, None)
+            dimensions.append(Dimension(f"{source}: {each}", plain(value), source, context))
+    return StateIdentity(f"sglang {ENGINE.version}", tuple(dimensions))
+
+
+def _kv_dtype(pool: Any, arguments: Any) -> Dimension:
+    """Both kinds of 8-bit floats are stored as uint8: the device's pool says which it is."""
+    device = getattr(getattr(pool, "device_pool", None), "dtype", None)
+    if device is not None:
+        return Dimension("kv dtype", str(device), "host_pool.device_pool.dtype", Part.QUANTISATION)
+    stored = str(getattr(pool, "dtype", None))
+    kind = getattr(arguments, "kv_cache_dtype", None)
+    if "uint8" in stored and kind in (None, "auto"):
+        return unrevealed(
+            "kv dtype", "the pool stores uint8, of an unknown kind", Part.QUANTISATION
+        )
+    return Dimension("kv dtype", f"{stored} {kind}", "host_pool.dtype", Part.QUANTISATION)
 
 
 def _name(name: Any) -> str:
@@ -170,6 +226,7 @@ def _backend() -> type:
             # No list of options: SGLang puts its own among them, and adds some in every version.
             self._client, self._tier = attach("sglang", extra)
             self._pools: dict[str, tuple[Any, Pages]] = {}
+            self._identities: dict[str, StateIdentity] = {}
 
         # ---- pools
 
@@ -179,7 +236,15 @@ def _backend() -> type:
 
         def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
             name = _name(host_pool_name)
-            namespace = namespace_of(self._config, self._extra, host_pool, name)
+            arguments = server_arguments()
+            identity = identity_of(self._config, self._extra, host_pool, name, arguments)
+            if name == _ANCHOR:
+                self._client.announce(identity)
+            self._use(name, host_pool, identity)
+
+        def _use(self, name: str, host_pool: Any, identity: StateIdentity) -> None:
+            self._identities[name] = identity
+            namespace = identity.foreign_namespace("sglang")
             # Only in one pool, because the others hold the same tokens.
             tokens = getattr(host_pool, "page_size", None) if name == _ANCHOR else None
             pages = Pages(self._client, namespace, self._tier, tokens)
@@ -315,8 +380,16 @@ def _backend() -> type:
             return all(self.set(key, page) for key, page in zip(keys, pages, strict=True))
 
         def clear(self) -> None:
-            """Does nothing: the daemon is shared, and keys do not show whose they are."""
-            logger.warning("prefixd keeps what it has: evict it with prefixctl")
+            """From now on, look for and save nothing under the keys that were used until now.
+
+            SGLang clears its storage when what it holds is not right any more, after its weights
+            were updated for example. The daemon is shared, so nothing is deleted there: this
+            backend moves to keys that only this process has.
+            """
+            for name, (host_pool, _) in list(self._pools.items()):
+                renewed = self._identities[name].renewed("its storage was cleared")
+                self._use(name, host_pool, renewed)
+            logger.warning("prefixd's pages from before are not used any more: storage cleared")
 
         def get_stats(self) -> None:
             return None

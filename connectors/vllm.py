@@ -2,7 +2,7 @@
 
     --kv-transfer-config with a secondary tier
     {"type": "PrefixdTier", "module_path": "prefixd.connectors.vllm", "address": "unix:/...",
-     "tier": "shm"}
+     "tier": "shm", "fingerprint": "llama-3.1-8b 0e9e39f, no overrides"}
 
 A lookup reads the daemon's shared index and answers in the same scheduler step. From another host
 it can't: it says RETRY while a thread asks the daemon, then HIT or MISS. Threads do the jobs. A
@@ -22,12 +22,14 @@ from time import monotonic
 from typing import Any, Final
 
 from ..client.client import Client
+from ..client.config_values import plain
 from ..client.hits import Hit
+from ..client.identity import Dimension, Part, StateIdentity
 from ..client.saves import SaveItem
 from ..proto.errors import CallerError, InvalidSize
 from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
-from .engine import Engine, attach, plain_fields
+from .engine import Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
 #: Most answers of the daemon to keep, for keys that vLLM looks up again.
@@ -232,10 +234,46 @@ class TierCore:
             self._changed.notify_all()
 
 
-def namespace_of(config: Mapping[str, Any], rank: int, chunk_bytes: int) -> ForeignNamespace:
-    """`config`: the fields that vLLM's own file tier distinguishes its directories by."""
-    plain = plain_fields(config)
-    return ForeignNamespace("vllm", {**plain, "rank": rank, "chunk_bytes": chunk_bytes})
+def identity_of(
+    spec: Any, fields: Mapping[str, Any], rank: int, chunk_bytes: int, options: Mapping[str, Any]
+) -> StateIdentity:
+    """Everything that the bytes of a chunk depend on, beside vLLM's hash of it.
+
+    `spec`: vLLM's description of its engine. `fields`: what vLLM's own file tier distinguishes its
+    directories by. vLLM does not tell its tiers which weights it runs, nor `--revision`,
+    `--quantization`, `--hf-overrides` and RoPE. The option `fingerprint` has to name them all;
+    without it nothing is shared beyond this process.
+    """
+    config, context = spec.config, Part.CONTEXT
+    model = getattr(config, "model", None)
+    parallel = getattr(config, "parallel", None)
+
+    def of(owner: Any, name: str, source: str, part: Part = context) -> Dimension:
+        value = getattr(owner, name, None)
+        return Dimension(name.replace("_", " "), plain(value), f"{source}.{name}", part)
+
+    return StateIdentity(
+        f"vllm {ENGINE.version}",
+        (
+            weights_dimension(fingerprint_of("vllm", options)),
+            of(model, "dtype", "offloading_spec.config.model", Part.QUANTISATION),
+            of(model, "max_model_len", "offloading_spec.config.model"),
+            of(config, "kv_cache_layout", "offloading_spec.config"),
+            of(config, "canonical_layout", "offloading_spec.config"),
+            of(config, "replicated_layout", "offloading_spec.config"),
+            Dimension("file tier's fields", plain(fields), "FileMapper.get_run_config()", context),
+            Dimension("chunk bytes", chunk_bytes, "the rows of the primary tier", context),
+            Dimension("rank", rank, "FileMapper.rank; 0 where ranks share", Part.SHARD),
+            of(parallel, "is_parallelism_agnostic", "offloading_spec.config.parallel"),
+            Dimension("salt", options.get("salt"), "the option salt", Part.SALT),
+            Dimension(
+                "tokens, LoRA, cache_salt, images",
+                None,
+                "vLLM's block hashes have them",
+                Part.BLOCKS,
+            ),
+        ),
+    )
 
 
 # ---- the adapter
@@ -253,7 +291,7 @@ def _tier() -> type:
 
     class PrefixdTier(base.SecondaryTierManager):  # type: ignore[misc, name-defined]
         """Options: `address`, `tier` (ram, shm, disk), `deadline_ms`, `max_pending_saves`, `salt`,
-        and vLLM's own `enable_kv_events` and `locality`."""
+        `fingerprint` (see `identity_of`), and vLLM's own `enable_kv_events` and `locality`."""
 
         medium = offload.Medium.STORAGE
 
@@ -276,11 +314,10 @@ def _tier() -> type:
                 parallel_agnostic=True,
             )
             rows = memoryview(primary_kv_view)
-            namespace = namespace_of(
-                {**found.get_run_config(), "salt": config.get("salt")},
-                found.rank,
-                rows.nbytes // max(1, len(rows)),
-            )
+            chunk_bytes = rows.nbytes // max(1, len(rows))
+            fields = found.get_run_config()
+            identity = identity_of(offloading_spec, fields, found.rank, chunk_bytes, config)
+            namespace = identity.foreign_namespace("vllm")
             events = config.get("enable_kv_events", False)
             self._events: list[Any] | None = None
             if events and offloading_spec.kv_events_config.enable_kv_cache_events:
@@ -288,7 +325,9 @@ def _tier() -> type:
             elif events:
                 logger.warning("no KV events: vLLM has them switched off")
             self._stores: set[int] = set()
-            client, tier = attach("vllm", config, ["salt", "enable_kv_events", "locality"])
+            ours = ["fingerprint", "salt", "enable_kv_events", "locality"]
+            client, tier = attach("vllm", config, ours)
+            client.announce(identity)
             # So that the hand-over is done, and the first lookup works in place.
             if client.wait_connected():
                 client.exists_one(namespace.key(b"none"))

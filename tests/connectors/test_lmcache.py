@@ -77,7 +77,9 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 @pytest.fixture(params=["ram", "shm", "disk"])
 def adapter(daemon: PrivateDaemon, request: pytest.FixtureRequest) -> Iterator[Any]:
-    made = lmcache.PrefixdL2Adapter({"address": daemon.address, "tier": request.param})
+    made = lmcache.PrefixdL2Adapter(
+        {"address": daemon.address, "tier": request.param, "fingerprint": "test"}
+    )
     yield made
     made.close()
 

@@ -87,6 +87,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 def config(address: str, **changes: Any) -> Any:
     extra = {"interface_v1": 1, "address": address, "deadline_ms": 2_000}
+    extra["fingerprint"] = "test weights"
     fields = {"model_name": "m", "tp_rank": 0, "tp_size": 1, "is_mla_model": False}
     extra |= {name: changes.pop(name) for name in ("salt", "interface_v1") if name in changes}
     return SimpleNamespace(**fields | changes, extra_config=extra)
@@ -183,7 +184,7 @@ def test_which_prefixes_the_pages_of_a_pool_allow() -> None:
 def test_ranks_that_have_the_same_share_it(pool: Pool) -> None:
     def root(rank: int, mla: bool, name: str) -> bytes:
         of = config("unix:/none", tp_rank=rank, is_mla_model=mla)
-        return sglang.namespace_of(of, {}, pool, name).root
+        return sglang.identity_of(of, of.extra_config, pool, name).digest
 
     assert root(0, True, "kv") == root(1, True, "kv")
     assert root(0, True, "mamba") != root(1, True, "mamba")

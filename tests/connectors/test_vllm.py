@@ -123,7 +123,8 @@ def memory() -> Any:
 
 def tier_of(address: str, memory: Any, of: Any = None, **options: Any) -> Any:
     view = memoryview(memory)
-    return vllm.PrefixdTier(of or spec(), view, "prefixd", address=address, **options)
+    options = {"address": address, "fingerprint": "test weights", **options}
+    return vllm.PrefixdTier(of or spec(), view, "prefixd", **options)
 
 
 def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:

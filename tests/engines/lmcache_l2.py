@@ -36,7 +36,7 @@ def plugin(address: str, tier: str) -> dict[str, Any]:
         "type": "plugin",
         "module_path": "prefixd.connectors.lmcache",
         "class_name": "PrefixdL2Adapter",
-        "adapter_params": {"address": address, "tier": tier},
+        "adapter_params": {"address": address, "tier": tier, "fingerprint": "test"},
     }
 
 

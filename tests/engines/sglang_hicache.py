@@ -119,7 +119,7 @@ def controller(pool: Any, backend: str, extra: dict[str, Any]) -> Any:
 def prefixd_extra(address: str, tier: str) -> dict[str, Any]:
     """The extra configuration that SGLang's command line takes for prefixd."""
     named = {"backend_name": "prefixd", "module_path": MODULE, "class_name": "PrefixdStorage"}
-    return {**named, "interface_v1": 1, "address": address, "tier": tier}
+    return {**named, "interface_v1": 1, "address": address, "tier": tier, "fingerprint": "t"}
 
 
 def backup(of: Any, hashes: list[str], indices: Any) -> int:

@@ -69,6 +69,7 @@ def prefixd(address: str, name: str, **options: Any) -> dict[str, Any]:
         "type": "PrefixdTier",
         "module_path": MODULE,
         "address": address,
+        "fingerprint": "test weights",
         "tier": name,
     } | options
 
