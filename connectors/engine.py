@@ -20,7 +20,7 @@ from ..proto.vocabulary import Tier
 DEFAULT_DEADLINE_MS: Final = 5_000
 #: Beyond this a save is dropped. Engines limit what they hand over themselves.
 DEFAULT_MAX_PENDING_SAVES: Final = 1_024
-_OURS: Final = frozenset({"address", "tier", "deadline_ms", "max_pending_saves"})
+_OURS: Final = frozenset({"address", "tier", "deadline_ms", "max_pending_saves", "fingerprint"})
 
 
 class UnsupportedEngine(ImportError):
@@ -141,9 +141,10 @@ def attach(
     """Make the client that an engine's options describe.
 
     The options are `address` (default: the client looks for the daemon), `tier` (`ram`, the
-    default, `shm`, `disk`), `deadline_ms` and `max_pending_saves`. `engine`: the client's name for
-    operators. `also`: names of the adapter's other options; None: any, because the engine mixes in
-    its own. Raises ConfigError, which names everything that is wrong.
+    default, `shm`, `disk`), `deadline_ms`, `max_pending_saves` and `fingerprint`, which the
+    connector reads (`fingerprint_of`). `engine`: the client's name for operators. `also`: names of
+    the adapter's other options; None: any, because the engine mixes in its own. Raises ConfigError,
+    which names everything that is wrong.
     """
     wrong: list[str] = []
     tiers = {each.name.lower(): each for each in Tier}

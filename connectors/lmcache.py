@@ -444,7 +444,7 @@ def _adapter() -> type:
             del l1_memory_desc
             identity = identity_of(config)
             self._keys = Keys({"identity": identity.digest})
-            client, tier = attach("lmcache", config, ["fields", "fingerprint"])
+            client, tier = attach("lmcache", config, ["fields"])
             client.announce(identity)
             self._core = L2Core(client, tier)
 

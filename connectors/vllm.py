@@ -325,7 +325,7 @@ def _tier() -> type:
             elif events:
                 logger.warning("no KV events: vLLM has them switched off")
             self._stores: set[int] = set()
-            ours = ["fingerprint", "salt", "enable_kv_events", "locality"]
+            ours = ["salt", "enable_kv_events", "locality"]
             client, tier = attach("vllm", config, ours)
             client.announce(identity)
             # So that the hand-over is done, and the first lookup works in place.
