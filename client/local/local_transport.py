@@ -88,6 +88,7 @@ class LocalTransport:
         # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
         self._pending_touches: list[Key] = []
+        remote.when_renewed = self._let_go
 
     # ---- the node
 
@@ -161,16 +162,31 @@ class LocalTransport:
         finally:
             self._lock.release()
 
-    def _take_node(self, link: Link, until_s: float) -> None:
+    def _let_go(self) -> None:
+        """There is a session with the next daemon, so the memory of the last one is not needed any
+        more, even if no call ever asks for the new one: an idle client would hold it for ever."""
+        if not self._lock.acquire(blocking=False):
+            return  # a call is taking the new node
+        try:
+            if self._link is not None and self._link.why_ended:
+                self._drop_node()
+        finally:
+            self._lock.release()
+
+    def _drop_node(self) -> None:
         """Called with the lock."""
-        if link is self._link or self._closed:
-            return
         old, self._node, self._link = self._node, None, None
         if old is not None:
             old.calls.close()
             self._take_touches()  # dropped: they are of an earlier session
             self._not_before_s = 0.0
             self._part_not_before_s.pop(frames.STAGING, None)
+
+    def _take_node(self, link: Link, until_s: float) -> None:
+        """Called with the lock."""
+        if link is self._link or self._closed:
+            return
+        self._drop_node()
         now_s = time.monotonic()
         if now_s >= until_s or now_s < self._not_before_s:
             return

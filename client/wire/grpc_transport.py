@@ -94,9 +94,17 @@ class GrpcTransport(Transport):
             counters=counters,
             connect_timeout_ms=connect_timeout_ms,
             backoff=backoff,
-            when_opened=self._opened,
+            when_opened=self._session_opened,
             security=security,
         )
+
+    #: Called with every new session, in the keeper's thread; must not block.
+    when_renewed: Callable[[], None] | None = None
+
+    def _session_opened(self, link: Link) -> None:
+        self._opened(link)
+        if self.when_renewed is not None:
+            self.when_renewed()
 
     def _opened(self, link: Link) -> None:
         """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -498,3 +499,18 @@ def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> No
     assert not transport.shares
     session.why_ended = "the daemon stopped"
     assert transport.shares
+
+
+def test_an_idle_client_lets_the_memory_of_a_dead_daemon_go() -> None:
+    """Its session is opened again in the background, without a call."""
+    with private_daemon() as daemon, Client(daemon.address) as client:
+        assert client.wait_connected()
+        save(client, "a", 5_000, Tier.RAM)
+        transport = transport_of(client)
+        node = weakref.ref(transport._node)
+        assert node() is not None
+        daemon.kill()
+        daemon.start()
+        eventually(lambda: node() is None)
+        assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
+        assert client.exists(save(client, "a", 5_000, Tier.RAM)) == [True]
