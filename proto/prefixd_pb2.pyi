@@ -269,8 +269,8 @@ class _DeleteStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     DELETE_STATUS_IN_FLIGHT: _DeleteStatus.ValueType  # 4
     """it is being saved; not deleted"""
     DELETE_STATUS_ERASING: _DeleteStatus.ValueType  # 5
-    """No search finds it any more, but a device that hangs or fails has not taken that yet: if the daemon
-    crashes before it does, an entry of this key may come back.
+    """No search finds it any more, but a device or a shared engine that hangs or fails has not taken that
+    yet: if the daemon ends before it does, an entry of this key may come back.
     """
 
 class DeleteStatus(_DeleteStatus, metaclass=_DeleteStatusEnumTypeWrapper): ...
@@ -284,8 +284,8 @@ DELETE_STATUS_PINNED: DeleteStatus.ValueType  # 3
 DELETE_STATUS_IN_FLIGHT: DeleteStatus.ValueType  # 4
 """it is being saved; not deleted"""
 DELETE_STATUS_ERASING: DeleteStatus.ValueType  # 5
-"""No search finds it any more, but a device that hangs or fails has not taken that yet: if the daemon
-crashes before it does, an entry of this key may come back.
+"""No search finds it any more, but a device or a shared engine that hangs or fails has not taken that
+yet: if the daemon ends before it does, an entry of this key may come back.
 """
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
 

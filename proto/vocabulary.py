@@ -80,8 +80,8 @@ class DeleteStatus(IntEnum):
     IN_FLIGHT = 4
     """It is being saved. It was not deleted."""
     ERASING = 5
-    """No search finds it any more, but a device that hangs or fails has not taken that yet: if the
-    daemon crashes before, an entry of this key may come back."""
+    """No search finds it any more, but a device or a shared engine that hangs or fails has not
+    taken that yet: if the daemon ends before, an entry of this key may come back."""
     FAILED = 100
     """The daemon could not be reached, or refused the whole call."""
 

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from time import monotonic
 from typing import Final
 
 import structlog
@@ -35,7 +36,7 @@ from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews
 from .calls import Caller
-from .service import delete_entries, drop_entries, durable_deletes
+from .service import DELETE_WAIT_S, delete_entries, drop_entries, durable_deletes
 from .sessions import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.audit")
@@ -150,14 +151,18 @@ class AdminService(AdminViews):
                         stored_bytes[entry.key] = entry.stored_bytes
                     else:
                         response.unknown_entries += not entry.label
-            results = await drop_entries(core, None, tuple(stored_bytes))
+            # An engine that did not answer once is asked in the background.
+            until_s = monotonic() + (0.0 if response.erasing else DELETE_WAIT_S)
+            results, withdrawn = await drop_entries(core, None, tuple(stored_bytes), until_s)
+            response.erasing |= not withdrawn
             for key, result in zip(stored_bytes, results, strict=True):
                 if result in _DELETED:
                     response.entries += 1
                     response.freed_bytes += stored_bytes[key]
                 response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
-        response.erasing = not await durable_deletes(core, ())
+        until_s = monotonic() + DELETE_WAIT_S
+        response.erasing |= not await durable_deletes(core, (), until_s)
         audit(
             caller,
             "clear",

@@ -117,8 +117,10 @@ SHARED: Final = {
     "refused": "Entries that the engine refused.",
     "offers_dropped": "Entries that were not offered: too many waited, they left, or it hung.",
     "touched": "Entries whose lifetime in the engine was extended.",
+    "withdrawn": "Deleted entries that the engine dropped, too.",
     "unanswered": "Requests that no node of the engine answered in time.",
     "waiting_offers": "Entries that wait to be offered.",
+    "waiting_withdrawals": "Deleted entries that the engine has not dropped yet.",
     "nodes": "Nodes of the engine that are known.",
     "nodes_serving": "Nodes of the engine that are in use now.",
 }
@@ -133,7 +135,7 @@ PRESSURE: Final = {
     "source_failures": "How often the source failed or did not answer.",
 }
 _PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
-SHARED_GAUGES: Final = ("waiting_offers", "nodes", "nodes_serving")
+SHARED_GAUGES: Final = ("waiting_offers", "waiting_withdrawals", "nodes", "nodes_serving")
 #: Sizes of the tables.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),

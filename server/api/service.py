@@ -36,9 +36,11 @@ log = LimitedLog("prefixd.service")
 #: what gRPC holds of it until the client takes it.
 READ_BYTES: Final = 4 * limits.CHUNK_BYTES
 
+#: The results of keys that are not there any more.
+_GONE: Final = frozenset({DeleteStatus.DELETED, DeleteStatus.ABSENT})
 #: Keys that one event deletes: between two, other calls have their turn.
 _DELETED_AT_ONCE: Final = 128
-#: How long a delete waits for the device that has its record.
+#: How long a delete waits for the device that has its record, and for the shared engine.
 DELETE_WAIT_S: Final = 1.0
 
 _CLAIM_MODES = {
@@ -328,23 +330,25 @@ async def delete_entries(
 ) -> list[DeleteStatus]:
     """Delete entries for a session, or (None) for an operator, and wait until that is durable.
 
-    Where a device does not take it within `DELETE_WAIT_S`, the result is ERASING.
+    Where a device or the shared engine does not take it within `DELETE_WAIT_S`, the result is
+    ERASING.
     """
-    results = await drop_entries(core, session, keys)
-    if not await durable_deletes(core, keys):
-        unsure = {DeleteStatus.DELETED, DeleteStatus.ABSENT}
-        results = [DeleteStatus.ERASING if each in unsure else each for each in results]
+    until_s = monotonic() + DELETE_WAIT_S
+    results, withdrawn = await drop_entries(core, session, keys, until_s)
+    durable = await durable_deletes(core, keys, until_s)
+    if not (durable and withdrawn):
+        results = [DeleteStatus.ERASING if each in _GONE else each for each in results]
     return results
 
 
-async def durable_deletes(core: Core, keys: Sequence[Key]) -> bool:
-    """Wait until no crash brings these deleted keys back. False: a device did not say so in time.
+async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bool:
+    """Wait until no crash brings these deleted keys back. False: a device did not say so by
+    `until_s` (`time.monotonic`).
 
     Records that stand are erased. Of a tier that is still recovering, the keys are noted beside its
     records. Either costs a write of a few rows, shared with what is saved at the same time.
     """
-    until_s = monotonic() + DELETE_WAIT_S
-    durable = await core.committers.erased(DELETE_WAIT_S)
+    durable = await core.committers.erased(max(0.0, until_s - monotonic()))
     for store in core.stores.values():
         if not store.recorded or not core.devices.recovers(store.tier):
             continue
@@ -356,16 +360,31 @@ async def durable_deletes(core: Core, keys: Sequence[Key]) -> bool:
     return durable
 
 
-async def drop_entries(core: Core, session: int | None, keys: Sequence[Key]) -> list[DeleteStatus]:
-    """Delete entries a few at a time. Does not wait until that is durable."""
+async def drop_entries(
+    core: Core, session: int | None, keys: Sequence[Key], until_s: float
+) -> tuple[list[DeleteStatus], bool]:
+    """Delete entries here, a few at a time, and from the shared engine. Does not wait until that is
+    durable. Returns what became of each, and whether the engine has dropped them by `until_s`."""
     results: list[DeleteStatus] = []
+    if not keys:
+        return results, True
+    shared = core.entry_listener
     slices = Slices()
-    for start in range(0, len(keys), _DELETED_AT_ONCE):
-        part = tuple(keys[start : start + _DELETED_AT_ONCE])
-        question = DeleteAsked(core.next_request(), session, part, core.clock.now_ns())
-        results += (await core.ask(question, DeleteAnswer)).results
-        await slices.pause()
-    return results
+    if shared is not None:
+        shared.deleting(keys)
+    try:
+        for start in range(0, len(keys), _DELETED_AT_ONCE):
+            part = tuple(keys[start : start + _DELETED_AT_ONCE])
+            question = DeleteAsked(core.next_request(), session, part, core.clock.now_ns())
+            results += (await core.ask(question, DeleteAnswer)).results
+            await slices.pause()
+    finally:
+        # Also of a call that was given up: what it deleted is gone from here.
+        if shared is not None:
+            gone = {key: None for key, each in zip(keys, results, strict=False) if each in _GONE}
+            kept = [key for key in keys if key not in gone]
+            withdrawn = await shared.deleted(list(gone), kept, until_s)
+    return results, shared is None or withdrawn
 
 
 def bounds_of(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from ...proto.errors import PrefixdError
+from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.store import Usage
 from ..core.effects import Effect, TellClaimLost, TellReservationLost
@@ -28,13 +29,22 @@ class Listener(Protocol):
 
 
 class EntryListener(Protocol):
-    """Follows entries that are published and used, on the event loop. Neither method may raise."""
+    """Follows entries that are published, used and deleted by key, on the event loop. Only
+    `deleting` may raise."""
 
     def published(self, entries: Sequence[Entry]) -> None:
         """These entries can be found from now on: at least one, in the order of their saves."""
 
     def used(self, usages: Sequence[Usage]) -> None:
         """These entries were used since the last call; the most recent come last."""
+
+    def deleting(self, keys: Sequence[Key]) -> None:
+        """These keys are about to be deleted: do not bring them back. Raises LimitReached, and then
+        they must not be deleted."""
+
+    async def deleted(self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float) -> bool:
+        """Of the keys of `deleting`, `keys` are gone and `kept` stay. False: what could bring keys
+        back has not dropped them by `deadline_s` (`time.monotonic`)."""
 
 
 class ChangeListener:

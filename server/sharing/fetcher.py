@@ -21,6 +21,7 @@ from ..runtime.loop import Core
 from ..runtime.writes import Piece
 from .link import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
+from .withdrawals import Withdrawals
 
 log = structlog.get_logger("prefixd.sharing")
 
@@ -38,17 +39,24 @@ _FINDING_SHARE: Final = 0.5
 class Fetcher:
     """Fetches under `session`, which is the daemon's own. Belongs to the event loop."""
 
-    def __init__(self, core: Core, link: Link, session: int) -> None:
+    def __init__(self, core: Core, link: Link, session: int, withdrawals: Withdrawals) -> None:
         self._core = core
         self._link = link
+        self._withdrawals = withdrawals
         #: Replaced when it has ended.
         self.session = session
         #: Keys of running fetches, and futures that are done when the fetches end.
         self._fetching: dict[Key, asyncio.Future[None]] = {}
+        #: Keys of running fetches that were deleted meanwhile.
+        self._deleted: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
         """Whether the key is being fetched."""
         return key in self._fetching
+
+    def deleting(self, keys: Sequence[Key]) -> None:
+        """Running fetches do not save these keys, if they have not begun to."""
+        self._deleted.update(self._fetching.keys() & keys)
 
     async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         """Fetch the keys that a claim of `mode` needs and this node does not have. Returns how many
@@ -74,6 +82,7 @@ class Fetcher:
         finally:
             for key in missing:
                 del self._fetching[key]
+            self._deleted.difference_update(missing)
             done.set_result(None)
 
     def _missing(self, keys: Sequence[Key], mode: ClaimMode) -> list[Key]:
@@ -89,6 +98,7 @@ class Fetcher:
         for key, entry in zip(keys, found, strict=True):
             if entry is None:  # evicted or lost there: it is offered again once it is saved here
                 self._link.known.forget(key)
+        found = [entry and self._wanted(entry) for entry in found]
         fetched = 0
         ancestors: list[Key] = []
         for batch in _batches(_needed(found, mode), self._link.config.memory_bytes):
@@ -99,6 +109,11 @@ class Fetcher:
             ancestors += [entry.key for entry in batch]
         return fetched
 
+    def _wanted(self, entry: SharedEntry) -> SharedEntry | None:
+        """The entry, unless its key was deleted and the engine has not dropped it yet."""
+        key = entry.key
+        return None if key in self._deleted or key in self._withdrawals else entry
+
     async def _fetch_batch(
         self, batch: Sequence[SharedEntry], ancestors: Sequence[Key], deadline_s: float
     ) -> int:
@@ -108,6 +123,9 @@ class Fetcher:
         await self._link.memory.take(total_bytes)
         try:
             with core.working():
+                batch = [entry for entry in batch if self._wanted(entry)]
+                if not batch:
+                    return 0
                 answer = await core.ask(self._reservation(batch, ancestors), ReserveAnswer)
                 granted = [
                     (entry, order)

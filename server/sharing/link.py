@@ -76,6 +76,8 @@ class SharingCounters:
     #: Not offered: too many waited, the engine did not answer, or the entry left before its turn.
     offers_dropped: int = 0
     touched: int = 0
+    #: Deleted entries that the engine dropped, too.
+    withdrawn: int = 0
 
 
 def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:

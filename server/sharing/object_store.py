@@ -103,8 +103,13 @@ class ObjectStore(SharedStore):
         """Does nothing: an object would have to be written again to live longer."""
         return []
 
-    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
-        self._each(lambda key: obstore.delete(self._store, self._path(key)), keys, deadline_s)
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
+        def delete(key: Key) -> None:
+            obstore.delete(self._store, self._path(key))
+
+        results = self._each(delete, keys, deadline_s)
+        pairs = zip(keys, results, strict=True)
+        return [key for key, result in pairs if result is Outcome.UNAVAILABLE]
 
     def problems(self) -> list[str]:
         return []  # not every service lists the rules of a bucket

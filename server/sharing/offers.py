@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import islice
 from time import monotonic
 from typing import Final
 
 import structlog
 
+from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
 from ...tiers.store import Damaged, Store, StoreError, Usage
@@ -18,6 +20,7 @@ from ..runtime.loop import Core
 from .fetcher import Fetcher
 from .link import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
 from .store import Offer, Outcome, SharedEntry
+from .withdrawals import Withdrawals
 
 log = structlog.get_logger("prefixd.sharing")
 
@@ -33,16 +36,18 @@ _HAPPENED: Final = {
 
 
 class Offers:
-    """An `EntryListener` that offers entries. Belongs to the event loop."""
+    """Offers entries that were published or used. Belongs to the event loop."""
 
-    def __init__(self, core: Core, link: Link, fetcher: Fetcher) -> None:
+    def __init__(self, core: Core, link: Link, fetcher: Fetcher, withdrawals: Withdrawals) -> None:
         self._core = core
         self._link = link
         self._fetcher = fetcher
+        self._withdrawals = withdrawals
         #: Entries and their expiries, by key, in the order in which they are sent.
         self._offers: dict[Key, tuple[Entry, int]] = {}
-        #: Offers that are being sent.
-        self._sending = 0
+        #: Keys of offers that are being sent, and those of them that were deleted meanwhile.
+        self._sending: set[Key] = set()
+        self._deleted: set[Key] = set()
         #: The new expiries of entries in the engine.
         self._touches: dict[Key, int] = {}
         self._work = asyncio.Event()
@@ -50,7 +55,14 @@ class Offers:
     @property
     def waiting(self) -> int:
         """Entries that wait or are being sent. On any thread."""
-        return len(self._offers) + self._sending
+        return len(self._offers) + len(self._sending)
+
+    def deleting(self, keys: Sequence[Key]) -> None:
+        """Do not offer these keys, or take them back once they were sent."""
+        for key in keys:
+            self._offers.pop(key, None)
+            self._touches.pop(key, None)
+        self._deleted.update(self._sending.intersection(keys))
 
     def published(self, entries: Sequence[Entry]) -> None:
         """See `EntryListener`: offers the entries if all are offered."""
@@ -131,13 +143,18 @@ class Offers:
                 total_bytes += self._room_of(entry)
         if not some:
             return
-        self._sending = len(some)
+        self._sending = {entry.key for entry, _ in some}
         await self._link.memory.take(total_bytes)
         try:
             await self._send(some)
         finally:
-            self._sending = 0
+            self._sending = set()
             self._link.memory.give(total_bytes)
+        if self._deleted:
+            deleted, self._deleted = list(self._deleted), set()
+            with suppress(LimitReached):  # it expires, then
+                self._withdrawals.hold(deleted)
+                await self._withdrawals.withdraw(deleted, monotonic() + _OFFER_TIMEOUT_S)
 
     async def _send(self, some: Sequence[tuple[Entry, int]]) -> None:
         copies = await self._copies([entry for entry, _ in some])
@@ -155,6 +172,9 @@ class Offers:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer.entry.payload_bytes
                 self._link.known.remember(offer.entry.key, offer.expires_at_ms)
+                if offer.entry.key not in self._deleted:
+                    # It replaced what the engine had not dropped yet.
+                    self._withdrawals.release([offer.entry.key])
             elif outcome is Outcome.REFUSED:
                 self._link.counters.refused += 1
         unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)

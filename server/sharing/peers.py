@@ -248,8 +248,12 @@ class PeerStore(SharedStore):
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         return self._engine.touch(expiries_ms, deadline_s)
 
-    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
-        self._engine.drop(keys, deadline_s)
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
+        """Removes the addresses of all nodes that have the entries."""
+        with self._lock:
+            for key in keys:
+                self._came_from.pop(key, None)
+        return self._engine.drop(keys, deadline_s)
 
     def problems(self) -> list[str]:
         return self._engine.problems()

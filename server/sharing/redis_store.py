@@ -112,9 +112,12 @@ class RedisStore(SharedStore):
         self.do(looks, deadline_s)
         return [key for key, look in zip(unsure, looks, strict=True) if look.result == 0]
 
-    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
         """Drops the heads; the other parts can't be found any more, and expire."""
-        self.do([Request(b"UNLINK", self.name(key)) for key in keys], deadline_s)
+        drops = [Request(b"UNLINK", self.name(key)) for key in keys]
+        self.do(drops, deadline_s)
+        pairs = zip(keys, drops, strict=True)
+        return [key for key, drop in pairs if not isinstance(drop.result, int)]
 
     def problems(self) -> list[str]:
         found = []

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from time import monotonic
@@ -26,6 +26,7 @@ import structlog
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
+from ...proto.keys import Key
 from ..core.effects import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
@@ -35,6 +36,7 @@ from .fetcher import Fetcher
 from .link import Link, SharingConfig
 from .offers import Offers
 from .store import NodeState, SharedStore
+from .withdrawals import Withdrawals
 
 log = structlog.get_logger("prefixd.sharing")
 
@@ -45,15 +47,18 @@ _SETTINGS_EVERY_S: Final = 60.0
 
 
 class Sharing:
-    """Belongs to the event loop. Made by `begin`."""
+    """An `EntryListener`. Belongs to the event loop. Made by `begin`."""
 
     def __init__(self, core: Core, link: Link, session: int) -> None:
         """`session` is the daemon's own."""
         self._core = core
         self._link = link
-        self._fetcher = Fetcher(core, link, session)
+        self._withdrawals = Withdrawals(link)
+        self._fetcher = Fetcher(core, link, session, self._withdrawals)
         self.fetch: Final = self._fetcher.fetch
-        self._offers = Offers(core, link, self._fetcher)
+        self._offers = Offers(core, link, self._fetcher, self._withdrawals)
+        self.published: Final = self._offers.published
+        self.used: Final = self._offers.used
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -62,10 +67,11 @@ class Sharing:
         session = await _opened(core)
         memory = Quota("shared entries", config.memory_bytes, wait_s=math.inf)
         sharing = cls(core, Link(store, config, core.clock, memory), session)
-        core.entry_listener = sharing._offers
+        core.entry_listener = sharing
         work = {
             "shared heartbeat": sharing._beat(),
             "shared offers": sharing._offers.run(),
+            "shared withdrawals": sharing._withdrawals.run(),
             "shared engine": sharing._look_at_engine(),
         }
         sharing._tasks += [core.supervisor.task(name, each) for name, each in work.items()]
@@ -82,6 +88,17 @@ class Sharing:
         now_ns = self._core.clock.now_ns()
         self._core.post(SessionLost(self._fetcher.session, "the daemon stops", now_ns, closed=True))
 
+    def deleting(self, keys: Sequence[Key]) -> None:
+        """See `EntryListener`."""
+        self._withdrawals.hold(keys)
+        self._fetcher.deleting(keys)
+        self._offers.deleting(keys)
+
+    async def deleted(self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float) -> bool:
+        """See `EntryListener`."""
+        self._withdrawals.release(kept)
+        return await self._withdrawals.withdraw(keys, deadline_s)
+
     def counts(self) -> dict[str, int]:
         """The counters by name, with the numbers of waiting offers and of nodes. On any thread."""
         nodes = self._link.store.statuses()
@@ -89,6 +106,7 @@ class Sharing:
             **asdict(self._link.counters),
             **self._link.store.counts(),
             "waiting_offers": self._offers.waiting,
+            "waiting_withdrawals": len(self._withdrawals),
             "unanswered": sum(node.unanswered for node in nodes),
             "nodes": len(nodes),
             "nodes_serving": sum(node.state is NodeState.SERVING for node in nodes),

@@ -115,8 +115,9 @@ class SharedStore(ABC):
         Returns the keys that the engine says it does not have."""
 
     @abstractmethod
-    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
-        """Remove entries, as far as the engine answers in time."""
+    def drop(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
+        """Remove entries. Returns the keys that the engine may still have, because it did not
+        answer in time or refused."""
 
     def drop_damaged(
         self, wanted: Sequence[Wanted], outcomes: Sequence[Outcome], deadline_s: float

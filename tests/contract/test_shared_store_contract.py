@@ -209,7 +209,7 @@ def test_many_small_entries_in_one_call(engine: Engine) -> None:
 def test_an_entry_that_is_dropped_after_it_was_found_is_absent(engine: Engine) -> None:
     offers = [offer(number, payload(number, 500)) for number in range(3)]
     engine.store.put(offers, soon())
-    engine.store.drop([key(1)], soon())
+    assert engine.store.drop([key(1), key(9)], soon()) == [], "also what is not there"
     outcomes, _ = fetch(engine.store, [each.entry for each in offers])
     assert outcomes == [Outcome.DONE, Outcome.ABSENT, Outcome.DONE]
     assert engine.store.find([key(1)], soon()) == [None]
@@ -220,7 +220,7 @@ def test_empty_batches_return_at_once(engine: Engine) -> None:
     assert engine.store.get([], 0.0) == []
     assert engine.store.put([], 0.0) == []
     engine.store.touch([], 0.0)
-    engine.store.drop([], 0.0)
+    assert engine.store.drop([], 0.0) == []
 
 
 def test_a_newer_save_of_the_key_is_not_served_for_an_older_entry(engine: Engine) -> None:
@@ -309,3 +309,4 @@ def test_a_closed_store_has_nothing(engine: Engine) -> None:
     assert engine.store.find([key(1)], soon()) == [None]
     assert engine.store.put([offer(1, data)], soon()) == [Outcome.UNAVAILABLE]
     assert fetch(engine.store, [entry(1, data)])[0] == [Outcome.UNAVAILABLE]
+    assert engine.store.drop([key(1)], soon()) == [key(1)], "the engine may still have it"

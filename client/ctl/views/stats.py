@@ -78,6 +78,7 @@ def shared_line(stats: pb.StatsResponse) -> Text:
         "refused": s["refused"],
         "dropped": s["offers_dropped"],
         "requests without an answer": s["unanswered"],
+        "deleted but still there": s["waiting_withdrawals"],
     }
     counts = [f"{count:,} {what}" for what, count in problems.items() if count]
     return Text("; ".join([line, *counts]))

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -219,7 +220,7 @@ async def test_what_is_deleted_while_a_tier_recovers_stays_deleted_if_that_is_in
         # As if the records had not been read yet.
         disk = store_of(daemon, Tier.DISK)
         monkeypatch.setattr(daemon.core.devices, "recovers", lambda tier: tier is Tier.DISK)
-        assert await service.durable_deletes(daemon.core, [key(1)])
+        assert await service.durable_deletes(daemon.core, [key(1)], monotonic() + 60.0)
         assert held(disk).keys() == {key(1), key(2)}, "the daemon ends before it reads them"
     async with faulty(tmp_path) as daemon:
         assert await daemon.presence(key(1), key(2)) == [ABSENT, PRESENT]

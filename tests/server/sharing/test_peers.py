@@ -17,7 +17,13 @@ from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.peers import DaemonPeer, Pace
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
-from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save
+from tests.server.sharing.test_two_nodes import (
+    evict_all,
+    keys_of,
+    lose,
+    restored_blocks,
+    save,
+)
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fake_redis import FakeRedis
 from tests.support.fakes import PATIENCE_S
@@ -114,7 +120,7 @@ def test_entries_are_read_from_the_second_node(
             case "stopped":
                 os.kill(daemons[1].pid, signal.SIGSTOP)
             case _:
-                clients[1].delete(keys_of(clients[1]))
+                evict_all(daemons[1])
         assert restored_blocks(clients[2]) == 12
     finally:
         if how == "stopped":
@@ -135,7 +141,7 @@ def test_entries_that_neither_node_has_are_forgotten(
 ) -> None:
     engine, daemons, clients = three
     for client in clients[:2]:
-        client.delete(keys_of(client)[3:4])
+        lose(engine, client, keys_of(client)[3:4])
     assert restored_blocks(clients[2]) == 3
     assert not any(keys_of(clients[2])[3].hex().encode() in name for name in engine.values)
     assert second_reads(daemons[2]) == (1, 0)

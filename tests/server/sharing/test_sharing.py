@@ -42,8 +42,8 @@ class FullEngine(SharedStore):
     def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
         return []
 
-    def drop(self, keys: Sequence[Key], deadline_s: float) -> None:
-        pass
+    def drop(self, _keys: Sequence[Key], _deadline_s: float) -> list[Key]:
+        return []
 
     def problems(self) -> list[str]:
         return []

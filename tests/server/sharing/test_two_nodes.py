@@ -3,13 +3,23 @@ of the engine are misses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import pytest
 from typer.testing import CliRunner
 
-from prefixd.client import Client, Hit, Key, MissReason, Namespace, SaveItem, Tier, prefix_key
+from prefixd.client import (
+    Client,
+    DeleteStatus,
+    Hit,
+    Key,
+    MissReason,
+    Namespace,
+    SaveItem,
+    Tier,
+    prefix_key,
+)
 from prefixd.client.ctl.main import app
 
 from ...support.daemon import eventually
@@ -90,6 +100,19 @@ def save(client: Client, numbers: range) -> None:
     assert all(outcomes), outcomes
 
 
+def evict_all(daemon: DaemonProcess) -> None:
+    """Evict all entries of a node. The engine is not told."""
+    with daemon.admin() as admin:
+        admin.evict(2**30, [Tier.RAM])
+
+
+def lose(engine: FakeRedis, client: Client, keys: Sequence[Key]) -> None:
+    """Have a node lose these entries, as if they had been evicted: the engine still lists them."""
+    values = dict(engine.values)
+    assert set(client.delete(keys)) == {DeleteStatus.DELETED}
+    engine.values.update(values)
+
+
 def restored_blocks(client: Client) -> int:
     """Restore all blocks of the prompt that a search finds, and check their bytes. Returns their
     number."""
@@ -151,6 +174,22 @@ def test_operators_see_where_entries_are_from_and_the_engine_state(
     assert not second.longest_run(second.chain(NAMESPACE, [7] * 64, BLOCK_TOKENS))
     with daemons[1].admin() as admin:
         assert admin.stats().shared["unanswered"] > 0
+
+
+@pytest.mark.parametrize("payloads", ["sharing_all", "peers"])
+def test_no_node_fetches_what_one_has_deleted(
+    payloads: str, request: pytest.FixtureRequest
+) -> None:
+    engine, _, (first, second) = request.getfixturevalue(payloads)
+    save(first, range(12))
+    eventually(lambda: len(engine.values) == 12)
+    keys = keys_of(first)
+    assert first.delete(keys[:-1]) == [DeleteStatus.DELETED] * 11
+    assert restored_blocks(first) == 0, "the copies of other nodes are not fetched back"
+    assert restored_blocks(second) == 0
+    assert len(engine.values) == 1
+    assert second.delete(keys[-1:]) == [DeleteStatus.ABSENT]
+    assert not engine.values, "a delete reaches the engine from any node"
 
 
 def test_a_search_without_a_claim_also_fetches(
@@ -231,7 +270,7 @@ def test_evicted_entries_are_offered_again_when_saved_again(
     save(first, range(12))
     with daemons[0].admin() as admin:
         eventually(lambda: admin.stats().shared["offered_entries"] == 12)
-    first.delete(keys_of(first)[7:])
+    evict_all(daemons[0])
     del engine.values[name_of(keys_of(first)[7])]
     assert restored_blocks(first) == 7
     save(first, range(7, 8))
@@ -342,14 +381,14 @@ def test_bad_settings_are_refused_at_the_start(flag: str, words: str) -> None:
 def test_nodes_read_from_each_other(
     peers: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
-    engine, _, (first, second) = peers
+    engine, daemons, (first, second) = peers
     save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     assert max(len(value) for value, _ in engine.values.values()) < 200
     before = dict(engine.values)
     assert restored_blocks(second) == 12
     eventually(lambda: all(engine.values[name][0] != before[name][0] for name in before))
-    first.delete(keys_of(first))
+    evict_all(daemons[0])
     assert restored_blocks(first) == 12, "the first node did not fetch its blocks back"
 
 
@@ -359,7 +398,7 @@ def test_an_entry_evicted_by_its_node_is_a_miss_and_is_forgotten(
     engine, _, (first, second) = peers
     save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
-    first.delete(keys_of(first)[4:5])
+    lose(engine, first, keys_of(first)[4:5])
     assert restored_blocks(second) == 4
     assert not any(keys_of(first)[4].hex().encode() in name for name in engine.values)
 

@@ -111,7 +111,7 @@ def statistics(scale: int = 4) -> pb.StatsResponse:
 SHARED = (
     "fetches", "fetched_entries", "fetched_bytes", "unavailable", "damaged", "second_asked",
     "second_came", "offered_entries", "offered_bytes", "refused", "offers_dropped", "touched",
-    "unanswered", "waiting_offers", "nodes", "nodes_serving",
+    "withdrawn", "unanswered", "waiting_offers", "waiting_withdrawals", "nodes", "nodes_serving",
 )  # fmt: skip
 
 
