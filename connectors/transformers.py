@@ -29,6 +29,7 @@ from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 from ..client.client import Client
 from ..client.identity import StateIdentity
+from ..client.ranks import check_shard
 from ..client.results import SaveOutcome
 from ..client.saves import SaveItem
 from ..proto.errors import CallerError
@@ -76,7 +77,7 @@ class ModelNamespace(Namespace):
         model = self.model()
         if model is not None and stamp(model) != self.stamp:
             raise CallerError(
-                "adapters or weights of the model have changed since namespace_of: make another one"
+                "adapters, weights or kernels have changed since namespace_of: make another one"
             )
 
 
@@ -343,6 +344,8 @@ def _shapes(config: Any) -> Iterator[LayerShape]:
 
 
 def _with_layout(namespace: Namespace, layout: Layout, dtype: Any) -> Namespace:
+    if not isinstance(namespace, ModelNamespace):
+        check_shard(namespace)  # a model says itself whether it is split
     words = repr((tuple(map(tuple, layout)), str(dtype)))
     digest = hashlib.sha256(_LAYOUT_LABEL + words.encode()).digest()
     shard = namespace.shard

@@ -8,6 +8,7 @@ Every field of the configuration is in the key unless `WITHOUT_EFFECT` says why 
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
@@ -20,7 +21,7 @@ from ..client.weights import digest_of_contents
 from ..proto.keys import Adapter
 from .engine import Engine, UnsupportedEngine
 
-ENGINE: Final = Engine("transformers", "transformers", "5.23.0")
+ENGINE: Final = Engine("transformers", "transformers", "5.18 to 5.24")
 
 _NAMES: Final = "names and ids, which are in the keys themselves"
 _OUTPUT: Final = "what is given back beside the state"
@@ -88,7 +89,7 @@ def identity_of(
         Dimension("dtype", str(model.dtype), "model.dtype", Part.QUANTISATION),
         Dimension("device", _device(model), "model.device", Part.CONTEXT),
         Dimension("config", plain(_fields(config)), "model.config", Part.CONTEXT),
-        Dimension("kernels", plain(_kernels(config)), "model.config", Part.CONTEXT),
+        Dimension("kernels", plain(_kernels(config)), "model.config, torch", Part.CONTEXT),
         Dimension("rope limit", rope_limit(config), "config.rope_parameters", Part.CONTEXT),
         Dimension("adapters", adapters, "the active ones of peft", Part.ADAPTERS),
         Dimension("applied adapters", plain(applied), "the layers of peft", Part.CONTEXT),
@@ -115,6 +116,15 @@ def _check(model: Any, config: Any) -> None:
             raise UnsupportedEngine(
                 f"prefixd can't keep the state of a {type(each).__name__}: its tokens have no ids"
             )
+
+
+def _shard(model: Any) -> str | None:
+    """Which part of the heads this rank computes, if the model is split among ranks."""
+    size = getattr(bare(model), "tp_size", None)
+    if size is None or size < 2:
+        return None
+    here = rank_here()
+    return f"tp {here.rank if here is not None else '?'}/{size}"
 
 
 def _training(model: Any) -> Dimension:
@@ -150,7 +160,8 @@ def _tensors(model: Any, layers: Sequence[tuple[str, Any]]) -> list[tuple[str, C
     changing = rope_limit(model.config) is not None
     made: list[tuple[str, Callable[[], Any]]] = []
     for name, tensor in sorted(tensors.items()):
-        if name.startswith(adapters):
+        # Tables of changing RoPE are those of the last pass.
+        if name.startswith(adapters) or (changing and "inv_freq" in name):
             continue
         name = _plain_name(name)
         if not hasattr(tensor, "numel"):
@@ -161,9 +172,7 @@ def _tensors(model: Any, layers: Sequence[tuple[str, Any]]) -> list[tuple[str, C
                 f"prefixd can't see the weights of {type(bare(model)).__name__} ({name} is a meta "
                 f"tensor, as of an offloaded model): give fingerprint="
             )
-        # These change with the length of a pass.
-        counted = tensor.numel() and not (changing and "inv_freq" in name)
-        read = partial(_bytes, tensor) if counted else lambda: None
+        read = partial(_bytes, tensor) if tensor.numel() else lambda: None
         made.append((f"{name} {tensor.dtype} {tuple(tensor.shape)}", read))
     return made
 
@@ -291,6 +300,12 @@ def _kernels(config: Any) -> dict[str, str]:
     for name, part in parts.items():
         for kind in ("_attn_implementation", "_experts_implementation"):
             made[f"{name}{kind}"] = str(getattr(part, kind, None))
+    torch = sys.modules.get("torch")
+    if torch is not None and hasattr(torch, "get_float32_matmul_precision"):
+        made["matmul"] = torch.get_float32_matmul_precision()
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                made[f"autocast {device}"] = str(torch.get_autocast_dtype(device))
     return made
 
 

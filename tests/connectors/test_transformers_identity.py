@@ -189,6 +189,17 @@ def test_a_model_in_training_shares_nothing() -> None:
     assert "model.eval()" in identity.unshared
 
 
+def test_ranks_of_a_split_model_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    digests = {digest(Model()), digest(changed(tp_size=1))}
+    for rank in ("0", "1"):
+        here = Rank(rank, 2, "test")
+        monkeypatch.setattr(
+            "prefixd.connectors.transformers_identity.rank_here", lambda here=here: here
+        )
+        digests |= {digest(changed(tp_size=2)), digest(Model())}
+    assert len(digests) == 3
+
+
 # ---- adapters
 
 

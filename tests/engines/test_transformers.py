@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator
 from time import perf_counter
@@ -38,8 +39,11 @@ def client(request: pytest.FixtureRequest, daemon: PrivateDaemon) -> Iterator[Cl
 
 
 def logits(model: Any, tokens: list[int], cache: Any) -> Any:
+    # Renamed in 5.24.
+    parameters = inspect.signature(type(model).forward).parameters
+    name = "cache" if "cache" in parameters else "past_key_values"
     with torch.inference_mode():
-        return model(torch.tensor([tokens]), past_key_values=cache, use_cache=True).logits
+        return model(torch.tensor([tokens]), **{name: cache}, use_cache=True).logits
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
