@@ -47,7 +47,7 @@ STOPPED_WITHIN_S: Final = 10.0
 
 @contextmanager
 def lock_directories(config: Config) -> Iterator[None]:
-    """Own the shm directory, the disk directory (if there is such a tier) and the socket.
+    """Own the socket, and the directories of the shm and the disk tier unless these are off.
 
     Missing directories are created, for this user only. Raises DirectoryInUse, which names the
     holder, or OSError, which names the option; then nothing stays locked.
@@ -56,12 +56,11 @@ def lock_directories(config: Config) -> Iterator[None]:
     socket = socket_path(address)
     assert socket is not None
     # Sockets of several daemons may share a directory; the files of a tier may not.
-    locks = [
-        ("shm.directory", config.shm.directory, LOCK_NAME),
-        ("server.address", socket.parent, f"{socket.name}.lock"),
-    ]
-    if config.disk.budget_bytes != 0:
-        locks.append(("disk.directory", config.disk.directory, LOCK_NAME))
+    locks = [("server.address", socket.parent, f"{socket.name}.lock")]
+    for name, tier in (("shm", config.shm), ("disk", config.disk)):
+        # A tier that is off has no files, so daemons without it may name the same directory.
+        if tier.budget_bytes != 0:
+            locks.append((f"{name}.directory", tier.directory, LOCK_NAME))
     with ExitStack() as stack:
         for option, directory, name in locks:
             try:

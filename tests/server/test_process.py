@@ -87,10 +87,25 @@ def test_sockets_may_share_a_directory(tmp_path: Path) -> None:
         pass
 
 
-def test_a_disk_tier_that_is_switched_off_needs_no_directory(tmp_path: Path) -> None:
-    argv = [f"--address={tmp_path}/s", f"--shm.directory={tmp_path}/shm", "--disk=0"]
-    with lock_directories(load_config([*argv, f"--disk.directory={tmp_path}/disk"], {})):
-        assert not (tmp_path / "disk").exists()
+@pytest.mark.parametrize("tier", ["shm", "disk"])
+def test_a_tier_that_is_off_creates_and_locks_no_directory(tmp_path: Path, tier: str) -> None:
+    def without(name: str) -> Config:
+        places = {place: f"{name}-{place}" for place in ("shm", "disk")} | {tier: "common"}
+        argv = [f"--address={tmp_path}/{name}.sock", f"--{tier}=0"]
+        argv += [f"--{place}.directory={tmp_path / at}" for place, at in places.items()]
+        return load_config(argv, {})
+
+    with lock_directories(without("a")), lock_directories(without("b")):
+        assert not (tmp_path / "common").exists()
+
+
+def test_two_daemons_with_ram_alone_differ_in_their_sockets_only(tmp_path: Path) -> None:
+    def ram_alone(socket: str) -> Config:
+        places = [f"--{place}.directory={tmp_path / place}" for place in ("shm", "disk")]
+        return load_config([f"--address={tmp_path / socket}", "--shm=0", "--disk=0", *places], {})
+
+    with lock_directories(ram_alone("a.sock")), lock_directories(ram_alone("b.sock")):
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["a.sock.lock", "b.sock.lock"]
 
 
 def test_the_note_names_the_holder_and_is_removed_afterwards(tmp_path: Path) -> None:
