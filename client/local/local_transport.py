@@ -178,6 +178,7 @@ class LocalTransport:
         old, self._node, self._link = self._node, None, None
         if old is not None:
             old.calls.close()
+            old.let_go()
             self._take_touches()  # dropped: they are of an earlier session
             self._not_before_s = 0.0
             self._part_not_before_s.pop(frames.STAGING, None)
@@ -225,9 +226,8 @@ class LocalTransport:
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
-        if node is None or node.index is None:
-            return self._remote.exist(keys, deadline)
-        return node.index.contains(keys)
+        index = None if node is None else node.index
+        return self._remote.exist(keys, deadline) if index is None else index.contains(keys)
 
     def peek(self, keys: Sequence[Key]) -> list[bool] | None:
         link, node = self._link, self._node
@@ -238,15 +238,16 @@ class LocalTransport:
 
     def peek_one(self, key: Key) -> bool | None:
         link, node = self._link, self._node
-        if link is None or link.why_ended or node is None or node.index is None:
+        if link is None or link.why_ended or node is None or (index := node.index) is None:
             return None
-        return node.index.has(key)
+        return index.has(key)
 
     def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
         node = self._indexed(deadline)
-        if node is None or node.index is None:
+        index = None if node is None else node.index
+        if index is None:
             return self._remote.leading_run(keys, deadline)
-        found = node.index.find(keys, stop_at=False)
+        found = index.find(keys, stop_at=False)
         return len(found) - (None in found)
 
     @property

@@ -102,10 +102,17 @@ class LocalNode:
             case _:
                 pass  # of a later version
 
+    def let_go(self) -> None:
+        """Forget index, arenas and staging memory: another session has taken their place. Hits that
+        are still held refer to this node and would keep them; a view keeps what it shows."""
+        self.index = self.staging = None
+        self.arenas.clear()
+
     @property
     def indexed(self) -> bool:
         """Whether entries can be looked up here, at this moment."""
-        return self.index is not None and self.index.live
+        index = self.index
+        return index is not None and index.live
 
     # ---- search
 
@@ -113,9 +120,9 @@ class LocalNode:
         self, keys: Iterable[Key], mode: ClaimMode
     ) -> tuple[Sequence[int], list[Entry], list[Placed]]:
         """The keys that a claim of this mode would get: positions, entries and their rows. Consumes
-        only as many keys as it needs. There has to be an index."""
-        assert self.index is not None
-        found = self.index.find(keys, _STOPS_AT[mode])
+        only as many keys as it needs. None of them without an index."""
+        index = self.index
+        found = [] if index is None else index.find(keys, _STOPS_AT[mode])
         placed = [each for each in found if each is not None]
         if not placed:
             return (), [], placed
@@ -156,12 +163,13 @@ class LocalNode:
         `check`: whether to compare the CRC32C, for each entry. `known`: rows that need not be
         looked up.
         """
-        if self.index is None:
+        index = self.index
+        if index is None:
             return [Copied.GONE] * len(entries)
         keys = [entry.key for entry in entries]
         rows: Sequence[Placed | None] = list(map((known or {}).get, keys))
         if None in rows:
-            rows = self.index.find(keys)
+            rows = index.find(keys)
         copies = self._copied_alike(entries, rows, targets, check, deadline)
         if copies is not None:
             return copies
@@ -266,7 +274,8 @@ class LocalNode:
         self, entry: Entry, offset_bytes: int, length_bytes: int, deadline: Deadline
     ) -> bytes | None:
         """A range of a payload, without a checksum; None: it can't be read here."""
-        found = None if self.index is None else self.index.find([entry.key])[0]
+        index = self.index
+        found = None if index is None else index.find([entry.key])[0]
         views = self._views(entry, found, offset_bytes, length_bytes)
         if found is None or views is None:
             return None
@@ -329,7 +338,8 @@ class LocalNode:
         if index is None or not index.unchanged(rows):
             return False
         incarnation = self.ref.incarnation
-        return all(self.arenas[tier].written_by(incarnation, deadline) for tier in tiers)
+        arenas = [self.arenas.get(tier) for tier in tiers]
+        return all(arena and arena.written_by(incarnation, deadline) for arena in arenas)
 
     def in_place(self, entries: Sequence[Entry], rows: Sequence[Placed]) -> InPlace:
         """Entries that were found with their rows, for later copies and views."""

@@ -514,3 +514,25 @@ def test_an_idle_client_lets_the_memory_of_a_dead_daemon_go() -> None:
         eventually(lambda: node() is None)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         assert client.exists(save(client, "a", 5_000, Tier.RAM)) == [True]
+
+
+def test_a_held_hit_keeps_nothing_of_a_dead_daemon_but_what_it_shows() -> None:
+    def mappings() -> int:
+        gc.collect()
+        return Path("/proc/self/maps").read_text().count("memfd:prefixd-")
+
+    before = mappings()
+    with private_daemon() as daemon, Client(daemon.address) as client:
+        keys = save(client, "abc", 5_000, Tier.RAM)
+        held, viewed = client.claim(keys), client.claim(keys[:1])
+        assert restore(held)[0].run == len(keys)
+        views = viewed.views(0)
+        assert views is not None
+        daemon.kill()
+        daemon.start()
+        eventually(lambda: mappings() == before + 1)
+        assert bytes(views[0]) == payload_of(keys[0], 5_000)
+        views.clear()
+        eventually(lambda: mappings() == before)
+        assert not held.release()
+        assert not viewed.release()
