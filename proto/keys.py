@@ -34,8 +34,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NewType, cast
 
-from .errors import InvalidKey, InvalidNamespace, InvalidSize
+from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
 from .extras import Extra, checked_extras, with_extras
+from .kernel import native
 from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
 from .tokens import TOKEN_BYTES, sliceable, token_bytes
 
@@ -449,6 +450,10 @@ def iter_chain(
     return _chain(check_key(parent), index, sequence, block_tokens, include_partial, placed)
 
 
+#: Blocks that one call of the kernel hashes.
+_MOST_BLOCKS: Final = 64
+
+
 def _chain(
     key: Key,
     index: int,
@@ -458,8 +463,20 @@ def _chain(
     extras: Sequence[Extra],
 ) -> Iterator[Key]:
     whole_tokens = len(tokens) - len(tokens) % block_tokens
+    begin, blocks = 0, 1
+    while native and not extras and begin < whole_tokens:
+        # In pieces that grow, because a search that misses early should not hash the rest.
+        end = min(begin + blocks * block_tokens, whole_tokens)
+        try:
+            keys = native.chain_keys(key, index, token_bytes(tokens[begin:end]), block_tokens)
+        except (InvalidTokens, ValueError):
+            break  # hashed block by block, the error comes with the block that has it
+        for made in keys:
+            yield Key(made)
+        key = Key(keys[-1])
+        begin, index, blocks = end, index + len(keys), min(2 * blocks, _MOST_BLOCKS)
     taken = 0
-    for start in range(0, len(tokens) if include_partial else whole_tokens, block_tokens):
+    for start in range(begin, len(tokens) if include_partial else whole_tokens, block_tokens):
         end = start + block_tokens
         raw = token_bytes(tokens[start:end])
         if start == whole_tokens:
