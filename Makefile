@@ -91,7 +91,8 @@ $(ENGINES)/.done: pyproject.toml
 	@touch $@
 
 engines: $(ENGINES)/.done ## test with llama-cpp-python and transformers themselves, on CPU
-	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines/test_llama_cpp*.py tests/engines/test_transformers*.py
+	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines/test_llama_cpp*.py \
+		tests/engines/test_transformers*.py tests/engines/test_pages.py
 
 # These engines need a GPU to run, but not to test their caches. Each has an environment of its own, without CUDA parts.
 LMCACHE := lmcache==0.5.6

@@ -92,7 +92,7 @@ def namespace_of(
     type and kernels; see `identity_of`.
 
     `fingerprint`: 32 bytes that identify the weights without adapters; None: the SHA-256 of all
-    tensors, which takes about half a second per GiB the first time on a host, then a 20th of it.
+    tensors, which takes a second or two per GiB the first time on a host, then a 20th of it.
     `salt` keeps tenants apart. The model's passes are watched from now on, so make the namespace
     before a cache is filled. Raises UnsupportedEngine.
     """

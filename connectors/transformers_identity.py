@@ -70,7 +70,7 @@ def identity_of(
     """The identity of what a model computes now, with its weights and active adapters.
 
     `fingerprint`: 32 bytes that identify the weights without adapters; None: the SHA-256 of all
-    tensors, which takes about half a second per GiB the first time on a host, then a 20th of it.
+    tensors, which takes a second or two per GiB the first time on a host, then a 20th of it.
     Raises UnsupportedEngine for a model whose state can't be kept, by name.
     """
     config = model.config
