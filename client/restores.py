@@ -26,6 +26,11 @@ from .wire.transport import Copied
 #: Which payloads have their CRC32C checked on restore: all, those from disk, or none.
 Verify: TypeAlias = Literal["always", "disk", "never"]
 
+#: Copies that failed in a way that a call to the daemon would not mend.
+_COPY_MISSES: Final = {
+    Copied.CORRUPT: MissReason.CORRUPT,
+    Copied.UNREADABLE: MissReason.UNREADABLE,
+}
 VERIFY_CHOICES: Final = get_args(Verify)
 
 #: Two threads share a restore that is checked from this size on: copy and CRC32C of 48 blocks of
@@ -146,7 +151,7 @@ class Restore(Rooms):
         if all_whole:
             return []
         self._misses.update(
-            (n, MissReason.CORRUPT) for n, each in enumerate(outcomes) if each is Copied.CORRUPT
+            (n, _COPY_MISSES[each]) for n, each in enumerate(outcomes) if each in _COPY_MISSES
         )
         return [n for n, outcome in enumerate(outcomes) if outcome is Copied.GONE]
 

@@ -28,7 +28,7 @@ from ...proto.payload import (
     views_of,
 )
 from ..wire.deadline import Deadline
-from .disk_reads import DiskReads
+from .disk_reads import DeviceHangs, DiskReads
 
 #: Read and checksummed in pieces of this size, so that the checksum finds its bytes in the CPU
 #: cache.
@@ -65,10 +65,11 @@ class Arena(ABC):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> list[int | None]:
+    ) -> Sequence[int | OSError | None]:
         """`read_into` for entries that lie in one extent each: its offset and its length.
 
-        Returns their CRC32Cs; None for those without `check`. Raises OSError.
+        Returns their CRC32Cs, None for those without `check`, or why an entry could not be read.
+        Raises OSError, if the same could be wrong with all of them.
         """
         return [
             self.read_into((start, extent_bytes), target, check=checked, deadline=deadline)
@@ -140,7 +141,7 @@ class MappedArena(Arena):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> list[int | None]:
+    ) -> Sequence[int | OSError | None]:
         if native:
             return native.scatter(
                 self._view, offsets, lengths, [buffers_of(target) for target in targets], check
@@ -208,6 +209,12 @@ class FileArena(Arena):
     def read_into(
         self, location: tuple[int, ...], target: FlatBytes, *, check: bool, deadline: Deadline
     ) -> int | None:
+        self._reads.check_answers()
+        return self._read(location, target, deadline, check=check)
+
+    def _read(
+        self, location: tuple[int, ...], target: FlatBytes, deadline: Deadline, *, check: bool
+    ) -> int | None:
         crc = at = 0
         parts = list(_parts(location, 0, len(target)))
         for number, (start, part_bytes) in enumerate(parts):
@@ -224,6 +231,27 @@ class FileArena(Arena):
                     at += len(piece)
                 break
         return crc if check else None
+
+    def read_all(
+        self,
+        offsets: Sequence[int],
+        lengths: Sequence[int],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        deadline: Deadline,
+    ) -> Sequence[int | OSError | None]:
+        results: list[int | OSError | None] = []
+        for place, target, checked in zip(
+            zip(offsets, lengths, strict=True), targets, check, strict=True
+        ):
+            try:
+                results.append(self.read_into(place, target, check=checked, deadline=deadline))
+            except (TimeoutError, DeviceHangs) as problem:
+                # The others would not come in time either.
+                return results + [problem] * (len(targets) - len(results))
+            except OSError as problem:
+                results.append(problem)
+        return results
 
     def _cached(self, start: int, room: FlatBytes, crc: int, *, check: bool) -> tuple[int, int]:
         """Read what the page cache has, from `start` up to the first byte that it lacks. Returns
@@ -242,7 +270,7 @@ class FileArena(Arena):
                     break  # this file system can't tell what it has
                 raise
             if not read_bytes:
-                raise _beyond_the_end()
+                break  # the end of the file, or a kernel that says so of what it does not have
             if check:
                 crc = crc32c_of(piece[:read_bytes], crc)
             at += read_bytes
@@ -259,9 +287,9 @@ class FileArena(Arena):
     def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
         header = memoryview(bytearray(ARENA_HEADER_BYTES))
         try:
-            self.read_into((0, len(header)), header, check=False, deadline=deadline)
+            self._read((0, len(header)), header, deadline, check=False)
         except OSError:
-            return False
+            return False  # it can't be told
         return _incarnation(header) == incarnation
 
 

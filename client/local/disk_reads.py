@@ -6,14 +6,14 @@ read here: by a few threads, into memory of their own, while the caller waits un
 What arrives later is dropped with that memory, so nothing is written into a buffer after its call
 has ended.
 
-While one read takes longer than `STUCK_S`, the device counts as hung: other reads that would have
-to wait for it fail at once. So a hung device costs each client a few calls their deadline, and at
-most `MAX_THREADS` threads with `PIECE_BYTES` each.
+While one read takes longer than `STUCK_S`, the device counts as hung, and other reads fail at once.
+So a hung device costs each client a few calls their deadline, and at most `MAX_THREADS` threads
+with `PIECE_BYTES` each. Reads of what is in the page cache fail as well: `RWF_NOWAIT` may start to
+read ahead, and would then wait for a place in the device's queue if that is full.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 import time
@@ -38,15 +38,21 @@ STUCK_S: Final = 1.0
 ReadInto = Callable[[int, Sequence[bytearray | memoryview], int], int]
 
 
+class DeviceHangs(OSError):
+    """The disk does not answer other reads at this moment, so this one was not begun."""
+
+
 class _Piece:
     """One range of a file. Its thread fills it; the caller takes it, or leaves it."""
 
-    __slots__ = ("began_s", "data", "length_bytes", "problem", "start")
+    __slots__ = ("began_s", "data", "left", "length_bytes", "problem", "start")
 
     def __init__(self, start: int, length_bytes: int) -> None:
         self.start = start
         self.length_bytes = length_bytes
         self.began_s: float | None = None
+        #: Its caller has given up.
+        self.left = False
         self.data: bytearray | None = None
         self.problem: OSError | None = None
 
@@ -68,6 +74,8 @@ class DiskReads:
     @property
     def stuck(self) -> bool:
         """Does a read take so long that the device must be hanging?"""
+        if not self._under_way:
+            return False  # nearly always
         before_s = time.monotonic() - STUCK_S
         with self._changed:
             return any(piece.began_s < before_s for piece in self._under_way if piece.began_s)
@@ -76,31 +84,43 @@ class DiskReads:
         self, owner: object, fd: int, ranges: Sequence[tuple[int, int]], deadline: Deadline
     ) -> Iterator[bytearray]:
         """The bytes of these ranges, each a start and a length, in order, in pieces. `owner` keeps
-        `fd` open, and is kept until its last read has ended. Raises OSError."""
+        `fd` open, and is kept until its last read has ended. Raises TimeoutError, DeviceHangs and
+        any other OSError."""
         wanted = (
             _Piece(at, min(PIECE_BYTES, start + length_bytes - at))
             for start, length_bytes in ranges
             for at in range(start, start + length_bytes, PIECE_BYTES)
         )
         ahead: deque[_Piece] = deque()
-        while True:
-            while len(ahead) < _AHEAD and (piece := next(wanted, None)) is not None:
-                self._begin(owner, fd, piece)
-                ahead.append(piece)
-            if not ahead:
-                return
-            yield self._taken(ahead.popleft(), deadline)
+        try:
+            while True:
+                while len(ahead) < _AHEAD and (piece := next(wanted, None)) is not None:
+                    self._begin(owner, fd, piece)
+                    ahead.append(piece)
+                if not ahead:
+                    return
+                data = self._taken(ahead[0], deadline)
+                ahead.popleft()
+                yield data
+        finally:
+            for piece in ahead:
+                piece.left = True
+
+    def check_answers(self) -> None:
+        """Raises DeviceHangs while the device hangs."""
+        if self.stuck:
+            raise DeviceHangs("the disk has not answered an earlier read")
 
     def _begin(self, owner: object, fd: int, piece: _Piece) -> None:
-        if self.stuck:
-            raise OSError(errno.EAGAIN, "the disk has not answered an earlier read")
-
+        self.check_answers()
         # The queue, and then the thread, refers to `owner` until the read has ended.
         if not self._threads.submit(partial(self._fill, owner, fd, piece)):
-            raise OSError(errno.EAGAIN, "no thread can read from the disk")
+            raise OSError("no thread can read from the disk")
 
     def _fill(self, owner: object, fd: int, piece: _Piece) -> None:  # noqa: ARG002  # kept
         """In a thread."""
+        if piece.left:
+            return
         with self._changed:
             piece.began_s = time.monotonic()
             self._under_way.add(piece)

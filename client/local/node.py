@@ -32,7 +32,7 @@ from ..results import Entry
 from ..wire.deadline import Deadline
 from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
-from .disk_reads import DiskReads
+from .disk_reads import DeviceHangs, DiskReads
 from .local_socket import LocalCalls
 from .staging import StagingMemory
 
@@ -180,7 +180,7 @@ class LocalNode:
         copied = [
             found
             for found, outcome in zip(rows, copies, strict=True)
-            if found is not None and outcome is not Copied.GONE
+            if found is not None and outcome in (Copied.WHOLE, Copied.CORRUPT)
         ]
         return self._validated(copies, rows, copied, _tiers_of(copied), deadline)
 
@@ -205,7 +205,7 @@ class LocalNode:
         copies = [Copied.WHOLE] * len(entries)
         for number, crc in enumerate(crcs):
             if crc is not None and crc != entries[number].payload_crc32c:
-                copies[number] = Copied.CORRUPT
+                copies[number] = Copied.CORRUPT if isinstance(crc, int) else _failed(crc)
         return self._validated(copies, placed, placed, {columns.tiers[0]}, deadline)
 
     def _located(
@@ -247,8 +247,8 @@ class LocalNode:
         arena, location = located
         try:
             crc = arena.read_into(location, target, check=check, deadline=deadline)
-        except OSError:
-            return Copied.GONE  # a call to the daemon will say more
+        except OSError as problem:
+            return _failed(problem)
         return Copied.WHOLE if crc in (None, entry.payload_crc32c) else Copied.CORRUPT
 
     def _validated(
@@ -264,7 +264,9 @@ class LocalNode:
         if self._stand(copied, tiers, deadline):
             return copies
         return [
-            outcome if found is not None and self.stand([found], deadline) else Copied.GONE
+            outcome
+            if outcome is Copied.UNREADABLE or (found is not None and self.stand([found], deadline))
+            else Copied.GONE
             for outcome, found in zip(copies, rows, strict=True)
         ]
 
@@ -355,6 +357,13 @@ class InPlace:
 
     def stands(self, deadline: Deadline) -> bool:
         return self.node.stand(self.rows.values(), deadline)
+
+
+def _failed(problem: OSError) -> Copied:
+    """What became of a copy that this ended."""
+    if isinstance(problem, DeviceHangs):
+        return Copied.UNREADABLE
+    return Copied.GONE  # a call to the daemon will say more, if there is time left
 
 
 def _tiers_of(rows: Iterable[Placed]) -> set[int]:

@@ -73,6 +73,8 @@ class Copied(Enum):
     GONE = 2
     #: The entry is there, but its bytes are not those that were saved.
     CORRUPT = 3
+    #: Its device does not answer at this moment, so the daemon could not read it either.
+    UNREADABLE = 4
 
 
 class Looked(NamedTuple):

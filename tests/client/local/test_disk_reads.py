@@ -17,7 +17,7 @@ import pytest
 from prefixd.client import AsyncClient, Client, MissReason, SaveReason, Tier
 from prefixd.client.local import disk_reads
 from prefixd.client.local.arenas import FileArena
-from prefixd.client.local.disk_reads import PIECE_BYTES, DiskReads
+from prefixd.client.local.disk_reads import PIECE_BYTES, DeviceHangs, DiskReads
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import ABANDONMENT, Abandonment, Deadline
 from prefixd.proto.keys import Key
@@ -137,6 +137,50 @@ def test_while_a_read_is_stuck_others_fail_at_once(
     assert target == DATA[:10]
 
 
+def test_a_read_that_was_given_up_is_not_begun(
+    arena: FileArena, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the device answers again, it has nothing to read that no caller waits for."""
+    monkeypatch.setattr(disk_reads, "STUCK_S", PATIENCE_S)
+    device.answers.clear()
+    target = memoryview(bytearray(PAYLOAD_BYTES))
+    for _ in range(10):
+        with pytest.raises(TimeoutError):
+            arena.read_into((0, PAYLOAD_BYTES), target, check=False, deadline=Deadline(5))
+    device.answers.set()
+    arena.read_into((0, 10), target[:10], check=False, deadline=LATER)
+    begun = 0
+    while device.asked.acquire(blocking=False):
+        begun += 1
+    assert begun <= disk_reads.MAX_THREADS + 1
+
+
+def test_each_entry_of_a_batch_has_its_own_result(
+    arena: FileArena, device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What can't be read costs the others nothing; what comes too late ends the batch."""
+    targets = [memoryview(bytearray(10)) for _ in range(3)]
+    places = [0, len(DATA) - 5, 20], [10, 10, 10]
+    first, second, third = arena.read_all(*places, targets, [True] * 3, LATER)
+    assert (first, third) == (crc32c(DATA[:10]), crc32c(DATA[20:30]))
+    assert isinstance(second, OSError)
+    device.answers.clear()
+    late = arena.read_all(*places, targets, [True] * 3, Deadline(5))
+    assert [type(each) for each in late] == [TimeoutError] * 3
+    monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
+    hangs = arena.read_all(*places, targets, [True] * 3, LATER)
+    assert [type(each) for each in hangs] == [DeviceHangs] * 3
+
+
+def test_the_end_of_a_file_in_the_cache_is_asked_of_the_device(tmp_path: Path) -> None:
+    """Some kernels say of what is not in the cache that the file has ended."""
+    path = tmp_path / "arena"
+    path.write_bytes(bytes(10))
+    with path.open("rb") as file:
+        arena = FileArena(file.fileno())
+    assert arena._cached(10, memoryview(bytearray(1)), 7, check=True) == (0, 7)
+
+
 def test_threads_and_memory_are_bounded(arena: FileArena, device: Device) -> None:
     device.answers.clear()
     target = memoryview(bytearray(PAYLOAD_BYTES))
@@ -209,6 +253,34 @@ def test_a_restore_ends_with_its_deadline_and_its_buffers_are_left_alone(
         device.answers.set()
         assert hit.restore_into([bytearray(len(PAYLOAD)) for _ in KEYS]).run == len(KEYS)
         assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
+
+
+@pytest.mark.parametrize("claim", [True, False])
+def test_while_a_disk_hangs_the_daemon_is_not_asked_for_its_bytes(
+    daemon: PrivateDaemon, device: Device, monkeypatch: pytest.MonkeyPatch, claim: bool
+) -> None:
+    """It could not read them either, and would only hold up the call."""
+    memory = Key(b"n" * 32)
+    with Client(daemon.address) as client:
+        save(client, Tier.DISK)
+        assert client.save(memory, PAYLOAD, tier=Tier.RAM).ok
+        use(client, device)
+        found = client.longest_run(KEYS, claim=claim), client.claim([*KEYS, memory])
+        device.answers.clear()
+        room = bytearray(len(PAYLOAD))
+        assert not found[0].restore_into([room], deadline_ms=20)
+        monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
+        before = client.counters["rpcs"]
+        rooms = [bytearray(len(PAYLOAD)) for _ in range(5)]
+        for hit, wanted in zip(found, ([False] * 4, [False] * 4 + [True]), strict=True):
+            result = hit.restore_into(rooms[: len(hit)], deadline_ms=600_000)
+            assert list(result.restored) == wanted
+            assert result.miss is MissReason.UNREADABLE
+        assert rooms[4] == PAYLOAD
+        assert client.counters["rpcs"] == before
+        device.answers.set()
+        for hit in found:
+            hit.release()
 
 
 def test_a_hanging_disk_delays_no_other_tier(
