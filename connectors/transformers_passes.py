@@ -7,6 +7,7 @@ by its ids up to there, and not further.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from weakref import WeakKeyDictionary
 
 from ..proto.errors import CallerError
 from .transformers_identity import bare, media_tokens, stamp
+
+logger = logging.getLogger("prefixd.connectors")
 
 #: Arguments of a pass that say nothing beyond the ids, or what is given back.
 _WITHOUT_EFFECT: Final = frozenset(
@@ -78,6 +81,15 @@ class Passes:
         cache = options.get("past_key_values", options.get("cache"))
         if cache is None or not hasattr(cache, "get_seq_length"):
             return
+        try:
+            self._note(model, args, options, cache)
+        except Exception:
+            # A pass must never fail because of the cache.
+            logger.exception("a pass was not understood; its cache is not saved")
+            with self._lock:
+                self._caches[cache] = Filled(None, 0)
+
+    def _note(self, model: Any, args: tuple[Any, ...], options: dict[str, Any], cache: Any) -> None:
         ids = options.get("input_ids", args[0] if args else None)
         held = int(cache.get_seq_length())
         with self._lock:

@@ -469,7 +469,7 @@ def _chain(
         end = min(begin + blocks * block_tokens, whole_tokens)
         try:
             keys = native.chain_keys(key, index, token_bytes(tokens[begin:end]), block_tokens)
-        except (InvalidTokens, ValueError):
+        except (InvalidTokens, ValueError, OverflowError):
             break  # hashed block by block, the error comes with the block that has it
         for made in keys:
             yield Key(made)
