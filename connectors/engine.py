@@ -3,6 +3,7 @@ connector was written for, and the client that the engine's options make."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Engine:
 
     name: str
     package: str
-    #: The version whose interface the connector follows.
+    #: The version whose interface the connector follows, or the first and last ("1.2 to 1.5").
     tested: str
 
     @property
@@ -43,6 +44,16 @@ class Engine:
             return version(self.package)
         except PackageNotFoundError:
             return "unknown"
+
+    @property
+    def is_tested(self) -> bool:
+        """Whether the installed version is one that the connector was made for, or unknown. Of a
+        range also later releases of its last version (1.5.2 of "1.2 to 1.5")."""
+        if self.version == "unknown":
+            return True
+        first, _, last = self.tested.partition(" to ")
+        here, least, most = map(_numbers, (self.version, first, last or first))
+        return least <= here and here[: len(most)] <= most
 
     def require(self, module: str, names: Iterable[str]) -> Any:
         """Import a module of the engine and check that it has these names, which may be dotted."""
@@ -87,6 +98,12 @@ class Engine:
             f"prefixd's connector does not know {self.name} {self.version}: {what}; it was made "
             f"for {self.tested}"
         )
+
+
+def _numbers(version: str) -> list[int]:
+    """The release of a version: [0, 5, 16] of "0.5.16.post1+cu129"."""
+    release = re.match(r"\d+(?:\.\d+)*", version)
+    return [] if release is None else list(map(int, release[0].split(".")))
 
 
 def _has(owner: Any, dotted: str) -> bool:

@@ -31,7 +31,7 @@ from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import ClaimMode, MissReason, Tier
 from .engine import Engine, attach, fingerprint_of, weights_dimension
 
-ENGINE: Final = Engine("LMCache", "lmcache", "0.5.6")
+ENGINE: Final = Engine("LMCache", "lmcache", "0.5.5 to 0.5.6")
 T = TypeVar("T")
 
 #: Most namespaces in memory. A process serves few models.

@@ -26,11 +26,16 @@ def register_vllm() -> None:
 
 
 def register_sglang() -> None:
-    """Log a version of SGLang that the connector was not made for, before the first request. There
-    is nothing to register: SGLang names its backends by module and class."""
-    from .sglang import ENGINE
+    """Log a version of SGLang that the connector was not made for, before the first request, and
+    have SGLang tell of weights that are updated in place. There is nothing to register: SGLang
+    names its backends by module and class."""
+    from .sglang import ENGINE, watch_updates
 
-    if ENGINE.version not in ("unknown", ENGINE.tested):
+    if not ENGINE.is_tested:
         logger.info(
             "prefixd's connector was made for SGLang %s; this is %s", ENGINE.tested, ENGINE.version
         )
+    try:
+        watch_updates()
+    except Exception as problem:
+        logger.warning("updates of weights in place will not be noticed: %s", problem)

@@ -31,7 +31,7 @@ from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
 from .engine import Engine, attach, fingerprint_of, weights_dimension
 
-ENGINE: Final = Engine("vLLM", "vllm", "0.33.0")
+ENGINE: Final = Engine("vLLM", "vllm", "0.27 to 0.33")
 #: Most answers of the daemon to keep, for keys that vLLM looks up again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
@@ -87,6 +87,10 @@ class TierCore:
 
     def key(self, block_hash: bytes) -> Key:
         return self._namespace.key(block_hash)
+
+    def use(self, namespace: ForeignNamespace) -> None:
+        """Look for and save nothing under the keys of before, from now on."""
+        self._namespace = namespace
 
     # ---- lookups
 
@@ -241,8 +245,9 @@ def identity_of(
 
     `spec`: vLLM's description of its engine. `fields`: what vLLM's own file tier distinguishes its
     directories by. vLLM does not tell its tiers which weights it runs, nor `--revision`,
-    `--quantization`, `--hf-overrides` and RoPE. The option `fingerprint` has to name them all;
-    without it nothing is shared beyond this process.
+    `--quantization`, `--hf-overrides`, RoPE and what is in LoRA adapters, of which its hashes have
+    the names. The option `fingerprint` has to name them all; without it nothing is shared beyond
+    this process.
     """
     config, context = spec.config, Part.CONTEXT
     model = getattr(config, "model", None)
@@ -267,7 +272,7 @@ def identity_of(
             of(parallel, "is_parallelism_agnostic", "offloading_spec.config.parallel"),
             Dimension("salt", options.get("salt"), "the option salt", Part.SALT),
             Dimension(
-                "tokens, LoRA, cache_salt, images",
+                "tokens, LoRA's name, cache_salt, images",
                 None,
                 "vLLM's block hashes have them",
                 Part.BLOCKS,
@@ -317,6 +322,7 @@ def _tier() -> type:
             chunk_bytes = rows.nbytes // max(1, len(rows))
             fields = found.get_run_config()
             identity = identity_of(offloading_spec, fields, found.rank, chunk_bytes, config)
+            self._identity = identity
             namespace = identity.foreign_namespace("vllm")
             events = config.get("enable_kv_events", False)
             self._events: list[Any] | None = None
@@ -328,6 +334,7 @@ def _tier() -> type:
             ours = ["salt", "enable_kv_events", "locality"]
             client, tier = attach("vllm", config, ours)
             client.announce(identity)
+            self._client = client
             # So that the hand-over is done, and the first lookup works in place.
             if client.wait_connected():
                 client.exists_one(namespace.key(b"none"))
@@ -395,7 +402,15 @@ def _tier() -> type:
             self._core.touch(bytes(key) for key in keys)
 
         def drain_jobs(self) -> None:
+            """Wait for all jobs, and use other keys from now on.
+
+            vLLM calls this only when it resets its caches, as after an update of weights in place,
+            and does not say why. Whatever was saved before may be of other weights.
+            """
             self._core.drain()
+            self._identity = self._identity.renewed("vLLM reset its caches")
+            self._core.use(self._identity.foreign_namespace("vllm"))
+            self._client.announce(self._identity)
 
         def shutdown(self) -> None:
             self._core.close()

@@ -132,7 +132,8 @@ def job(number: int, keys: list[bytes], chunks: list[int]) -> Any:
 
 
 def ended(tier: Any) -> Any:
-    tier.drain_jobs()
+    """The result of the only job, once it has ended. `drain_jobs` is what vLLM calls to reset."""
+    tier._core.drain()
     (result,) = tier.get_finished_jobs()
     assert not tier.has_pending_work()
     return result
@@ -319,3 +320,25 @@ def test_a_vllm_that_calls_in_another_way_is_refused(monkeypatch: pytest.MonkeyP
     install(monkeypatch, Later)
     with pytest.raises(UnsupportedEngine, match=r"it calls submit_store\(self, job_metadata, prio"):
         _ = vllm.PrefixdTier
+
+
+def test_after_a_reset_of_its_caches_nothing_from_before_is_found(
+    daemon: PrivateDaemon, memory: Any
+) -> None:
+    """vLLM resets them after an update of weights in place, among others."""
+    tier, other = tier_of(daemon.address, memory), tier_of(daemon.address, memory)
+    keys = [b"one", b"two"]
+    tier.submit_store(job(1, keys, [0, 1]))
+    assert ended(tier).success
+    assert tier.lookup(keys[0], None) is other.lookup(keys[0], None) is LookupResult.HIT
+    tier.drain_jobs()
+    assert [tier.lookup(key, None) for key in keys] == [LookupResult.MISS] * 2
+    tier.submit_load(job(2, keys, [4, 5]))
+    assert not ended(tier).success
+    tier.submit_store(job(3, [b"new"], [2]))
+    assert ended(tier).success
+    assert tier.lookup(b"new", None) is LookupResult.HIT
+    assert other.lookup(b"new", None) is LookupResult.MISS, "it does not know the new weights"
+    assert other.lookup(keys[0], None) is LookupResult.HIT, "it still has the old ones"
+    for each in (tier, other):
+        each.shutdown()

@@ -51,8 +51,9 @@ def look_up(tier: Any, keys: list[Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ["ram", "shm", "disk"])
-def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str) -> None:
-    """All steps through vLLM's manager. The loaded bytes are those that were stored."""
+def test_store_start_again_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str) -> None:
+    """All steps through vLLM's manager. The loaded bytes are those that were stored, by the engine
+    before this one."""
     options = tiering.prefixd(daemon.address, name)
     made = tiering.manager(rows, lambda view: tiering.tier(view, **options))
     keys, ctx = tiering.keys(4, os.urandom(4)), tiering.context()
@@ -64,9 +65,11 @@ def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str
     expected = rows[places].copy()
     made.complete_store(keys, ctx, success=True)
     tiering.settle(made)
-    made.reset_cache()
-    made.on_reset_flushed()
+    made.on_request_finished(ctx)
+    tiering.shut_down(made)
     rows[:] = 0
+    made = tiering.manager(rows, lambda view: tiering.tier(view, **options))
+    made.on_new_request(ctx)
     absent = tiering.keys(1, b"none")[0]
     assert made.lookup(absent, ctx) is found.MISS
     # Within the step that finds them, the entries are still being promoted.
@@ -78,6 +81,24 @@ def test_store_reset_look_up_promote(daemon: PrivateDaemon, rows: Any, name: str
     now = [int(place) for place in loaded.block_ids]
     assert (rows[now] == expected).all()
     made.complete_load(keys, ctx)
+    made.on_request_finished(ctx)
+    tiering.shut_down(made)
+
+
+def test_after_a_reset_nothing_from_before_is_found(daemon: PrivateDaemon, rows: Any) -> None:
+    """vLLM resets its caches after an update of weights in place, and keeps its tiers' entries."""
+    options = tiering.prefixd(daemon.address, "ram")
+    made = tiering.manager(rows, lambda view: tiering.tier(view, **options))
+    keys, ctx, found = tiering.keys(2, os.urandom(4)), tiering.context(), results()
+    (second,) = made.secondary_tiers
+    second.submit_store(tiering.job(1, keys, [0, 1]))
+    assert tiering.ended(second).success
+    assert look_up(second, keys) == [found.HIT] * 2
+    made.on_new_request(ctx)
+    made.reset_cache()
+    made.on_reset_flushed()
+    assert look_up(second, keys) == [found.MISS] * 2
+    assert [made.lookup(key, ctx) for key in keys] == [found.MISS] * 2
     made.on_request_finished(ctx)
     tiering.shut_down(made)
 
@@ -127,7 +148,7 @@ def test_each_job_has_its_own_result(tier: Any) -> None:
     keys = tiering.keys(2, os.urandom(4))
     for number, key in enumerate(keys):
         tier.submit_store(tiering.job(number, [key], [number]))
-    tier.drain_jobs()
+    tiering.wait(tier)
     assert {each.job_id: each.success for each in tier.get_finished_jobs()} == {0: True, 1: True}
     assert look_up(tier, keys) == [results().HIT] * 2
 
@@ -145,7 +166,7 @@ def test_a_shutdown_with_jobs_under_way_returns(daemon: PrivateDaemon, rows: Any
     for number in range(10):
         made.submit_store(tiering.job(number, tiering.keys(1, os.urandom(4)), [number % CHUNKS]))
     made.shutdown()
-    made.drain_jobs()
+    tiering.wait(made)
     assert len(list(made.get_finished_jobs())) == 10
 
 
@@ -225,7 +246,7 @@ def test_a_daemon_that_is_killed_mid_job(rows: Any) -> None:
         daemon.kill()
         second.submit_store(tiering.job(200, tiering.keys(4, os.urandom(4)), range(4)))
         second.submit_load(tiering.job(201, keys, range(4, 8), is_promotion=True))
-        second.drain_jobs()
+        tiering.wait(second)
         results_of = {each.job_id: each.success for each in second.get_finished_jobs()}
         assert len(results_of) == 66, "every job ends"
         assert not results_of[200]

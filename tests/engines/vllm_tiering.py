@@ -99,9 +99,18 @@ def job(number: int, of: list[Any], chunks: Any, *, is_promotion: bool = False) 
     )
 
 
+def wait(of: Any) -> None:
+    """Wait for all jobs. `drain_jobs` is what vLLM calls when it resets its caches, after which
+    prefixd's tier uses other keys."""
+    if hasattr(of, "_core"):
+        of._core.drain()
+    else:
+        of.drain_jobs()
+
+
 def ended(of: Any) -> Any:
     """The result of the only job in progress, once it has ended."""
-    of.drain_jobs()
+    wait(of)
     (result,) = of.get_finished_jobs()
     return result
 
@@ -143,7 +152,7 @@ def step(of: Any) -> None:
 def settle(of: Any) -> None:
     """Wait for all jobs, and end two steps, after which no work may be pending."""
     for secondary in of.secondary_tiers:
-        secondary.drain_jobs()
+        wait(secondary)
     step(of)
     step(of)
     assert not of.has_pending_work()
