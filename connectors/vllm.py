@@ -266,6 +266,7 @@ def identity_of(
             of(config, "kv_cache_layout", "offloading_spec.config"),
             of(config, "canonical_layout", "offloading_spec.config"),
             of(config, "replicated_layout", "offloading_spec.config"),
+            of(config, "groups", "offloading_spec.config"),
             Dimension("file tier's fields", plain(fields), "FileMapper.get_run_config()", context),
             Dimension("chunk bytes", chunk_bytes, "the rows of the primary tier", context),
             Dimension("rank", rank, "FileMapper.rank; 0 where ranks share", Part.SHARD),

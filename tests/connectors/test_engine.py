@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from prefixd.client import Tier
+from prefixd.connectors import engine
 from prefixd.connectors.engine import Engine, UnsupportedEngine, attach
 from prefixd.proto.errors import ConfigError
 
@@ -147,3 +148,26 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
 def test_options_of_the_engine_s_own_are_its_own(address: str) -> None:
     client, _ = attach("engine", {"address": address, "prefetch_threshold": 256})
     client.close()
+
+
+@pytest.mark.parametrize(
+    ("tested", "installed", "is_tested"),
+    [
+        ("1.0", "1.0", True),
+        ("1.0", "1.0.3", True),
+        ("1.0", "1.1", False),
+        ("0.27 to 0.33", "0.27.0", True),
+        ("0.27 to 0.33", "0.33.4.post1+cu129", True),
+        ("0.27 to 0.33", "0.26.9", False),
+        ("0.27 to 0.33", "0.34.0rc1", False),
+        ("0.5.16 to 0.5.23", "0.5.9", False),
+        ("0.5.16 to 0.5.23", "0.5.23", True),
+        ("0.5.16 to 0.5.23", "0.6", False),
+        ("0.27 to 0.33", "unknown", True),
+    ],
+)
+def test_ranges_of_versions(
+    monkeypatch: pytest.MonkeyPatch, tested: str, installed: str, is_tested: bool
+) -> None:
+    monkeypatch.setattr(engine, "version", lambda _package: installed)
+    assert Engine("Engine", "engine", tested).is_tested is is_tested

@@ -218,6 +218,60 @@ def test_single_values(storage: Any) -> None:
     assert storage.get(key) is None
 
 
+@pytest.mark.parametrize("how", ["clear", "weights_updated"])
+def test_from_then_on_nothing_from_before_is_found(
+    daemon: PrivateDaemon, storage: Any, pool: Pool, how: str
+) -> None:
+    other = sglang.PrefixdStorage(config(daemon.address))
+    other.register_mem_pool_host(pool)
+    (old, new) = hashes(2)
+    assert storage.batch_set_v1([old], [0]) == [True]
+    assert storage.batch_exists([old]) == other.batch_exists([old]) == 1
+    getattr(storage, how)()
+    assert (storage.batch_exists([old]), storage.batch_get_v1([old], [1])) == (0, [False])
+    assert storage.batch_set_v1([new], [0]) == [True]
+    assert storage.batch_exists([new]) == 1
+    assert other.batch_exists([new]) == 0, "it may still have the old weights"
+    assert other.batch_exists([old]) == 1
+    other.close()
+
+
+def test_a_flush_after_an_update_of_weights_leaves_nothing_of_before(storage: Any) -> None:
+    """Until then requests with pages of the old weights may have gone on."""
+    (key,) = hashes(1)
+    assert storage.batch_set_v1([key], [0]) == [True]
+    storage.cache_flushed()
+    assert storage.batch_exists([key]) == 1, "no weights were updated"
+    storage.weights_updated()
+    assert storage.batch_set_v1([key], [0]) == [True]
+    storage.cache_flushed()
+    assert storage.batch_exists([key]) == 0
+
+
+def test_hashes_that_do_not_tell_adapters_apart_are_refused(
+    monkeypatch: pytest.MonkeyPatch, storage: Any, pool: Pool
+) -> None:
+    """Those of SGLang before it had names of requests in them."""
+    arguments = SimpleNamespace(enable_lora=True)
+    monkeypatch.setattr(sglang, "server_arguments", lambda: arguments)
+    with pytest.raises(UnsupportedEngine, match="do not tell adapters apart"):
+        storage.register_mem_pool_host(pool)
+    utils = ModuleType("sglang.srt.mem_cache.utils")
+    utils.storage_namespace_seed = lambda: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, utils.__name__, utils)
+    storage.register_mem_pool_host(pool)
+
+
+def test_a_server_that_does_not_tell_of_updates_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, storage: Any, pool: Pool
+) -> None:
+    monkeypatch.setattr(sglang, "server_arguments", SimpleNamespace)
+    for watched in (True, False):
+        monkeypatch.setattr(sglang, "_watched", watched)
+        storage.register_mem_pool_host(pool)
+        assert ("clear the storage after each" in caplog.text) is not watched
+
+
 def test_nothing_raises_without_a_daemon(tmp_path: os.PathLike[str], pool: Pool) -> None:
     storage = sglang.PrefixdStorage(config(f"unix:{tmp_path}/none.sock"))
     keys = hashes(2)

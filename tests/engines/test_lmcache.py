@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
+from prefixd.connectors.lmcache import Keys
 from tests.engines.lmcache_l2 import bench_l2, plugin
 from tests.support.daemon import private_daemon
 
@@ -30,3 +33,22 @@ def test_without_a_daemon_the_benchmark_fails(tmp_path_factory: pytest.TempPathF
     benched = bench_l2(plugin(nowhere, "ram"), rounds=1, keys=2, data_kib=4)
     assert benched.status == 1, "nothing could be verified"
     assert benched.successes == dict.fromkeys(("Store", "Lookup", "Load"), 0)
+
+
+def test_every_field_of_lmcaches_keys_is_in_ours() -> None:
+    """What the connector's table leaves to them."""
+    from lmcache.v1.distributed.api import ObjectKey
+
+    values = {
+        "chunk_hash": b"h" * 32,
+        "model_name": "m",
+        "kv_rank": 1,
+        "object_group_id": 0,
+        "cache_salt": "s",
+    }
+    assert {each.name for each in fields(ObjectKey)} == set(values), "somebody has to decide"
+    keys = Keys({})
+    (same,) = keys.of([ObjectKey(**values)])
+    for name, value in values.items():
+        other = value + (b"x" if isinstance(value, bytes) else 1 if isinstance(value, int) else "x")  # type: ignore[operator]
+        assert keys.of([ObjectKey(**values | {name: other})]) != [same], name

@@ -3,11 +3,27 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import subprocess
+import sys
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.connectors.sglang import (
+    _UPDATES,
+    _WITHOUT_EFFECT,
+    CONFIG_ELSEWHERE,
+    _hashes_name_requests,
+    identity_of,
+)
 from tests.engines.sglang_hicache import (
     LAYOUTS,
     backup,
@@ -19,6 +35,7 @@ from tests.engines.sglang_hicache import (
     without_torchvision,
 )
 from tests.support.daemon import private_daemon
+from tests.support.decisions import fields_of
 
 pytest.importorskip("sglang")
 torch = pytest.importorskip("torch")
@@ -101,3 +118,118 @@ def test_a_namespace_is_of_its_layout(daemon: PrivateDaemon) -> None:
         assert backup(made, hashes, indices) == 2 * PAGE_TOKENS
         made.storage_backend.close()
     assert found == [0] * len(LAYOUTS)
+
+
+# ---- what SGLang tells: every argument and field is in the key, or has no effect by name
+
+OPTIONS = {"fingerprint": "test weights"}
+
+
+def storage_config() -> Any:
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    values = dict.fromkeys((each.name for each in fields(HiCacheStorageConfig)), 0)
+    return HiCacheStorageConfig(**{**values, "tp_size": 1, "dcp_size": 1, "is_mla_model": False})
+
+
+def digest(config: Any = None, arguments: Any = None) -> bytes:
+    pool = SimpleNamespace(layout="page_first", dtype="torch.bfloat16")
+    return identity_of(config or storage_config(), OPTIONS, pool, "kv", arguments).digest
+
+
+def arguments(**changes: Any) -> Any:
+    """SGLang's own defaults, in an object that can be changed."""
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path="/none")
+    values = {name: getattr(given, name) for name in fields_of(ServerArgs)}
+    return SimpleNamespace(**values | changes)
+
+
+def test_every_argument_is_in_the_key_or_without_effect_by_name() -> None:
+    names = set(vars(arguments()))
+    assert set(_WITHOUT_EFFECT) <= names, "these are no arguments any more"
+    same = digest(arguments=arguments())
+    unlike = {name for name in names if digest(arguments=arguments(**{name: "other"})) != same}
+    # In dimensions of their own.
+    assert names - unlike == _WITHOUT_EFFECT - {"lora_paths"}
+
+
+def test_sglangs_own_arguments_are_those_that_the_connector_reads() -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path="/none")
+    assert digest(arguments=given) == digest(arguments=arguments())
+
+
+def test_every_field_of_the_storage_configuration_is_decided() -> None:
+    config = storage_config()
+    same = digest(config)
+    for name in fields_of(config):
+        other = copy(config)
+        setattr(other, name, {"x": 1} if name == "extra_config" else 7)
+        elsewhere = name in CONFIG_ELSEWHERE - {"tp_rank", "tp_size"}
+        assert (digest(other) == same) is elsewhere, name
+
+
+def test_sglangs_hashes_name_adapters_and_salts() -> None:
+    from sglang.srt.mem_cache.utils import storage_namespace_seed
+
+    assert _hashes_name_requests()
+    seeds = [storage_namespace_seed(*each) for each in ((None, None), ("a", None), (None, "a"))]
+    assert len(set(seeds)) == 3
+
+
+def test_sglangs_hooks_reach_the_backends() -> None:
+    """In an interpreter of its own, because hooks stay. With a stand-in for the scheduler, which
+    can't be imported without packages for a device."""
+    script = """
+import sys
+from types import ModuleType
+from sglang.srt.plugins.hook_registry import HookRegistry
+from prefixd.connectors import plugins, sglang
+class SchedulerWeightUpdaterManager:
+    def update_weights_from_disk(self): return "updated"
+    def end_weight_update(self): raise RuntimeError
+class Scheduler:
+    def flush_cache(self, empty_cache=True): return True
+for name, kind in ((sglang._UPDATER, SchedulerWeightUpdaterManager), (sglang._SCHEDULER, Scheduler)):
+    sys.modules[name] = ModuleType(name)
+    setattr(sys.modules[name], kind.__name__, kind)
+plugins.register_sglang()
+HookRegistry.apply_hooks()
+class Backend:
+    told = []
+    def weights_updated(self): self.told.append("updated")
+    def cache_flushed(self): self.told.append("flushed")
+backend = Backend()
+sglang._backends.add(backend)
+assert SchedulerWeightUpdaterManager().update_weights_from_disk() == "updated"
+assert Scheduler().flush_cache(empty_cache=False) is True
+try:
+    SchedulerWeightUpdaterManager().end_weight_update()
+except RuntimeError:
+    print(backend.told)
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, check=False
+    )
+    assert "['updated', 'flushed', 'updated']" in done.stdout, done.stderr
+
+
+def test_sglangs_scheduler_has_what_the_hooks_rely_on() -> None:
+    spec = importlib.util.find_spec("sglang.srt.managers")
+    assert spec is not None
+    (folder,) = map(Path, spec.submodule_search_locations or ())
+
+    def methods(file: str, name: str) -> set[str]:
+        body = ast.parse((folder / file).read_text()).body
+        (kind,) = (each for each in body if isinstance(each, ast.ClassDef) and each.name == name)
+        return {each.name for each in kind.body if isinstance(each, ast.FunctionDef)}
+
+    updater = "scheduler_components/weight_updater.py"
+    assert set(_UPDATES) <= methods(updater, "SchedulerWeightUpdaterManager")
+    assert "flush_cache" in methods("scheduler.py", "Scheduler")
+    # The flush is within the update, and empties the queue of saves.
+    assert (folder / updater).read_text().count("self.flush_cache_after_weight_update(") == 4
+    assert "self.backup_queue.queue.clear()" in (folder / "cache_controller.py").read_text()

@@ -3,17 +3,25 @@ are not about files. `make engines-vllm` runs this file."""
 
 from __future__ import annotations
 
+import inspect
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.identity import StateIdentity
 from prefixd.connectors.plugins import register_vllm
+from prefixd.connectors.vllm import identity_of
 from tests.engines import vllm_tiering as tiering
 from tests.support.daemon import private_daemon
+from tests.support.decisions import InKey, Irrelevant, check_decided
 
 pytest.importorskip("vllm")
 # The engine's own warnings are not errors here.
@@ -252,3 +260,146 @@ def test_a_daemon_that_is_killed_mid_job(rows: Any) -> None:
         assert not results_of[200]
         assert not second.has_pending_work()
         tiering.shut_down(made)
+
+
+# ---- what vLLM tells its tiers about its engine: every field is decided about
+
+_MAPPER = InKey("file tier's fields")
+_SHARE = "tests/engines/test_vllm.py::test_engines_that_differ_elsewhere_share"
+_DATA_PARALLEL = Irrelevant("replicas have the same weights", _SHARE)
+_DECIDED = {
+    "config": {
+        "groups": InKey("groups"),
+        "worker_kv_bytes_per_block": Irrelevant("the size of the chunk is in the key", _SHARE),
+        "enable_kv_cache_events": Irrelevant("what is told about stores", _SHARE),
+        "extra_config": Irrelevant("the options themselves", _SHARE),
+        "engine_id": Irrelevant("a name of this engine", _SHARE),
+        "model": InKey("file tier's fields"),
+        "cache": InKey("file tier's fields"),
+        "parallel": InKey("file tier's fields"),
+        "replicated_layout": InKey("replicated layout"),
+        "canonical_layout": InKey("canonical layout"),
+        "kv_cache_layout": InKey("kv cache layout"),
+    },
+    "model": {"name": _MAPPER, "dtype": InKey("dtype"), "max_model_len": InKey("max model len")},
+    "cache": {"tokens_per_hash": _MAPPER, "blocks_per_chunk": _MAPPER},
+    "parallel": {
+        "rank": InKey("rank"),
+        "world_size": Irrelevant("the sizes that make it up are in the key", _SHARE),
+        **dict.fromkeys(("tp_size", "pp_size", "pcp_size", "dcp_size"), _MAPPER),
+        "data_parallel_index": _DATA_PARALLEL,
+        "data_parallel_size": _DATA_PARALLEL,
+        "data_parallel_rank_local": _DATA_PARALLEL,
+        "is_parallelism_agnostic": InKey("is parallelism agnostic"),
+    },
+    "group": dict.fromkeys(
+        ("tokens_per_block", "layer_names", "group_id", "sliding_window_size_in_chunks"),
+        InKey("groups"),
+    ),
+}
+
+
+def identity(config: Any) -> StateIdentity:
+    """As the tier makes it."""
+    from vllm.v1.kv_offload.file_mapper import FileMapper
+
+    of = SimpleNamespace(config=config)
+    blocks = config.cache.blocks_per_chunk
+    made = FileMapper.from_offloading_spec("", of, blocks, parallel_agnostic=True)  # type: ignore[arg-type]
+    return identity_of(of, made.get_run_config(), made.rank, 4096, {"fingerprint": "test"})
+
+
+def configuration(part: str, config: Any) -> Any:
+    """A part of vLLM's configuration."""
+    return {"config": config, "group": config.groups[0]}.get(part) or getattr(config, part)
+
+
+def with_groups() -> Any:
+    from vllm.v1.kv_offload.config import OffloadingGroupConfig
+
+    group = OffloadingGroupConfig(16, ("layer.0", "layer.1"), 0)
+    return replace(tiering.spec().config, groups=(group,), kv_cache_layout="LBNHC")
+
+
+def changed(part: str, field: str, config: Any) -> Any:
+    """The configuration with another value in this field."""
+    owner = configuration(part, config)
+    value = getattr(owner, field)
+    match value:
+        case bool():
+            value = not value
+        case int():
+            value += 1
+        case str():
+            value += "x"
+        case tuple():
+            value = (*value, *value)
+        case None:
+            value = 7
+        case _:
+            value = {"another": 1}
+    owner = replace(owner, **{field: value})
+    if part == "config":
+        return owner
+    return replace(config, **({"groups": (owner,)} if part == "group" else {part: owner}))
+
+
+@pytest.mark.parametrize("part", _DECIDED)
+def test_every_field_of_vllms_description_is_decided(part: str) -> None:
+    config = with_groups()
+    check_decided(configuration(part, config), _DECIDED[part], identity(config))
+
+
+FIELDS = [
+    (part, field, isinstance(decision, InKey))
+    for part, decisions in _DECIDED.items()
+    for field, decision in decisions.items()
+    if not (part == "config" and field in ("model", "cache", "parallel"))  # parts themselves
+]
+
+
+@pytest.mark.parametrize(("part", "field"), [(p, f) for p, f, in_key in FIELDS if in_key])
+def test_engines_that_differ_here_share_nothing(part: str, field: str) -> None:
+    config = with_groups()
+    assert identity(config).digest == identity(with_groups()).digest
+    if field == "canonical_layout":
+        pytest.skip("vLLM certifies it for formats of its own")
+    assert identity(changed(part, field, config)).digest != identity(config).digest
+
+
+@pytest.mark.parametrize(("part", "field"), [(p, f) for p, f, in_key in FIELDS if not in_key])
+def test_engines_that_differ_elsewhere_share(part: str, field: str) -> None:
+    config = with_groups()
+    assert identity(changed(part, field, config)).digest == identity(config).digest
+
+
+def test_vllms_hashes_name_adapters_salts_and_images() -> None:
+    """What the connector's table leaves to them."""
+    from vllm.v1.core import kv_cache_utils
+
+    source = inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys)
+    for each in ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"):
+        assert each in source
+
+
+def test_hashes_are_equal_in_two_processes_without_a_seed() -> None:
+    script = (
+        "from vllm.v1.core import kv_cache_utils as u\n"
+        "from vllm.utils.hashing import get_hash_fn_by_name\n"
+        "for name in ('sha256', 'sha256_cbor'):\n"
+        "    f = get_hash_fn_by_name(name); u.init_none_hash(f)\n"
+        "    print(u.hash_block_tokens(f, None, list(range(16)), None).hex())\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    printed = [
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", script],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for _ in range(2)
+    ]
+    assert printed[0] == printed[1]
+    assert len(set(printed[0].split())) == 2
