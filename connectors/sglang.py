@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
+from inspect import signature
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
@@ -422,6 +423,11 @@ def _backend() -> type:
     """Make the class that SGLang constructs. Raises UnsupportedEngine."""
     names = ["HiCacheStorage", "PoolTransferResult"]
     base = ENGINE.require("sglang.srt.mem_cache.hicache_storage", names)
+    # That of SGLang 0.5.16 has no lengths.
+    has_lengths = "restorable_prefix_pages" in signature(base.PoolTransferResult).parameters
+
+    def found(run: int, pages: dict[str, int], lengths: list[int]) -> Any:
+        return base.PoolTransferResult(run, pages, *([lengths] if has_lengths else []))
 
     class PrefixdStorage(base.HiCacheStorage):  # type: ignore[misc, name-defined]
         """Extra configuration: `interface_v1` (1, required), `address`, `tier`, `deadline_ms`,
@@ -516,8 +522,7 @@ def _backend() -> type:
             """A pool with another policy than `all_pages` or `trailing_pages` counts as absent. It
             does not shorten the run."""
             del extra_info
-            nothing = base.PoolTransferResult(0, {}, [])
-            return _or(nothing, lambda: self._exist_in_pools(keys, pool_transfers or ()))
+            return _or(found(0, {}, []), lambda: self._exist_in_pools(keys, pool_transfers or ()))
 
         def _exist_in_pools(self, keys: Sequence[str], pool_transfers: Sequence[Any]) -> Any:
             run = self.batch_exists(keys)
@@ -534,7 +539,7 @@ def _backend() -> type:
                 allowed = restorable_lengths(known, trailing)
                 pages[name] = max(allowed, default=0)
                 lengths.intersection_update(allowed)
-            return base.PoolTransferResult(max(lengths, default=0), pages, sorted(lengths))
+            return found(max(lengths, default=0), pages, sorted(lengths))
 
         def batch_get_v2(
             self, transfers: Sequence[Any], extra_info: object = None

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from inspect import signature
 from time import monotonic
 from typing import Any, Final
 
@@ -31,7 +32,7 @@ from ..proto.keys import ForeignNamespace, Key
 from ..proto.vocabulary import Tier
 from .engine import Engine, attach, fingerprint_of, weights_dimension
 
-ENGINE: Final = Engine("vLLM", "vllm", "0.27 to 0.33")
+ENGINE: Final = Engine("vLLM", "vllm", "0.30 to 0.33")
 #: Most answers of the daemon to keep, for keys that vLLM looks up again.
 _MAX_ANSWERS: Final = 65_536
 _ANSWER_TTL_S: Final = 1.0
@@ -287,13 +288,15 @@ def identity_of(
 
 def _tier() -> type:
     """Make the class that vLLM constructs. Raises UnsupportedEngine."""
-    names = ["SecondaryTierManager", "JobResult", "LookupResult"]
+    names = ["SecondaryTierManager", "TransferJob", "JobResult", "LookupResult"]
     base = ENGINE.require("vllm.v1.kv_offload.tiering.base", names)
     mapper = ENGINE.require("vllm.v1.kv_offload.file_mapper", ["FileMapper"])
     offload = ENGINE.require(
         "vllm.v1.kv_offload.base",
         ["RequestOffloadingContext", "OffloadingEvent", "Medium.STORAGE", "Locality"],
     )
+
+    counts_bytes = "transfer_bytes" in signature(base.JobResult).parameters  # since vLLM 0.31
 
     class PrefixdTier(base.SecondaryTierManager):  # type: ignore[misc, name-defined]
         """Options: `address`, `tier` (ram, shm, disk), `deadline_ms`, `max_pending_saves`, `salt`,
@@ -309,7 +312,9 @@ def _tier() -> type:
             backpressure_detector: object = None,
             **config: Any,
         ) -> None:
-            super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+            # vLLM 0.30 has no such argument.
+            detector = () if backpressure_detector is None else (backpressure_detector,)
+            super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
             locality = config.get("locality")
             self.locality = None if locality is None else offload.Locality(locality)
             # Parallel layouts in which a chunk has the same bytes share it, as in vLLM's file tier.
@@ -367,7 +372,7 @@ def _tier() -> type:
                     success=each.ok,
                     successful_keys=None if each.ok else each.good_hashes or None,
                     transfer_time=each.seconds,
-                    transfer_bytes=each.moved_bytes,
+                    **({"transfer_bytes": each.moved_bytes} if counts_bytes else {}),
                 )
                 for each in ended
             ]

@@ -173,6 +173,24 @@ def test_several_pools(storage: Any, pool: Pool, layout: str) -> None:
     assert other.page(6) == other.page(1)
 
 
+def test_sglang_0_5_16_asks_for_no_lengths(
+    monkeypatch: pytest.MonkeyPatch, daemon: PrivateDaemon, pool: Pool
+) -> None:
+    class Of0516(NamedTuple):
+        kv_hit_pages: int
+        extra_pool_hit_pages: dict[str, int]
+
+    monkeypatch.setattr(sys.modules[HOME], "PoolTransferResult", Of0516)
+    vars(sglang).pop("PrefixdStorage", None)
+    storage = sglang.PrefixdStorage(config(daemon.address))
+    storage.register_mem_pool_host(pool)
+    keys = hashes(2)
+    assert storage.batch_exists_v2(keys) == (0, {})
+    assert storage.batch_set_v1(keys, [0, 1]) == [True] * 2
+    assert storage.batch_exists_v2(keys) == (2, {})
+    storage.close()
+
+
 def test_which_prefixes_the_pages_of_a_pool_allow() -> None:
     there = [True, True, False, True, True]
     assert sglang.restorable_lengths(there, None) == [1, 2]

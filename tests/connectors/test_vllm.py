@@ -7,6 +7,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from concurrent.futures import Future
+from dataclasses import dataclass
 from enum import Enum
 from time import monotonic
 from types import ModuleType, SimpleNamespace
@@ -36,6 +37,23 @@ class SecondaryTierManager(ABC):
     def lookup(self, key: bytes, req_context: Any) -> LookupResult: ...
     @abstractmethod
     def drain_jobs(self) -> None: ...
+
+
+@dataclass
+class JobResult:
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
+    transfer_bytes: int | None = None
+
+
+@dataclass
+class JobResultOf030:
+    job_id: int
+    success: bool
+    successful_keys: Any = None
+    transfer_time: float | None = None
 
 
 class Medium(Enum):
@@ -70,7 +88,8 @@ def install(monkeypatch: pytest.MonkeyPatch, base: type = SecondaryTierManager) 
     contents: dict[str, dict[str, Any]] = {
         "vllm.v1.kv_offload.tiering.base": {
             "SecondaryTierManager": base,
-            "JobResult": lambda **fields: SimpleNamespace(**fields),
+            "TransferJob": SimpleNamespace,
+            "JobResult": JobResult,
             "LookupResult": LookupResult,
         },
         "vllm.v1.kv_offload.file_mapper": {"FileMapper": FileMapper},
@@ -342,3 +361,26 @@ def test_after_a_reset_of_its_caches_nothing_from_before_is_found(
     assert other.lookup(keys[0], None) is LookupResult.HIT, "it still has the old ones"
     for each in (tier, other):
         each.shutdown()
+
+
+def test_vllm_0_30_has_no_detector_and_counts_no_bytes(
+    monkeypatch: pytest.MonkeyPatch, daemon: PrivateDaemon, memory: Any
+) -> None:
+    class Of030(SecondaryTierManager):
+        def __init__(self, _spec: Any, _view: memoryview, tier_type: str) -> None:
+            self.tier_type = tier_type
+
+    install(monkeypatch, Of030)
+    monkeypatch.setattr(sys.modules["vllm.v1.kv_offload.tiering.base"], "JobResult", JobResultOf030)
+    vars(vllm).pop("PrefixdTier", None)
+    tier = tier_of(daemon.address, memory)
+    tier.submit_store(job(1, [b"one"], [0]))
+    assert ended(tier).success
+    tier.shutdown()
+
+
+def test_a_vllm_before_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["vllm.v1.kv_offload.tiering.base"], "TransferJob")
+    vars(vllm).pop("PrefixdTier", None)
+    with pytest.raises(UnsupportedEngine, match=r"it has no TransferJob; it was made for 0\.30"):
+        _ = vllm.PrefixdTier

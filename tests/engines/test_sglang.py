@@ -193,7 +193,8 @@ class SchedulerWeightUpdaterManager:
     def end_weight_update(self): raise RuntimeError
 class Scheduler:
     def flush_cache(self, empty_cache=True): return True
-for name, kind in ((sglang._UPDATER, SchedulerWeightUpdaterManager), (sglang._SCHEDULER, Scheduler)):
+kinds = {sglang._UPDATER: SchedulerWeightUpdaterManager, sglang._SCHEDULER: Scheduler}
+for name, kind in kinds.items():
     sys.modules[name] = ModuleType(name)
     setattr(sys.modules[name], kind.__name__, kind)
 plugins.register_sglang()

@@ -401,5 +401,7 @@ def test_hashes_are_equal_in_two_processes_without_a_seed() -> None:
         ).stdout
         for _ in range(2)
     ]
-    assert printed[0] == printed[1]
-    assert len(set(printed[0].split())) == 2
+    # Behind whatever vLLM logs there.
+    one, other = (each.split()[-2:] for each in printed)
+    assert one == other
+    assert len(set(one)) == 2
