@@ -22,6 +22,10 @@ row number 0 ends a chain. Integers are little-endian.
        128      8  u64   state: LIVE, or the index is not valid
        136      8  u64   shape: number of heads (32 bits), a bit that is set while rows are moved
                          between chains (MOVING), and a count of changes (31 bits)
+       144      8  u64   the tiers whose device does not answer: bit n is tier n. Searches pass over
+                         their entries, and no read of them should begin. It is a hint, added after
+                         the first builds of version 1: a writer that does not know it leaves 0, and
+                         a reader that does not know it loses only time.
 
     H heads of 4 bytes from byte 4096; R rows from the first multiple of 96 after the heads.
 
@@ -99,6 +103,7 @@ WORDS_PER_ROW: Final = 9
 #: Positions in the header, as u64.
 STATE: Final = 16
 SHAPE: Final = 17
+HANGING: Final = 18
 LIVE: Final = 0x4556494C_58444E49
 REVOKED: Final = 0
 HEADS_MASK: Final = 2**32 - 1

@@ -14,6 +14,7 @@ from .index import (
     CONTINUATION,
     EXTENTS,
     GENERATION_OFFSET,
+    HANGING,
     HASH_SHIFT,
     HASHED,
     HEADER_BYTES,
@@ -28,6 +29,7 @@ from .index import (
     ROW_BYTES,
     SHAPE,
     STATE,
+    TIER_OFFSET,
     WORDS_PER_ROW,
     generation_of,
     unpack_header,
@@ -73,7 +75,8 @@ class IndexReader:
 
     It returns packed rows, for `unpack_row` and `generation_of`. A key that is not `KEY_BYTES` long
     raises struct.error or ValueError. No content of the file makes a method raise or loop: damaged
-    rows, and all rows of a revoked index, are not found. `live` tells whether the index is valid.
+    rows, all rows of a revoked index, and those of tiers that hang are not found. `live` tells
+    whether the index is valid.
     """
 
     def __init__(self, buffer: mmap.mmap | bytes) -> None:
@@ -128,6 +131,11 @@ class IndexReader:
         """Whether the index is valid: it was not revoked."""
         return self._header[STATE] == LIVE
 
+    @property
+    def hanging(self) -> int:
+        """The tiers whose device does not answer: bit n is tier n."""
+        return self._header[HANGING]
+
     def get(self, keys: Iterable[bytes]) -> list[bytes | None]:
         """The row of each key, None where there is none."""
         return [found and found[1] for found in self.find(keys)]
@@ -157,7 +165,7 @@ class IndexReader:
         if self._header[STATE] != LIVE:
             return None
         if number and crc32c(row) == _WHOLE_ONE_EXTENT and row[_KEY_PART] == key:
-            return True
+            return not self._header[HANGING] >> row[TIER_OFFSET] & 1
         return bool(number or self._header[SHAPE] != seen) and any(self.contains((key,)))
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
@@ -184,9 +192,9 @@ class IndexReader:
             ]
             if not moved:
                 return self.live
-        found = self.get(row[_KEY_PART] for _, row in moved)
+        found = self._find([row[_KEY_PART] for _, row in moved])
         return all(
-            now is not None and generation_of(now) == generation_of(row)
+            now is not None and generation_of(now[1]) == generation_of(row)
             for now, (_, row) in zip(found, moved, strict=True)
         )
 
@@ -206,6 +214,26 @@ class IndexReader:
         """The number and row of each key, or None. `stop_at`: end with the first key that is there
         (True) or is not (False). Of an iterator, no key after it is taken; of a lazy sequence, some
         may be."""
+        if hanging := self._header[HANGING]:
+            return self._find_answering(keys, stop_at, hanging)
+        return self._find(keys, stop_at)
+
+    def _find_answering(
+        self, keys: Iterable[bytes], stop_at: bool | None, hanging: int
+    ) -> list[Placed | None]:
+        """`find`, without the entries of tiers that hang."""
+        results: list[Placed | None] = []
+        for key in keys:
+            (found,) = self._find((key,))
+            if found is not None and hanging >> found[1][TIER_OFFSET] & 1:
+                found = None
+            results.append(found)
+            if stop_at is not None and (found is not None) == stop_at:
+                break
+        return results
+
+    def _find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
+        """`find` in all tiers."""
         if native:
             return self._find_natively(keys, -1 if stop_at is None else 1 if stop_at else 0)
         # Written out without calls: it runs for every block.

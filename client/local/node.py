@@ -170,11 +170,14 @@ class LocalNode:
         rows: Sequence[Placed | None] = list(map((known or {}).get, keys))
         if None in rows:
             rows = index.find(keys)
-        copies = self._copied_alike(entries, rows, targets, check, deadline)
+        hanging = index.hanging
+        copies = None if hanging else self._copied_alike(entries, rows, targets, check, deadline)
         if copies is not None:
             return copies
         copies = [
-            self._copied(entry, found, target, deadline, check=checked)
+            Copied.UNREADABLE
+            if found is not None and hanging >> found[1][TIER_OFFSET] & 1
+            else self._copied(entry, found, target, deadline, check=checked)
             for entry, found, target, checked in zip(entries, rows, targets, check, strict=True)
         ]
         copied = [

@@ -119,7 +119,9 @@ class DataCalls:
         service, core, slices = self._service, self._core, Slices()
         ranges = sending.ranges
         whole_bytes = sum(each.end - each.start for each in ranges)
-        tier = max((each.entry.tier for each in ranges), default=None)
+        # The threads of a tier that hangs are taken, and nothing of it is read.
+        answering = {each.entry.tier for each in ranges} - core.devices.hung
+        tier = max(answering, default=None)
         inline = tier is None or (whole_bytes <= _INLINE_BYTES and not core.stores[tier].blocking)
         try:
             with core.working():

@@ -180,6 +180,7 @@ class Sending(_Waits):
 
     def _take(self, current: SentRange, length_bytes: int) -> Sequence[memoryview | bytes]:
         entry, core = current.entry, self._core
+        core.devices.check_answers(entry.tier)
         if not entry.published:
             raise StoreError("the entry was found damaged, and dropped")
         store = core.stores[entry.tier]

@@ -21,6 +21,7 @@ from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked, TierState
+from ..runtime.devices import DoesNotAnswer
 from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
@@ -274,6 +275,7 @@ class CacheService:
     ) -> bytes:
         core = self._core
         store = core.stores[entry.tier]
+        core.devices.check_answers(entry.tier)
         if not entry.published:
             raise StoreError("the entry was found damaged, and dropped")
 
@@ -320,6 +322,8 @@ class ReadFailures:
 
     def add(self, entry: Entry, problem: Damaged | StoreError) -> pb.ReadStatus.ValueType:
         """Returns what the client is told of the entry."""
+        if isinstance(problem, DoesNotAnswer):
+            return pb.READ_STATUS_UNREADABLE  # it says nothing about the entry
         damaged = isinstance(problem, Damaged)
         (self.damaged if damaged else self.unreadable)[entry.generation] = entry, str(problem)
         return pb.READ_STATUS_DAMAGED if damaged else pb.READ_STATUS_UNREADABLE

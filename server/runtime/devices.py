@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -31,6 +31,11 @@ from .supervision import Health, Supervisor
 T = TypeVar("T")
 
 log = structlog.get_logger("prefixd.devices")
+
+
+class DoesNotAnswer(StoreError):
+    """The store was not asked, because its device hangs at this moment."""
+
 
 #: Threads for each blocking store: copies of saves, reads, verification.
 _THREADS: Final = 4
@@ -103,6 +108,16 @@ class Devices:
         if tier in self._hung:
             return TierState.HUNG
         return TierState.RECOVERING if tier in self._recovering else TierState.SERVING
+
+    @property
+    def hung(self) -> Set[Tier]:
+        """The tiers whose devices don't answer."""
+        return self._hung
+
+    def check_answers(self, tier: Tier) -> None:
+        """Raises DoesNotAnswer. On any thread."""
+        if tier in self._hung:
+            raise DoesNotAnswer("its device does not answer")
 
     def recovering(self, tier: Tier, recovers: bool) -> None:
         """The recovery of a tier begins or ends."""

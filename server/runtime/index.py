@@ -14,7 +14,7 @@ import mmap
 import os
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -22,6 +22,7 @@ from ...proto.index import (
     CHECKED_BYTES,
     CONTINUATION_OFFSET,
     GENERATION_OFFSET,
+    HANGING,
     HASH_SHIFT,
     HASHED,
     HEADER_BYTES,
@@ -277,6 +278,10 @@ class IndexWriter:
             self._links[number] = self._heads[bucket]
             self._heads[bucket] = number
         self._publish((self._shape & ~MOVING) + _CHANGE)
+
+    def set_hanging(self, tiers: Iterable[int]) -> None:
+        """Say which tiers have a device that does not answer: readers don't find their entries."""
+        self._header[HANGING] = sum(1 << tier for tier in tiers)
 
     def revoke(self) -> None:
         """Make every look-up of every reader a miss, from now on and for ever. Readers need a

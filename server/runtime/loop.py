@@ -57,6 +57,7 @@ from ..core.events import (
     RequestDropped,
     ReserveAsked,
     Tick,
+    TierChanged,
     WorkLeft,
     WriteBegan,
     WriteStopped,
@@ -113,7 +114,7 @@ class Core:
         self.clock = clock
         self.writes: dict[int, Write] = {}
         self.health = Health(clock)
-        self.devices = Devices(self.stores, executor, clock, self.health, self.post)
+        self.devices = Devices(self.stores, executor, clock, self.health, self._tier_changed)
         self.verifications = Verifications(self.stores, self.devices, self.health, self.damaged)
         self.supervisor = Supervisor(self.health, self.give_up)
         self.gate = Gate()
@@ -361,6 +362,11 @@ class Core:
     def _reindexed(self, index: IndexWriter) -> None:
         self.index.close()
         self.index = index
+        index.set_hanging(self.devices.hung)
+
+    def _tier_changed(self, event: TierChanged) -> None:
+        self.index.set_hanging(self.devices.hung)
+        self.post(event)
 
     def _do(self, effect: Effect) -> None:
         match effect:

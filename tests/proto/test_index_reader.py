@@ -27,6 +27,7 @@ from prefixd.proto.index import (
     ROW_BYTES,
     SHAPE,
     STATE,
+    TIER_OFFSET,
     Layout,
     generation_of,
     pack_header,
@@ -106,6 +107,30 @@ def image(writer: IndexWriter) -> Image:
     rows = [row for row in copy.get(KEYS) if row is not None]
     assert len(rows) == ENTRIES
     return Image(memory, copy, rows)
+
+
+# ---- tiers that hang
+
+
+def test_entries_of_tiers_that_hang_are_passed_over(
+    writer: IndexWriter, reader: IndexReader
+) -> None:
+    """They are listed all the same: a read that has begun stays good, and later they are found."""
+    rows = reader.find(KEYS)
+    tiers = [row[1][TIER_OFFSET] for row in rows if row is not None]
+    assert set(tiers) == {1, 2, 3}
+    for hanging in ([], [3], [1, 3], [1, 2, 3], []):
+        writer.set_hanging(hanging)
+        expected = [None if tier in hanging else row for tier, row in zip(tiers, rows, strict=True)]
+        assert reader.find(KEYS) == expected
+        assert reader.find(iter(KEYS)) == expected
+        there = [row is not None for row in expected]
+        assert reader.contains(KEYS) == [reader.has(key) for key in KEYS] == there
+        for stop_at in (True, False):
+            end = there.index(stop_at) + 1 if stop_at in there else len(there)
+            assert reader.find(KEYS, stop_at) == expected[:end]
+        assert reader.unchanged([row for row in rows if row is not None])
+        assert len(writer) == ENTRIES
 
 
 # ---- rows

@@ -155,6 +155,26 @@ def test_a_payload_is_copied_from_its_extents(
     assert copy(made, entry, check=check) == ([Copied.WHOLE], [payload])
 
 
+def test_nothing_is_read_from_a_tier_that_hangs(made: Made) -> None:
+    index = made.node.index
+    assert index is not None
+    entry = made.put(1, (SLAB, SLAB), payload_of(100))
+    (row,) = index.find([entry.key])
+    assert row is not None
+    room = bytearray(100)
+
+    def copied() -> list[Copied]:
+        return made.node.copy([entry], [memoryview(room)], [True], LATER, {entry.key: row})
+
+    made.writer.set_hanging([made.tier])
+    assert made.node.find([entry.key], ClaimMode.ANY)[1] == []
+    assert copied() == [Copied.UNREADABLE]
+    assert room == bytes(100)
+    made.writer.set_hanging([9])
+    assert copied() == [Copied.WHOLE]
+    assert room == payload_of(100)
+
+
 def test_what_is_not_there_is_gone(made: Made) -> None:
     first, second = (made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2))
     made.writer.delete(first.key)

@@ -16,11 +16,13 @@ from prefixd.proto.errors import Draining
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import TierState
 from prefixd.server.runtime import recovery
+from prefixd.server.runtime.devices import _THREADS
 from prefixd.tiers import records
 from prefixd.tiers.store import RecoveryBatch, StoreError
 from tests.contract.faulty import Fault, FaultyStore
+from tests.support.data_client import data_connection
 from tests.support.event_loop import PATIENCE_S, in_loop
-from tests.support.running import ManualClock, Running, key, payload, running
+from tests.support.running import ManualClock, Running, answer, key, payload, running
 
 DATA = payload(1)
 BOUND_NS = 10_000_000_000
@@ -71,12 +73,51 @@ async def test_what_is_under_way_for_too_long_closes_its_tier_until_it_ends(
         assert "not answered for 11 s" in daemon.core.unhealthy()["disk device"]
         assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_NO_ROOM]
         assert (await session.claim([key(1)])).claim_id == 0
+        assert daemon.core.index.get(key(1)) is None, "searches in place pass over it"
         assert not reading.done(), "what waits goes on to wait"
         gate.open.set()
         assert await reading == [DATA]
         devices.look(BOUND_NS)
         assert daemon.core.unhealthy() == {}
+        assert daemon.core.index.get(key(1)) is not None
         assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
+        await session.release(claim)
+        await daemon.assert_idle()
+
+
+@in_loop
+async def test_no_read_of_a_tier_that_hangs_begins(tmp_path: Path) -> None:
+    """Not under a claim from before either, on any transport: it is unreadable at once, though all
+    threads of the tier wait. Other entries of the claim are read."""
+    async with with_gate(tmp_path) as (daemon, gate, clock):
+        session = await daemon.open()
+        await session.save({key(1): DATA}, Tier.DISK)
+        await session.save({key(2): DATA}, Tier.RAM)
+        claim = (await session.claim([key(1), key(2)])).claim_id
+        request = pb.ReadRequest(
+            session=session.ref,
+            claim_id=claim,
+            ranges=[pb.ReadRange(index=number) for number in range(2)],
+        )
+        gate.open.clear()
+        waiting = [asyncio.ensure_future(session.read(claim)) for _ in range(_THREADS)]
+        for _ in waiting:
+            await daemon.until(lambda: gate.entered.acquire(blocking=False))
+        clock.stall(11)
+        daemon.core.devices.look(BOUND_NS)
+        parts = [part for one in await answer(daemon.cache.Read(request)) for part in one.parts]
+        assert [part.status for part in parts] == [pb.READ_STATUS_UNREADABLE, pb.READ_STATUS_OK]
+        assert parts[1].data == DATA
+        async with data_connection(daemon, session) as line:
+            await line.send(read=request)
+            received = [await line.part() for _ in range(3)]
+            statuses = [(part[0].status, part[1]) for part in received if part is not None]
+            assert statuses == [(pb.READ_STATUS_UNREADABLE, b""), (pb.READ_STATUS_OK, DATA)]
+        assert not any(one.done() for one in waiting)
+        gate.open.set()
+        assert await asyncio.gather(*waiting) == [[DATA]] * _THREADS
+        daemon.core.devices.look(BOUND_NS)
+        assert await session.read(claim) == [DATA]
         await session.release(claim)
         await daemon.assert_idle()
 

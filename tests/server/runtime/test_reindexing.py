@@ -41,6 +41,7 @@ async def test_after_a_bug_there_is_a_new_index(tmp_path: Path) -> None:
         for tier in Tier:
             await session.save({key(tier * 10 + n): payload(n) for n in range(5)}, tier)
         core, ask, old = daemon.core, Questions(daemon, session), daemon.core.index
+        core.devices._set(core.devices._hung, Tier.DISK, True)
         broken = Broken(core, LookupAsked)
         with pytest.raises(PrefixdError):
             await core.ask(ask.lookup(1), LookupAnswer)
@@ -49,6 +50,9 @@ async def test_after_a_bug_there_is_a_new_index(tmp_path: Path) -> None:
         await daemon.until(lambda: not core.gate.recounting and core.index is not old)
         assert not core.index.revoked
         assert len(core.index) == 15
+        assert core.index.get(key(Tier.DISK * 10)) is None, "it knows which tiers hang"
+        core.devices._set(core.devices._hung, Tier.DISK, False)
+        assert core.index.get(key(Tier.DISK * 10)) is not None
         assert "index" not in core.unhealthy()
         await session.save({key(99): payload(9)})
         await answer(daemon.admin.Evict(pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_RAM])))
