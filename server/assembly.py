@@ -61,20 +61,24 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
     )
 
 
-def max_entries(plan: Plan) -> int:
-    """The number of entries that all tiers can hold at their largest budgets."""
-    return sum(
-        min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
-        for tier in plan.tiers.values()
-    )
+def max_entries(plan: Plan, stores: Mapping[Tier, Store]) -> int:
+    """The number of entries that all tiers can hold at their largest budgets, or as they were
+    found."""
+    most = 0
+    for tier, given in plan.tiers.items():
+        slabs = max(given.max_budget_bytes, stores[tier].found_budget_bytes) // given.slab_bytes
+        most += min(given.max_entries or slabs, slabs)
+    return most
 
 
 def make_ledger(plan: TierPlan, store: Store) -> Ledger:
-    """The accounting of one tier. It starts without room, and grows as the arena is secured."""
+    """The accounting of one tier. It starts without room, and grows as the arena is secured. Where
+    an earlier start left more than fits, the tier is as large until it has recovered."""
+    budget_bytes = max(plan.budget_bytes, store.found_budget_bytes)
     return Ledger(
         plan.tier,
-        plan.budget_bytes,
-        _policy(plan, plan.budget_bytes - sum(plan.shares.values())),
+        budget_bytes,
+        _policy(plan, budget_bytes - sum(plan.shares.values())),
         max_entries=plan.max_entries,
         max_reserved_bytes=plan.max_in_flight_bytes,
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),

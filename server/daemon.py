@@ -44,7 +44,7 @@ from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.process_memory import give_back_idle_heap
 from .runtime.recovery import Recovery
-from .runtime.resizing import Securing
+from .runtime.resizing import Securing, fit
 
 log = structlog.get_logger("prefixd")
 
@@ -173,7 +173,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             )
             closing.callback(store.close)
             stores[tier] = store
-        index = IndexWriter(incarnation, assembly.max_entries(plan))
+        index = IndexWriter(incarnation, assembly.max_entries(plan, stores))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
         closing.callback(executor.shutdown, cancel_futures=True)
@@ -186,7 +186,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
         )
         try:
             # Most starts have little to recover, so their clients find all tiers open.
-            await asyncio.wait(begin_tiers(core, incarnation), timeout=_HEAD_START_S)
+            await asyncio.wait(begin_tiers(core, plan, incarnation), timeout=_HEAD_START_S)
             process_memory.begin()
             yield core
         finally:
@@ -196,19 +196,25 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
                 leave(1 if core.broken.is_set() else 0)
 
 
-def begin_tiers(core: Core, incarnation: bytes) -> list[asyncio.Task[None]]:
+def begin_tiers(core: Core, plan: Plan, incarnation: bytes) -> list[asyncio.Task[None]]:
     """Let every tier recover, allocate memory and serve; returns tasks that end when it does."""
     recovery = Recovery(core, incarnation)
     return [
         core.supervisor.task(
-            f"{store.tier.label} start", _begin_tier(core, recovery, store, Securing(core, store))
+            f"{tier.label} start",
+            _begin_tier(
+                core, recovery, store, Securing(core, store), plan.tiers[tier].budget_bytes
+            ),
         )
-        for store in core.stores.values()
+        for tier, store in core.stores.items()
     ]
 
 
-async def _begin_tier(core: Core, recovery: Recovery, store: Store, securing: Securing) -> None:
+async def _begin_tier(
+    core: Core, recovery: Recovery, store: Store, securing: Securing, budget_bytes: int
+) -> None:
     await recovery.recover(store)
+    await fit(core, store, budget_bytes)
     await securing.secure(_SECURED_BEFORE_SERVING_BYTES)
     recovery.end(store)
     core.supervisor.task(f"{store.tier.label} arena", securing.secure_all())

@@ -28,6 +28,7 @@ import mmap
 import os
 import stat
 from abc import ABC, abstractmethod
+from bisect import bisect
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -36,7 +37,7 @@ from typing import Final
 from ..proto.arena_header import encode_arena_header
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
 from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c
-from .files import open_own_file, secure_range, write_errors
+from .files import open_own_file, punch_hole, secure_range, write_errors
 from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
 
 DEFAULT_SLAB_BYTES: Final = 64 * 2**10
@@ -47,8 +48,6 @@ _F_SEAL_SHRINK: Final = 0x02
 _F_SEAL_GROW: Final = 0x04
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
-#: A tmpfs with huge pages may round up to one of these.
-_HUGE_PAGE_BYTES: Final = 2 * 2**20
 #: Linux 5.14: faults pages in for writing, and fails with an error instead of a signal.
 _MADV_POPULATE_WRITE: Final = 23
 
@@ -60,8 +59,9 @@ class BaseArena(ABC):
     """The interface of all arenas.
 
     `size_bytes` is the requested size, which may change and is at most `max_bytes`. The first
-    `secured_bytes` of it have room on the device; `found_bytes` are from an earlier start, with
-    their content. `fd` belongs to the arena; a client gets its own from `open_reader`. Only one
+    `secured_bytes` of it have room on the device, except for `holes`; `found_bytes` are from an
+    earlier start, with their content. Where that left more than the requested size, it is the size
+    for now. `fd` belongs to the arena; a client gets its own from `open_reader`. Only one
     thread at a time may write to a range. Everything else may be used from any thread.
     """
 
@@ -72,6 +72,12 @@ class BaseArena(ABC):
     secured_bytes: int
     #: Up to here `secure_segments` has nothing to do.
     _ready_bytes: int
+    #: Start and length of the ranges that were given back, which are not to be secured.
+    holes: dict[int, int]
+    #: The sum of their lengths.
+    hole_bytes: int = 0
+    #: `holes` in order, unless they have changed since.
+    _sorted_holes: list[tuple[int, int]] | None = None
     #: Failed syncs. The kernel reports a failed write-back only once: bytes that were written
     #: before it may not be stored, although a later sync succeeds.
     failed_syncs: int = 0
@@ -82,14 +88,44 @@ class BaseArena(ABC):
         while self._ready_bytes < self.size_bytes:
             start = self._ready_bytes
             length_bytes = min(segment_bytes, self.size_bytes - start)
-            with write_errors(
-                f"secure more than {self.secured_bytes} of the {self.size_bytes} bytes of an arena"
-            ):
-                secure_range(self.fd, start, length_bytes)
-            self._populate(start, length_bytes)
+            for begin, part_bytes in self._without_holes(start, length_bytes):
+                with write_errors(
+                    f"secure more than {self.secured_bytes} of the {self.size_bytes} bytes of an "
+                    "arena"
+                ):
+                    secure_range(self.fd, begin, part_bytes)
+                self._populate(begin, part_bytes)
             self._ready_bytes = start + length_bytes
             self.secured_bytes = max(self.secured_bytes, self._ready_bytes)
             yield self.secured_bytes
+
+    def _without_holes(self, start: int, length_bytes: int) -> Iterator[tuple[int, int]]:
+        """The parts of a range, in order."""
+        end = start + length_bytes
+        holes = self._sorted_holes
+        if holes is None:
+            holes = self._sorted_holes = sorted(self.holes.copy().items())
+        first = bisect(holes, (start, 0))
+        for hole, hole_bytes in holes[max(0, first - 1) : bisect(holes, (end, 0))]:
+            if hole + hole_bytes <= start:
+                continue
+            if start < hole:
+                yield start, hole - start
+            start = hole + hole_bytes
+        if start < end:
+            yield start, end - start
+
+    def find_holes(self) -> Iterator[tuple[int, int]]:
+        """Ranges of what was found that were never written, or given back: start and length. They
+        read as zeros, and some have no room on the device. Raises StoreError."""
+        if os.fstat(self.fd).st_blocks * 512 >= self.found_bytes:
+            return
+        position = 0
+        while position < self.found_bytes:
+            hole = _seek(self.fd, position, os.SEEK_HOLE, self.found_bytes)
+            position = _seek(self.fd, hole, os.SEEK_DATA, self.found_bytes)
+            if position > hole:
+                yield hole, position - hole
 
     def _populate(self, start: int, length_bytes: int) -> None:  # noqa: B027 (only memory has pages)
         """Bring the pages of a secured range into memory."""
@@ -112,17 +148,34 @@ class BaseArena(ABC):
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         """Write the arena's first page (`proto.arena_header`). Raises StoreError, StoreFull."""
 
-    def give_back(self, location: Location) -> bool:  # noqa: ARG002 (some can)
+    @abstractmethod
+    def give_back(self, location: Location, *, at_start: bool) -> bool:
         """Give the room of slabs without entries back to the device. False: the arena keeps it
-        while it is open. Raises StoreError.
+        while it is open. `at_start`: its tier has not served yet. Raises StoreError."""
 
-        Memory that clients may have mapped is kept: the seals of a memfd forbid it, and in a full
-        tmpfs a late reader would get a SIGBUS for a page that is gone.
-        """
-        return False
+    def _punch(self, location: Location) -> bool:
+        for start, length_bytes in zip(location[::2], location[1::2], strict=True):
+            if not punch_hole(self.fd, start, length_bytes):
+                return False
+            self.holes[start] = length_bytes
+            self.hole_bytes += length_bytes
+            self._sorted_holes = None
+        return True
 
-    def take_back(self, location: Location) -> None:  # noqa: B027 (only after a `give_back`)
-        """Undo `give_back`. Raises StoreFull, StoreError."""
+    def take_back(self, location: Location) -> None:
+        """Undo `give_back` for the beginnings of ranges. Raises StoreFull, StoreError."""
+        for start, length_bytes in zip(location[::2], location[1::2], strict=True):
+            hole_bytes = self.holes.get(start)
+            if hole_bytes is None:
+                continue
+            with write_errors(f"take {length_bytes} bytes of room for an arena again"):
+                secure_range(self.fd, start, length_bytes)
+            self._populate(start, length_bytes)
+            del self.holes[start]
+            self.hole_bytes -= length_bytes
+            if hole_bytes > length_bytes:
+                self.holes[start + length_bytes] = hole_bytes - length_bytes
+            self._sorted_holes = None
 
     @abstractmethod
     def close(self) -> None:
@@ -150,8 +203,10 @@ class Arena(BaseArena):
         self.fd = fd
         self.size_bytes = size_bytes
         self.max_bytes = max_bytes
+        self.holes = {}
         # A new file has no pages, and `secure_segments` allocates them in order.
-        self.found_bytes = min(os.fstat(fd).st_blocks * 512, size_bytes)
+        self.found_bytes = _end_of_data(fd, max_bytes)
+        self.size_bytes = max(size_bytes, self.found_bytes)
         self.secured_bytes = self.found_bytes
         # Pages of an earlier start may be swapped out.
         self._ready_bytes = 0
@@ -181,10 +236,10 @@ class Arena(BaseArena):
     def file(cls, path: Path, size_bytes: int, mode: int = 0o640, *, max_bytes: int = 0) -> Arena:
         """The arena in the file `path`, which can grow to `max_bytes` (0: it can't grow).
 
-        A file that is there keeps its bytes, unless it is larger: then a new file replaces it, and
-        processes that map the old one keep that. `mode` says who may read the file. Once it is
-        mapped its write bits are removed, so that a reader can't open it for writing, not even as
-        its owner. Raises StoreError, also if the file belongs to another user.
+        A file that is there keeps its bytes, also if there are more of them. `mode` says who may
+        read the file. Once it is mapped its write bits are removed, so that a reader can't open it
+        for writing, not even as its owner. Raises StoreError, also if the file belongs to another
+        user.
         """
         check_size(size_bytes)
         max_bytes = max_bytes or size_bytes
@@ -192,10 +247,12 @@ class Arena(BaseArena):
         fd = -1
         try:
             fd = open_own_file(path, writable)
-            if _holds_more(fd, size_bytes, max_bytes):
-                os.close(fd)
-                path.unlink()
-                fd = open_own_file(path, writable)
+            length_bytes = os.fstat(fd).st_size
+            end = _end_of_data(fd, length_bytes)
+            max_bytes = max(max_bytes, end)
+            if end < length_bytes:
+                # Pages that were secured and never touched. No entry was there.
+                punch_hole(fd, end, length_bytes - end)
             os.ftruncate(fd, max_bytes)
             arena = cls(fd, size_bytes, max_bytes)
             os.fchmod(fd, readable)
@@ -204,6 +261,13 @@ class Arena(BaseArena):
             if fd >= 0:
                 os.close(fd)
             raise StoreError(f"can't make the arena {path}: {problem}") from None
+
+    def give_back(self, location: Location, *, at_start: bool) -> bool:
+        """Only at a start. Memory that clients of this start may read is kept: the seals of a memfd
+        forbid holes, and in a full tmpfs a late reader would get a SIGBUS for a page that is gone.
+        At a start only a client that has not noticed the end of the last daemon, and is in the
+        middle of a copy, could be that reader, and the tmpfs has just got room."""
+        return at_start and self._punch(location)
 
     def _populate(self, start: int, length_bytes: int) -> None:
         """Without the GIL. Also brings pages of an earlier start back into memory."""
@@ -353,18 +417,23 @@ class ArenaWriter(EntryWriter):
         return crc
 
 
-def _holds_more(fd: int, size_bytes: int, max_bytes: int) -> bool:
-    """Whether the file has pages beyond the size. Its length does not tell: an arena that can grow
-    has the length of `max_bytes`."""
-    # The kernel may have rounded the last pages up to a huge page.
-    slack_bytes = 0 if os.fstat(fd).st_size > max_bytes else _HUGE_PAGE_BYTES
+def _seek(fd: int, start: int, whence: int, end: int) -> int:
+    """The next hole or data from `start` on; `end` if there is none before. Raises StoreError."""
     try:
-        os.lseek(fd, size_bytes + slack_bytes, os.SEEK_DATA)
+        return min(os.lseek(fd, start, whence), end)
     except OSError as problem:
         if problem.errno == errno.ENXIO:  # nothing but a hole from there on
-            return False
-        raise
-    return True
+            return end
+        raise StoreError(f"can't look for holes of an arena: {problem}") from None
+
+
+def _end_of_data(fd: int, length_bytes: int) -> int:
+    """The end of the last page of a file of this length, or of the last huge page. Raises
+    StoreError."""
+    end = position = 0
+    while (data := _seek(fd, position, os.SEEK_DATA, length_bytes)) < length_bytes:
+        end = position = _seek(fd, data, os.SEEK_HOLE, length_bytes)
+    return end
 
 
 def ranges(location: Location, offset_bytes: int, length_bytes: int) -> Iterator[tuple[int, int]]:

@@ -113,10 +113,21 @@ class ArenaStore(Store):
     def wants(self, arena_bytes: int) -> None:
         self.arena.size_bytes = max(self.arena.secured_bytes, arena_bytes)
 
-    def give_back(self, location: Location) -> bool:
+    def give_back(self, location: Location, *, at_start: bool = False) -> bool:
         # As long as an entry's record stands, its bytes have to be there.
         self._erase_forgotten()
-        return self.arena.give_back(location)
+        return self.arena.give_back(location, at_start=at_start)
+
+    @property
+    def hole_bytes(self) -> int:
+        return self.arena.hole_bytes
+
+    @property
+    def found_budget_bytes(self) -> int:
+        return 0
+
+    def find_holes(self) -> Iterator[tuple[int, int]]:
+        return self.arena.find_holes()
 
     def take_back(self, location: Location) -> None:
         self.arena.take_back(location)
@@ -153,10 +164,11 @@ class RecordedStore(ArenaStore):
     """An arena file with records beside it, in `directory`: the shm and disk tiers.
 
     All files together take `budget_bytes`: the arena, whose first slab is its header, and
-    `record_bytes`. The budget can grow to `max_budget_bytes` later. With `sync`, writes wait for
-    the device. With `verify_payloads`, `recover` compares the checksum of every payload. Only one
-    process may use a directory at a time; the daemon's lock file sees to that. Raises StoreError
-    if there can't be such a store, or if the directory holds one of another layout.
+    `record_bytes`. Larger files of an earlier start are opened as they are. The budget can grow to
+    `max_budget_bytes` later. With `sync`, writes wait for the device. With `verify_payloads`,
+    `recover` compares the checksum of every payload. Only one process may use a directory at a
+    time; the daemon's lock file sees to that. Raises StoreError if there can't be such a store, or
+    if the directory holds one of another layout.
     """
 
     recorded: ClassVar[bool] = True
@@ -204,6 +216,11 @@ class RecordedStore(ArenaStore):
             directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
         )
         try:
+            # What an earlier start left may be larger, and not in whole slabs if it was harmed.
+            found_slabs = self.arena.size_bytes // slab_bytes
+            self.arena.size_bytes = found_slabs * slab_bytes
+            self._found_slabs: Final = found_slabs if found_slabs > slabs else 0
+            max_slabs = max(max_slabs, found_slabs)
             table = self._open_table(max_slabs, sync=sync)
             self._records: Final = Records(directory, self.tier, max_slabs, slab_bytes, table)
         except BaseException:
@@ -228,6 +245,11 @@ class RecordedStore(ArenaStore):
         return (budget_bytes - self._TABLE_FIXED_BYTES) // (
             self.slab_bytes + self._TABLE_SLAB_BYTES + USAGE_BYTES
         )
+
+    @property
+    def found_budget_bytes(self) -> int:
+        slabs = self._found_slabs
+        return slabs * self.slab_bytes + self.record_bytes(slabs) if slabs else 0
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
         """The records of all slabs that were ever secured keep their room."""

@@ -19,7 +19,6 @@ from .files import (
     check_linked,
     open_own_file,
     pread_into,
-    punch_hole,
     pwrite_all,
     secure_range,
     sync_directory,
@@ -35,7 +34,7 @@ _OWN: Final = frozenset((bytes, bytearray))
 
 
 class DiskArena(BaseArena):
-    """The file `path`, created if it is missing, truncated to `size_bytes` if it is longer.
+    """The file `path`, created if it is missing.
 
     With `sync`, `sync()` waits for the device; without it, what is written survives a crash of
     the daemon but not of the machine. While the arena is open the file has no write bits, so that
@@ -47,8 +46,8 @@ class DiskArena(BaseArena):
     ) -> None:
         check_size(size_bytes)
         self.path: Final = path
-        self.size_bytes = size_bytes
         self.max_bytes = max_bytes or size_bytes
+        self.holes = {}
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
         #: Buffers that no thread uses now. There are at most as many as threads that write.
@@ -56,19 +55,16 @@ class DiskArena(BaseArena):
         with write_errors(f"open {path}"):
             self.fd = open_own_file(path, 0o600)
             try:
-                found = os.fstat(self.fd)
-                if found.st_size > size_bytes:
-                    os.ftruncate(self.fd, size_bytes)
+                found_bytes = os.fstat(self.fd).st_size
                 os.fchmod(self.fd, 0o400)
                 if sync:
                     sync_directory(path.parent)
             except BaseException:
                 self.close()
                 raise
-        self.found_bytes = self.secured_bytes = min(found.st_size, size_bytes)
-        # Some ways to copy a file leave holes. Such a file gets its blocks again.
-        has_holes = found.st_blocks * 512 < found.st_size
-        self._ready_bytes = 0 if has_holes else self.secured_bytes
+        self.found_bytes = self.secured_bytes = self._ready_bytes = found_bytes
+        self.size_bytes = max(size_bytes, found_bytes)
+        self.max_bytes = max(self.max_bytes, found_bytes)
 
     def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
         try:
@@ -145,18 +141,10 @@ class DiskArena(BaseArena):
                 self.failed_syncs += 1
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
 
-    def give_back(self, location: Location) -> bool:
+    def give_back(self, location: Location, *, at_start: bool) -> bool:  # noqa: ARG002 (at any time)
         """Punches holes into the file. Reading one returns zeros, and no process faults."""
         with write_errors(f"give room of {self.path} back"):
-            return all(
-                punch_hole(self.fd, start, length_bytes)
-                for start, length_bytes in zip(location[::2], location[1::2], strict=True)
-            )
-
-    def take_back(self, location: Location) -> None:
-        with write_errors(f"take room for {self.path} again"):
-            for start, length_bytes in zip(location[::2], location[1::2], strict=True):
-                secure_range(self.fd, start, length_bytes)
+            return self._punch(location)
 
     def probe(self) -> None:
         """Write and sync a few bytes beside the header. Raises StoreError."""

@@ -138,6 +138,23 @@ class ExtentAllocator:
         for start, slabs in self._runs_of(location, 1):
             self._mark(start, slabs)
 
+    def claim_free(self, start_bytes: int, length_bytes: int) -> Location:
+        """Mark what is free of the whole slabs within a range as allocated. Returns its location,
+        in at most `MAX_EXTENTS` pieces: the first ones. Empty if nothing of it is free."""
+        slab = max(-(-start_bytes >> self._shift), self.header_bytes >> self._shift)
+        end = min((start_bytes + length_bytes) >> self._shift, self._slabs)
+        extents: list[int] = []
+        while slab < end and len(extents) < 2 * MAX_EXTENTS:
+            slab = self._used.find(0, slab, end)
+            if slab == _NONE:
+                break
+            stop = self._used.find(1, slab, end)
+            stop = end if stop == _NONE else stop
+            self._mark(slab, stop - slab)
+            extents += (slab << self._shift, (stop - slab) << self._shift)
+            slab = stop
+        return tuple(extents)
+
     def grow(self, arena_bytes: int) -> None:
         """Extend the arena to `arena_bytes`. Raises ValueError if that is less than before."""
         slabs = arena_bytes >> self._shift

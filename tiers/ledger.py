@@ -399,11 +399,23 @@ class Ledger:
         pieces. Returns their location."""
         assert self.extents is not None
         location = self.extents.allocate_some(stored_bytes)
+        self._retired(location)
+        return location
+
+    def retire_range(self, start: int, length_bytes: int) -> Location:
+        """Take what is free of a range of the arena out of use, or as many pieces of it as an entry
+        could have. Returns their location; empty if nothing is free."""
+        assert self.extents is not None
+        location = self.extents.claim_free(start, length_bytes)
+        if location:
+            self._retired(location)
+        return location
+
+    def _retired(self, location: Location) -> None:
         stored_bytes = sum(location[1::2])
         self.retired.append(location)
         self.retired_bytes += stored_bytes
         self.limit_bytes -= stored_bytes
-        return location
 
     def next_restored(self, most_bytes: int) -> Location:
         """Retired slabs to use again, at most `most_bytes`. Empty: there are none."""

@@ -186,9 +186,26 @@ class Store(ABC):
         """Set how large `secure_segments` makes the arena. What was secured already stays."""
 
     @abstractmethod
-    def give_back(self, location: Location) -> bool:
+    def give_back(self, location: Location, *, at_start: bool = False) -> bool:
         """Give the room of unused slabs back to the device, after erasing the records that named
-        them. False: the arena keeps it until a restart. Raises StoreError."""
+        them. False: the arena keeps it until a restart. `at_start`: the tier has not served yet.
+        Raises StoreError."""
+
+    @property
+    @abstractmethod
+    def hole_bytes(self) -> int:
+        """What was given back and not taken back."""
+
+    @property
+    @abstractmethod
+    def found_budget_bytes(self) -> int:
+        """The budget that the files of an earlier start need. More than the configured budget:
+        `size_bytes` is as large as they are, and `recover` returns all of their entries."""
+
+    @abstractmethod
+    def find_holes(self) -> Iterator[tuple[int, int]]:
+        """Ranges of the arena, start and length, that may have no room on the device although an
+        earlier start secured them. Some may belong to entries. Raises StoreError."""
 
     @abstractmethod
     def take_back(self, location: Location) -> None:

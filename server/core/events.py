@@ -279,6 +279,18 @@ class BytesRead:
 
 
 @dataclass(frozen=True, slots=True)
+class RetireAsked:
+    """Take what is free of these ranges of an arena (start, length, start ...) out of use, because
+    the device may have no room for it: a `ResizeAnswer`, which names the slabs. Repeat it until it
+    names none."""
+
+    request: int
+    tier: Tier
+    ranges: Location
+    now_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierRecovered:
     """A store found entries at start. The least recently used ones come first, within an event and
     from one event to the next; an entry without room takes the place of earlier ones. The tier
@@ -330,6 +342,7 @@ Question: TypeAlias = (
     | WriteBegan
     | EvictAsked
     | ResizeAsked
+    | RetireAsked
 )
 Event: TypeAlias = (
     Question

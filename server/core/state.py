@@ -208,6 +208,8 @@ class MetaState:
                 return tier_changes.evict(transition, question)
             case ev.ResizeAsked():
                 return tier_changes.resize(transition, question)
+            case ev.RetireAsked():
+                return tier_changes.retire(transition, question)
             case _:
                 assert_never(question)
 

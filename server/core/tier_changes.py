@@ -14,7 +14,7 @@ from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
 from .effects import Erase, EvictAnswer, IndexPut, ResizeAnswer
 from .entries import Entry
-from .events import EvictAsked, ResizeAsked, TierRecovered
+from .events import EvictAsked, ResizeAsked, RetireAsked, TierRecovered
 from .journal import EvictionCause, Happening
 from .reservations import Footprint
 from .saves import lose
@@ -192,7 +192,8 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     excess_bytes = ledger.limit_bytes - target_bytes
     if excess_bytes > 0:
         _check_pins(ledger, target_bytes)
-        _check_shares(ledger, target_bytes)
+        if asked.tier not in transition.tables.closed:  # a start accepts what is configured
+            _check_shares(ledger, target_bytes)
         # Policies with queues of fixed shares use those of the new size from the first victim on.
         ledger.policy.resize(asked.budget_bytes)
         for _ in range(asked.max_entries):
@@ -214,6 +215,15 @@ def resize(transition: Transition, asked: ResizeAsked) -> ResizeAnswer:
     if done:
         ledger.resize(asked.budget_bytes, asked.arena_bytes)
     return ResizeAnswer(entries, freed_bytes, retired, done, more)
+
+
+def retire(transition: Transition, asked: RetireAsked) -> ResizeAnswer:
+    """Retire what is free of some ranges, up to as many pieces as an entry may have."""
+    ledger = _ledger(transition, asked.tier)
+    for start, length_bytes in zip(asked.ranges[::2], asked.ranges[1::2], strict=True):
+        if location := ledger.retire_range(start, length_bytes):
+            return ResizeAnswer(0, 0, location, done=False)
+    return ResizeAnswer(0, 0, (), done=True)
 
 
 def _check_pins(ledger: Ledger, target_bytes: int) -> None:

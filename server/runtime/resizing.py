@@ -16,19 +16,35 @@ Securing turns an arena into real memory, or real blocks, off the loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 from typing import Final, TypeVar
 
 import structlog
 
-from ...proto.errors import DeviceFull, InvalidSize, LimitReached, PrefixdError, UnknownTier
+from ...proto.errors import (
+    DeviceFull,
+    Draining,
+    InvalidSize,
+    LimitReached,
+    PrefixdError,
+    UnknownTier,
+)
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.store import Location, Store, StoreError, StoreFull
 from ..core.effects import EvictAnswer, ResizeAnswer
-from ..core.events import ArenaGrown, EvictAsked, ResizeAsked, SlabsRestored, TierState
+from ..core.events import (
+    ArenaGrown,
+    EvictAsked,
+    ResizeAsked,
+    RetireAsked,
+    SlabsRestored,
+    TierState,
+)
 from ..core.journal import EvictionCause
 from .loop import Core
 from .slices import Slices
@@ -44,6 +60,10 @@ _RESTORED_AT_ONCE: Final = 64 * 2**20
 #: How long shrinking waits for saves under way, and how often it tries again.
 _SAVES_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 0.02
+#: How often a tier that was found too large tries again while claims hold too much of it.
+FIT_AGAIN_S: Final = 1.0
+#: Ranges of one event that retires them.
+_HOLES_AT_ONCE: Final = 512
 #: How often securing tries again while the device has no room.
 SECURE_AGAIN_S: Final = 5.0
 
@@ -90,13 +110,11 @@ class Resizing:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._busy: set[Tier] = set()
-        #: by tier: bytes of retired slabs that went back to the device
-        self._holes = dict.fromkeys(core.stores, 0)
 
     def kept_bytes(self, tier: Tier) -> int:
         """Memory that a tier does not use since it became smaller, and has not given back."""
         retired_bytes = self._core.state.tables.ledgers[tier].retired_bytes
-        return max(0, retired_bytes - self._holes[tier])
+        return max(0, retired_bytes - self._core.stores[tier].hole_bytes)
 
     async def resize(self, tier: Tier, budget_bytes: int) -> Resized:
         """Give a tier another budget. Runs to its end even if the caller is cancelled.
@@ -112,7 +130,7 @@ class Resizing:
         if tier in self._busy:
             raise LimitReached(f"the {tier.label} tier is being resized already")
         self._busy.add(tier)
-        step = _Resize(core, core.stores[tier], budget_bytes, self._holes)
+        step = _Resize(core, core.stores[tier], budget_bytes)
         task = asyncio.get_running_loop().create_task(step.run())
 
         def ended(task: asyncio.Task[Resized]) -> None:
@@ -124,11 +142,33 @@ class Resizing:
         return await asyncio.shield(task)
 
 
-class _Resize:
-    """One resize of one tier."""
+async def fit(core: Core, store: Store, budget_bytes: int) -> None:
+    """Give a tier that has just recovered the configured budget, before it serves.
 
-    def __init__(self, core: Core, store: Store, budget_bytes: int, holes: dict[Tier, int]) -> None:
-        self._holes = holes
+    A start opens the files of an earlier one as they are, as the tier may have been enlarged while
+    the daemon ran, or the configuration made it smaller. What does not fit is evicted, the next
+    victim first, and its room goes back to the device. Waits while claims hold too much.
+    """
+    if not store.recorded:
+        return
+    step = _Resize(core, store, budget_bytes, at_start=True)
+    try:
+        while not await step.fit():
+            await asyncio.sleep(FIT_AGAIN_S)
+    except Draining:
+        if not core.gate.stopping:
+            raise
+        # The tier never serves. Its files are as large as before, and the next start goes on.
+        await asyncio.Event().wait()
+
+
+class _Resize:
+    """One resize of one tier. `at_start`: it has recovered, and has not served yet."""
+
+    def __init__(
+        self, core: Core, store: Store, budget_bytes: int, *, at_start: bool = False
+    ) -> None:
+        self._at_start = at_start
         self._core = core
         self._store = store
         self._tier: Final = store.tier
@@ -158,6 +198,53 @@ class _Resize:
             name = f"{self._tier.label} arena"
             self._core.supervisor.task(name, Securing(self._core, store).secure_all())
         return self._resized
+
+    async def fit(self) -> bool:
+        """See the function. False: it is to be tried again."""
+        store, ledger, tier = self._store, self._ledger, self._tier.label
+        budget_bytes, found_bytes = self._resized.budget_bytes, store.found_budget_bytes
+        holes = await self._core.devices.run(self._tier, _holes_of, store)
+        if not holes and ledger.budget_bytes <= budget_bytes:
+            return True
+        try:
+            arena_bytes = store.arena_bytes_of(budget_bytes)
+        except ValueError:
+            # The records of what was found take so much of the budget. They are not counted then.
+            slab_bytes = store.slab_bytes
+            share = ledger.arena_bytes * budget_bytes // ledger.budget_bytes
+            arena_bytes = max(2, share // slab_bytes) * slab_bytes
+        try:
+            await self._retire_holes(holes)
+            await self._set_size(budget_bytes, arena_bytes)
+        except LimitReached as problem:
+            log.info("tier_waits", tier=tier, why=str(problem))
+            return False
+        except DeviceFull as problem:
+            log.warning("tier_smaller_than_configured", tier=tier, error=str(problem))
+        resized = self._resized
+        if resized.entries:
+            log.warning(
+                "tier_was_larger",
+                tier=tier,
+                found_bytes=found_bytes,
+                budget_bytes=budget_bytes,
+                kept=ledger.entries,
+                evicted=resized.entries,
+                evicted_bytes=resized.freed_bytes,
+            )
+        return True
+
+    async def _retire_holes(self, holes: Sequence[Location]) -> None:
+        """Use nothing of these ranges, and have none of their room. `_restore` undoes that."""
+        core = self._core
+        for ranges in holes:
+            while True:
+                now_ns = core.clock.now_ns()
+                question = RetireAsked(core.next_request(), self._tier, ranges, now_ns)
+                answer = await core.ask(question, ResizeAnswer)
+                if not answer.retired:
+                    break
+                await self._give_back(answer.retired)
 
     async def _set_size(self, budget_bytes: int, arena_bytes: int) -> None:
         self._store.wants(arena_bytes)
@@ -204,8 +291,7 @@ class _Resize:
     async def _give_back(self, location: Location) -> None:
         store = self._store
         try:
-            if await self._on_thread(store.give_back, location):
-                self._holes[self._tier] += sum(location[1::2])
+            await self._on_thread(partial(store.give_back, at_start=self._at_start), location)
         except StoreError as problem:
             # No entry uses these slabs; all that is lost is room on the device.
             log.warning("not_given_back", tier=self._tier.label, error=str(problem))
@@ -223,15 +309,23 @@ class _Resize:
                 await self._on_thread(self._store.take_back, location)
             except StoreFull as problem:
                 raise DeviceFull(str(problem)) from None
-            self._holes[self._tier] = max(0, self._holes[self._tier] - location[1])
             core.post(SlabsRestored(self._tier, location, core.clock.now_ns()))
             # A tier whose order was shuffled was retired in as many pieces as it had entries.
             await slices.pause()
 
     async def _on_thread(self, call: Callable[[Location], T], location: Location) -> T:
-        if not self._store.blocking:
+        if not self._store.blocking and not self._at_start:
             return call(location)
         return await self._core.devices.run(self._tier, call, location)
+
+
+def _holes_of(store: Store) -> list[Location]:
+    """On a thread: the ranges without room, some hundred together."""
+    holes = list(store.find_holes())
+    return [
+        tuple(chain.from_iterable(holes[start : start + _HOLES_AT_ONCE]))
+        for start in range(0, len(holes), _HOLES_AT_ONCE)
+    ]
 
 
 class Securing:

@@ -139,8 +139,19 @@ class FaultyStore(Store):
     def wants(self, arena_bytes: int) -> None:
         self.inner.wants(arena_bytes)
 
-    def give_back(self, location: Location) -> bool:
-        return self.inner.give_back(location)
+    def give_back(self, location: Location, *, at_start: bool = False) -> bool:
+        return self.inner.give_back(location, at_start=at_start)
+
+    @property
+    def hole_bytes(self) -> int:
+        return self.inner.hole_bytes
+
+    @property
+    def found_budget_bytes(self) -> int:
+        return self.inner.found_budget_bytes
+
+    def find_holes(self) -> Iterator[tuple[int, int]]:
+        return self.inner.find_holes()
 
     def take_back(self, location: Location) -> None:
         self.inner.take_back(location)

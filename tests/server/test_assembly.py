@@ -141,10 +141,16 @@ def test_the_state_has_all_tiers(tmp_path: Path, closing: ExitStack) -> None:
     ids=["slabs", "fewer than slabs", "small slabs"],
 )
 def test_the_index_has_room_for_every_entry(
-    tmp_path: Path, flags: tuple[str, ...], entries: int
+    tmp_path: Path, closing: ExitStack, flags: tuple[str, ...], entries: int
 ) -> None:
     planned = plan(tmp_path, *flags)
-    assert assembly.max_entries(planned) == entries
-    index = IndexWriter(INCARNATION, assembly.max_entries(planned))
+    stores = {
+        tier: assembly.make_store(each, verify_at_start=False, sync=False)
+        for tier, each in planned.tiers.items()
+    }
+    for store in stores.values():
+        closing.callback(store.close)
+    assert assembly.max_entries(planned, stores) == entries
+    index = IndexWriter(INCARNATION, assembly.max_entries(planned, stores))
     assert index.layout.max_rows >= entries
     index.close()

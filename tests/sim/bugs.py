@@ -225,6 +225,45 @@ def _batch_believed_for_its_first() -> Any:
     return _replaced(saves, "sealed", wrong)
 
 
+def _beyond_the_budget_is_dropped() -> Any:
+    """A start takes only the configured size of a file that was enlarged."""
+
+    def wrong(real: Any) -> Any:
+        def recover(self: Any) -> Iterator[RecoveryBatch]:
+            end = self._slabs_of(self.max_budget_bytes // 2) * self.slab_bytes
+            for batch in real(self):
+                kept = [one for one in batch.entries if sum(one.record.location[-2:]) <= end]
+                yield RecoveryBatch(kept, batch.dropped, batch.following)
+
+        return recover
+
+    return _replaced(arena_stores.RecordedStore, "recover", wrong)
+
+
+def _wrong_end_evicted_at_a_start() -> Any:
+    """A start that finds too much evicts the most recently used entries."""
+
+    def wrong(real: Any) -> Any:
+        def resize(transition: Any, asked: Any) -> Any:
+            tables = transition.tables
+            ledger = tables.ledgers[asked.tier]
+
+            def latest(**_: Any) -> Any:
+                *_, key = [None, *ledger.victims()]
+                if key is not None:
+                    ledger.remove(tables.entries[key])
+                return key
+
+            if asked.tier not in tables.closed:
+                return real(transition, asked)
+            with mock.patch.object(ledger, "next_victim", latest):
+                return real(transition, asked)
+
+        return resize
+
+    return _replaced(tier_changes, "resize", wrong)
+
+
 #: Functions that plant each bug, by name.
 BUGS: Final[dict[str, Callable[[], Any]]] = {
     "budget arithmetic": _budget_arithmetic,
@@ -243,6 +282,8 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "record outlives its entry": _record_outlives_its_entry,
     "batch believed for its first": _batch_believed_for_its_first,
     "incarnation not checked": _incarnation_not_checked,
+    "beyond the budget is dropped": _beyond_the_budget_is_dropped,
+    "wrong end evicted at a start": _wrong_end_evicted_at_a_start,
     "tier decides": _tier_decides,
 }
 

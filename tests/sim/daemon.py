@@ -128,6 +128,7 @@ def _plan_of(slabs: int) -> Plan:
     """The configuration plan without directories. Cached, as it takes a tenth of a run."""
     flags = [
         *(f"--{tier.label}.budget={slabs * (SLAB + 256)}" for tier in Tier),
+        *(f"--{tier.label}.max_budget={2 * slabs * (SLAB + 256)}" for tier in Tier),
         *(f"--{tier.label}.slab={SLAB}" for tier in Tier),
         "--server.address=unix:/nowhere/s",
         f"--disk.hung_after={HUNG_S}s",
@@ -231,7 +232,12 @@ class SimDaemon:
             return assembly.make_store(plan, verify_at_start=True, sync=True)
         assert plan.directory is not None
         make = SimShmStore if plan.tier is Tier.SHM else SimDiskStore
-        store = make(plan.directory, plan.budget_bytes, plan.slab_bytes)
+        store = make(
+            plan.directory,
+            plan.budget_bytes,
+            plan.slab_bytes,
+            max_budget_bytes=plan.max_budget_bytes,
+        )
         store.pause = lambda: self.world.pass_time(self._batch_ns)
         return store
 
@@ -240,7 +246,7 @@ class SimDaemon:
         clock = clocks.Clock()
         for tier, tier_plan in plan.tiers.items():
             stores[tier] = self._make_store(tier_plan)
-        index = IndexWriter(self.incarnation, assembly.max_entries(plan))
+        index = IndexWriter(self.incarnation, assembly.max_entries(plan, stores))
         executor = SimExecutor(world, 2)
         state = assembly.make_state(plan, stores, clock.now_ns())
         self.core = core = Core(state, stores, index, executor, clock)
@@ -263,7 +269,7 @@ class SimDaemon:
         self.handoff = Handoff(core, self.stagings)
         self.resizing = Resizing(core)
         try:
-            starts = daemon.begin_tiers(core, self.incarnation)
+            starts = daemon.begin_tiers(core, plan, self.incarnation)
             await asyncio.wait(starts, timeout=self._head_start_s)
             self._stop = asyncio.Event()
             self.serving = True

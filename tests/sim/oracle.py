@@ -92,6 +92,8 @@ class Oracle:
         self.order: dict[Tier, list[Key]] | None = None
         #: whether file reads may return wrong bytes
         self.reads_lie = False
+        #: the eviction order of a tier before a start makes it smaller
+        self._next_victims: list[Key] = []
         self.events = 0
         self.counts: dict[str, int] = {}
 
@@ -130,6 +132,8 @@ class Oracle:
         """Check what must hold between events: all effects of earlier ones were carried out."""
         if self.events % _INDEX_EVERY == 0:
             self._check_index(daemon)
+        if isinstance(event, ev.ResizeAsked) and event.tier in self.expected:
+            self._next_victims = self._victims(daemon, event.tier)
         if isinstance(event, ev.EntryDamaged):
             entry = daemon.core.state.tables.entries.get(event.key)
             if entry is not None and entry.generation == event.generation:
@@ -174,6 +178,13 @@ class Oracle:
                         allowed = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
                         if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} was evicted under a claim")
+        if isinstance(event, ev.ResizeAsked) and event.tier in self.expected:
+            left = [effect.key for effect in effects if isinstance(effect, IndexDelete)]
+            if left != self._next_victims[: len(left)]:
+                order = [*map(name_of, self._next_victims)]
+                self.fail(ORDER, f"{[*map(name_of, left)]} were evicted at a start, of {order}")
+            if left:
+                self.count(f"evicted at a start of {event.tier.label}")
         if isinstance(event, ev.TierRecovered):
             for found in event.entries:
                 # A deleted entry is erased when found, even if this recovery does not complete.

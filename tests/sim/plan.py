@@ -18,6 +18,7 @@ NEMESIS: Final = "nemesis"
 #: The share of runs with each feature, see `plan_of`.
 _RESTARTS_RATE: Final = 0.15
 _RESIZES_RATE: Final = 0.25
+_ENLARGED_RATE: Final = 0.12
 
 
 @dataclass(frozen=True)
@@ -100,9 +101,11 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
             args = {"keys": list(range(keys)), "claim": False, "check": False, "stale": True}
             step = replace(step, args=step.args | args | {"place": True, "hold_ms": 0})
         drawn.append(step)
-    # A separate generator keeps the plans of all other seeds unchanged. The disk tier is never
-    # resized here, because it returns slabs to a file system that is not simulated:
-    # `runtime/test_resizing.py` resizes it.
+    enlarged = random.Random(f"enlarged {seed}")
+    if enlarged.random() < _ENLARGED_RATE:
+        drawn = [*_enlarged(enlarged), *drawn]
+    # A separate generator keeps the plans of all other seeds unchanged. Holes are punched into the
+    # real file below, at once and durably.
     resizes = random.Random(f"resizes {seed}")
     if resizes.random() < _RESIZES_RATE:
         for number in range(resizes.choice([1, 2, 4])):
@@ -112,8 +115,8 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
                 "resize",
                 {
                     "pause_ms": resizes.choice([0, 0, 20, 300]),
-                    "tier": resizes.choice(["ram", "shm"]),
-                    "part": resizes.choice([0.4, 0.6, 0.8, 1.0]),
+                    "tier": resizes.choice(["ram", "shm", "disk"]),
+                    "part": resizes.choice([0.4, 0.6, 0.8, 1.0, 1.5, 2.0]),
                 },
             )
             drawn.insert(resizes.randrange(len(drawn) + 1), step)
@@ -131,6 +134,21 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         lies="flipped read" in kinds,
         flips=flips,
     )
+
+
+def _enlarged(draw: random.Random) -> list[Step]:
+    """A tier is enlarged and filled, and the daemon killed: the next start has to make it fit."""
+    tier = draw.choice(["shm", "shm", "disk"])
+    well = {"how": "save", "behaves": "well", "together": 99, "quiet": False, "wait_ms": 0}
+    steps = [Step(600, "client0", "resize", {"tier": tier, "part": 2.0})]
+    for number, first in enumerate((0, 3, 6, 9)):
+        keys = list(range(first, first + 3))
+        args = {"tier": tier, "keys": keys, "sizes": [draw.choice([4096, 9000]) for _ in keys]}
+        steps.append(Step(601 + number, "client0", "save", well | args))
+    used = {"keys": draw.sample(range(12), 3)}
+    kill = {"pause_ms": draw.choice([1000, 3000]), "start_ops": draw.choice([0, 0, 45, 150])}
+    kill |= {"ops": 10, "syncs": 0, "down_ms": 10}
+    return [*steps, Step(610, "client0", "touch", used), Step(900, NEMESIS, "kill", kill)]
 
 
 def _client_step(

@@ -46,6 +46,7 @@ from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.listeners import Tracing
 from prefixd.server.runtime.loop import Core
 from prefixd.server.runtime.recovery import Recovery
+from prefixd.server.runtime.resizing import fit
 from prefixd.tiers.store import Store
 from tests.support.columns import Item, columns
 
@@ -492,7 +493,7 @@ async def running(
             store = assembly.make_store(tier_plan, verify_at_start=True, sync=False)
             closing.callback(store.close)
             stores[tier] = (wrap or {}).get(tier, lambda same: same)(store)
-        index = make_index(incarnation, assembly.max_entries(plan))
+        index = make_index(incarnation, assembly.max_entries(plan, stores))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(2, "worker")
         closing.callback(executor.shutdown, cancel_futures=True)
@@ -505,6 +506,7 @@ async def running(
             recovery = Recovery(core, incarnation)
             for store in stores.values():
                 await recovery.recover(store)
+                await fit(core, store, plan.tiers[store.tier].budget_bytes)
                 recovery.end(store)
             for tier, store in stores.items():
                 for secured_bytes in store.secure_segments():

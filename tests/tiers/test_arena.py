@@ -256,31 +256,62 @@ def test_what_was_not_secured_is_not_taken_for_memory(shm: Path) -> None:
     again.close()
 
 
-def test_a_smaller_arena_leaves_the_old_one_to_its_readers(shm: Path) -> None:
+def test_a_larger_file_is_found_as_large_as_it_is(shm: Path) -> None:
     arena = Arena.file(shm / "arena", SIZE)
+    arena.secure()
     arena.writable(SIZE - 4, 4)[:] = b"tail"
     fd = arena.open_reader()
     reader = mmap.mmap(fd, SIZE, prot=mmap.PROT_READ)
     os.close(fd)
     arena.close()
     smaller = Arena.file(shm / "arena", SIZE // 2)
-    assert not smaller.found_bytes
-    smaller.writable(0, 4)[:] = b"head"
-    assert (reader[:4], reader[-4:]) == (bytes(4), b"tail")
+    assert (smaller.found_bytes, smaller.size_bytes, smaller.max_bytes) == (SIZE, SIZE, SIZE)
+    assert smaller.gather((SIZE - PAGE, PAGE), PAGE - 4, 4) == b"tail"
+    assert reader[-4:] == b"tail", "a reader of the earlier start keeps what it has mapped"
     reader.close()
     smaller.close()
 
 
-def test_a_huge_page_beyond_the_size_is_no_larger_arena(shm: Path) -> None:
-    """The kernel may have rounded up. Those pages are reused."""
-    mebi = 2**20
-    for size_bytes, found_bytes in ((4 * mebi, 4 * mebi), (4 * mebi - PAGE, 0)):
-        arena = Arena.file(shm / "arena", 6 * mebi, max_bytes=8 * mebi)
-        arena.secure()
-        arena.close()
-        smaller = Arena.file(shm / "arena", size_bytes, max_bytes=8 * mebi)
-        assert smaller.found_bytes == found_bytes
-        smaller.close()
+def test_the_length_of_a_file_that_could_grow_is_not_its_size(shm: Path) -> None:
+    arena = Arena.file(shm / "arena", SIZE, max_bytes=4 * SIZE)
+    next(arena.secure_segments(8 * PAGE))
+    arena.close()
+    again = Arena.file(shm / "arena", SIZE, max_bytes=2 * SIZE)
+    assert (again.found_bytes, again.size_bytes, again.max_bytes) == (8 * PAGE, SIZE, 2 * SIZE)
+    assert os.fstat(again.fd).st_size == 2 * SIZE
+    again.close()
+
+
+def test_room_is_given_back_at_a_start_only_and_taken_again(shm: Path) -> None:
+    arena = Arena.file(shm / "arena", SIZE)
+    arena.secure()
+    held_bytes = os.fstat(arena.fd).st_blocks * 512
+    middle = (2 * PAGE, 4 * PAGE, 8 * PAGE, PAGE)
+    assert not arena.give_back(middle, at_start=False)
+    assert arena.hole_bytes == 0
+    assert arena.give_back(middle, at_start=True)
+    assert arena.hole_bytes == 5 * PAGE
+    assert held_bytes - os.fstat(arena.fd).st_blocks * 512 == 5 * PAGE
+    arena.take_back((2 * PAGE, PAGE))
+    assert arena.holes == {3 * PAGE: 3 * PAGE, 8 * PAGE: PAGE}
+    arena.close()
+    again = Arena.file(shm / "arena", SIZE)
+    assert list(again.find_holes()) == [(3 * PAGE, 3 * PAGE), (8 * PAGE, PAGE)]
+    again.close()
+
+
+def test_securing_leaves_out_what_was_given_back(shm: Path) -> None:
+    arena = Arena.file(shm / "arena", SIZE)
+    arena.secure()
+    arena.give_back((PAGE, PAGE, 7 * PAGE, 2 * PAGE, 12 * PAGE, PAGE), at_start=True)
+    arena.close()
+    again = Arena.file(shm / "arena", SIZE)
+    for start, length_bytes in list(again.find_holes()):
+        again.give_back((start, length_bytes), at_start=True)
+    held_bytes = os.fstat(again.fd).st_blocks * 512
+    list(again.secure_segments(8 * PAGE))
+    assert os.fstat(again.fd).st_blocks * 512 == held_bytes == SIZE - 4 * PAGE
+    again.close()
 
 
 def test_a_file_has_the_mode_that_was_asked_for(shm: Path) -> None:

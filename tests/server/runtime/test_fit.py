@@ -1,0 +1,211 @@
+"""A start after a resize, or with a smaller budget: it takes the files as large as they are, keeps
+what fits by the eviction order, and gives the rest of the room back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from prefixd.proto.vocabulary import Tier
+from prefixd.server.runtime import resizing
+from tests.server.runtime.test_resizing import MIB, fill, resize, stats_of
+from tests.support.event_loop import in_loop
+from tests.support.running import SLAB, Running, key, payload, running
+
+ENTRY_BYTES = 3 * SLAB
+#: So many fit into 3 MiB of either tier, and not into 1 MiB.
+ENTRIES = 160
+RECORDED = pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
+
+
+def present(daemon: Running, numbers: range) -> list[int]:
+    return [number for number in numbers if key(number) in daemon.tables.entries]
+
+
+def held_bytes(daemon: Running, tier: Tier) -> int:
+    """What the arena occupies of its device."""
+    arena: Any = daemon.core.stores[tier].arena  # type: ignore[attr-defined]
+    return os.fstat(arena.fd).st_blocks * 512
+
+
+async def enlarged(directory: Path, tier: Tier, entries: int) -> None:
+    """A daemon of 1 MiB whose tier was enlarged to 3 MiB while it ran. It ends without a resize."""
+    async with running(directory, f"--{tier.label}.max_budget=3MiB") as daemon:
+        session = await daemon.open()
+        await fill(session, tier, range(10))
+        await resize(daemon, tier, 3 * MIB)
+        await daemon.until(lambda: not daemon.core.devices.securing)
+        await fill(session, tier, range(10, entries))
+        # The first are the most recent ones now.
+        claimed = (await session.claim([key(number) for number in range(5)])).claim_id
+        await session.release(claimed)
+        assert present(daemon, range(entries)) == list(range(entries))
+
+
+@RECORDED
+@in_loop
+async def test_what_fits_is_kept_by_the_eviction_order(tmp_path: Path, tier: Tier) -> None:
+    await enlarged(tmp_path, tier, ENTRIES)
+    with capture_logs() as logs:
+        async with running(tmp_path) as daemon:
+            now = await stats_of(daemon, tier)
+            kept = present(daemon, range(ENTRIES))
+            assert now.budget_bytes == MIB
+            assert now.published_bytes <= now.limit_bytes <= MIB
+            assert now.limit_bytes - now.published_bytes < ENTRY_BYTES, "none too many left"
+            assert kept == [*range(5), *range(ENTRIES + 5 - len(kept), ENTRIES)], (
+                "the last that were used"
+            )
+            assert held_bytes(daemon, tier) <= MIB, "the rest is the device's again"
+            session = await daemon.open()
+            for number in kept:
+                assert await session.restore(key(number)) == payload(number, ENTRY_BYTES)
+            await fill(session, tier, range(300, 400))
+            assert held_bytes(daemon, tier) <= MIB
+            await daemon.assert_sound()
+    (said,) = (line for line in logs if line["event"] == "tier_was_larger")
+    assert (said["kept"], said["evicted"]) == (len(kept), ENTRIES - len(kept))
+    assert not [line for line in logs if line["event"] == "entry_dropped"]
+    (recovered,) = (
+        line for line in logs if line["event"] == "tier_recovered" and line["tier"] == tier.label
+    )
+    assert (recovered["entries"], recovered["dropped"]) == (ENTRIES, 0)
+
+
+@RECORDED
+@in_loop
+async def test_later_starts_keep_the_size_and_all_entries(tmp_path: Path, tier: Tier) -> None:
+    await enlarged(tmp_path, tier, ENTRIES)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await fill(session, tier, range(300, 400))
+        kept = present(daemon, range(400))
+    for _ in range(2):
+        with capture_logs() as logs:
+            async with running(tmp_path) as daemon:
+                assert present(daemon, range(400)) == kept
+                assert held_bytes(daemon, tier) <= MIB
+                await daemon.assert_sound()
+        assert not [line for line in logs if line["event"] == "tier_was_larger"]
+    # With the larger budget in the configuration the room comes back.
+    async with running(tmp_path, f"--{tier.label}.budget=3MiB") as daemon:
+        session = await daemon.open()
+        assert present(daemon, range(400)) == kept
+        now = await stats_of(daemon, tier)
+        assert now.limit_bytes > 2 * MIB
+        assert held_bytes(daemon, tier) > 2 * MIB
+        await fill(session, tier, range(500, 700))
+        assert len(present(daemon, range(700))) > 180
+        await daemon.assert_sound()
+
+
+@RECORDED
+@in_loop
+async def test_a_tier_without_evictions_only_gives_room_back(tmp_path: Path, tier: Tier) -> None:
+    """What is there fits, but not where the file would end."""
+    await enlarged(tmp_path, tier, 12)
+    with capture_logs() as logs:
+        async with running(tmp_path) as daemon:
+            assert present(daemon, range(12)) == list(range(12))
+            assert held_bytes(daemon, tier) <= MIB
+            await daemon.assert_sound()
+    assert not [line for line in logs if line["event"] == "tier_was_larger"]
+
+
+@in_loop
+async def test_the_records_of_a_much_larger_tier_do_not_take_the_budget(tmp_path: Path) -> None:
+    """They keep their files, which alone are larger than the smallest budget."""
+    async with running(tmp_path, "--disk.budget=32MiB") as daemon:
+        session = await daemon.open()
+        await fill(session, Tier.DISK, range(200))
+    async with running(tmp_path) as daemon:
+        kept = present(daemon, range(200))
+        assert 10 < len(kept) < 200
+        assert kept == list(range(200 - len(kept), 200))
+        await daemon.assert_sound()
+
+
+@RECORDED
+@in_loop
+async def test_a_start_that_was_killed_in_the_middle_goes_on(
+    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await enlarged(tmp_path, tier, ENTRIES)
+    shrink = resizing._Resize._ask
+    asked = 0
+
+    async def killed(self: Any, budget_bytes: int, arena_bytes: int) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked == 2:
+            raise KeyboardInterrupt
+        return await shrink(self, budget_bytes, arena_bytes)
+
+    monkeypatch.setattr(resizing, "EVICTED_AT_ONCE", 10)
+    monkeypatch.setattr(resizing._Resize, "_ask", killed)
+    with pytest.raises(KeyboardInterrupt):
+        async with running(tmp_path):
+            pass
+    monkeypatch.setattr(resizing._Resize, "_ask", shrink)
+    async with running(tmp_path) as daemon:
+        kept = present(daemon, range(ENTRIES))
+        assert kept == [*range(5), *range(ENTRIES + 5 - len(kept), ENTRIES)]
+        session = await daemon.open()
+        for number in kept:
+            assert await session.restore(key(number)) == payload(number, ENTRY_BYTES)
+        await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_copy_with_holes_is_served(tmp_path: Path) -> None:
+    """Its entries are whole, and everything else has its blocks before it is used."""
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await fill(session, Tier.DISK, range(40))
+        blocks = held_bytes(daemon, Tier.DISK)
+    arena = tmp_path / "disk" / "arena"
+    data, mode = arena.read_bytes(), arena.stat().st_mode
+    arena.unlink()
+    with arena.open("wb") as file:
+        for start in range(0, len(data), SLAB):
+            if any(data[start : start + SLAB]):
+                file.seek(start)
+                file.write(data[start : start + SLAB])
+        file.truncate(len(data))
+    arena.chmod(mode)
+    assert arena.stat().st_blocks * 512 < blocks
+    async with running(tmp_path) as daemon:
+        assert held_bytes(daemon, Tier.DISK) == blocks
+        session = await daemon.open()
+        assert await session.restore(key(39)) == payload(39, ENTRY_BYTES)
+        await daemon.assert_sound()
+
+
+@RECORDED
+@in_loop
+async def test_claims_that_hold_too_much_are_waited_for(
+    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resizing, "FIT_AGAIN_S", 0.01)
+    async with running(tmp_path, f"--{tier.label}.budget=3MiB") as daemon:
+        session = await daemon.open()
+        await fill(session, tier, range(150))
+        claim = (await session.claim([key(number) for number in range(120)])).claim_id
+        store = daemon.core.stores[tier]
+        # As at a start, while whose recovery a client claims.
+        with capture_logs() as logs:
+            fitting = asyncio.ensure_future(resizing.fit(daemon.core, store, MIB))
+            await daemon.until(lambda: "tier_waits" in [line["event"] for line in logs])
+            assert len(present(daemon, range(150))) == 150
+            await session.release(claim)
+            await fitting
+        now = await stats_of(daemon, tier)
+        assert (now.budget_bytes, now.published_bytes <= MIB) == (MIB, True)
+        (latest,) = present(daemon, range(1))
+        assert await session.restore(key(latest)) == payload(latest, ENTRY_BYTES)
+        await daemon.assert_sound()
