@@ -3698,6 +3698,7 @@ class ConfigureResponse(google.protobuf.message.Message):
 
     RUNNING_FIELD_NUMBER: builtins.int
     CHANGED_FIELD_NUMBER: builtins.int
+    WARNINGS_FIELD_NUMBER: builtins.int
     @property
     def running(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.str]:
         """every option with its running value"""
@@ -3706,13 +3707,18 @@ class ConfigureResponse(google.protobuf.message.Message):
     def changed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChangedOption]:
         """options that file, environment or flags now set differently"""
 
+    @property
+    def warnings(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """what a start with the configured values would cost"""
+
     def __init__(
         self,
         *,
         running: collections.abc.Mapping[builtins.str, builtins.str] | None = ...,
         changed: collections.abc.Iterable[Global___ChangedOption] | None = ...,
+        warnings: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["changed", b"changed", "running", b"running"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["changed", b"changed", "running", b"running", "warnings", b"warnings"]) -> None: ...
 
 Global___ConfigureResponse: typing_extensions.TypeAlias = ConfigureResponse
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import structlog
@@ -16,6 +16,7 @@ import structlog
 from ..proto import prefixd_pb2 as pb
 from ..proto.errors import ConfigError
 from .config import sources
+from .config.budgets import smaller
 from .config.options import Config
 from .core.events import LimitsChanged
 from .runtime.loop import Core
@@ -82,6 +83,7 @@ class Reloader:
                 live = self._is_live(option, new)
                 response.changed.add(option=option, running=running, configured=shown, live=live)
                 live_options += [option] * live
+        response.warnings.extend(self._smaller(new))
         files = await asyncio.to_thread(self.read_files)
         named = {each.option for each in response.changed}
         for change in files.changes:
@@ -92,6 +94,16 @@ class Reloader:
             self._apply(new, live_options)
         response.running.update({option: shown for option, (shown, _) in self._running.items()})
         return response
+
+    def _smaller(self, new: dict[str, tuple[str, object]]) -> Iterator[str]:
+        """Budgets with which a start would evict: tiers have their budgets from the configuration
+        again, whatever they were resized to."""
+        for tier, ledger in self._core.state.tables.ledgers.items():
+            _, budget_bytes = new[f"{tier.label}.budget"]
+            if not isinstance(budget_bytes, int) or not self._core.stores[tier].recorded:
+                continue
+            if 0 < budget_bytes < ledger.published_bytes:
+                yield smaller(tier, budget_bytes, ledger.published_bytes)
 
     def _is_live(self, option: str, new: dict[str, tuple[str, object]]) -> bool:
         if option == _SCRUB_RATE:  # switching the scrubber on or off takes a restart

@@ -40,6 +40,8 @@ from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c
 from .files import open_own_file, punch_hole, secure_range, write_errors
 from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
 
+#: The name of the arena in the directory of a tier.
+ARENA_FILE: Final = "arena"
 DEFAULT_SLAB_BYTES: Final = 64 * 2**10
 MIN_SLAB_BYTES: Final = 4096
 

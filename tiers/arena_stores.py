@@ -26,7 +26,15 @@ from ..proto.keys import Key
 from ..proto.payload import crc32c
 from ..proto.units import format_bytes
 from ..proto.vocabulary import Tier
-from .arena import DEFAULT_SLAB_BYTES, Arena, ArenaWriter, BaseArena, check_slab, whole_slabs
+from .arena import (
+    ARENA_FILE,
+    DEFAULT_SLAB_BYTES,
+    Arena,
+    ArenaWriter,
+    BaseArena,
+    check_slab,
+    whole_slabs,
+)
 from .disk_arena import DiskArena
 from .files import sync_parents, write_errors
 from .graves import Graves
@@ -46,8 +54,6 @@ from .store import (
     StoreError,
     Usage,
 )
-
-ARENA_FILE: Final = "arena"
 
 
 class ArenaStore(Store):

@@ -249,8 +249,10 @@ def _show_changed(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
     from .views.daemon import changed_table
 
     if ctl.as_json:
-        print_json({"changed": list(response.changed)})
+        print_json({"changed": list(response.changed), "warnings": list(response.warnings)})
     elif response.changed:
         make_console().print(changed_table(response.changed, live))
     else:
         typer.echo("nothing differs")
+    for warning in [] if ctl.as_json else response.warnings:
+        typer.echo(f"warning: {warning}")

@@ -114,9 +114,9 @@ def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
 
 
 def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
-    # The budget has to be the same at the next start, because an arena that shrinks loses its
-    # entries. So it depends on sizes, and on free space (plus what the directory holds) only where
-    # that is scarce.
+    # The budget has to be the same at the next start, because a tier that shrinks evicts entries.
+    # So it depends on sizes, and on free space (plus what the directory holds) only where it is
+    # scarce.
     free_bytes = machine.available_bytes + machine.shm_held_bytes
     size, room = format_bytes(machine.shm_size_bytes), format_bytes(machine.shm_room_bytes)
     place = shm.directory.parent
@@ -144,6 +144,14 @@ def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
     )
 
 
+def smaller(tier: Tier, budget_bytes: int, found_bytes: int) -> str:
+    """What a start with this budget does to a tier that has been larger, for people."""
+    return (
+        f"{tier.label}.budget is {format_bytes(budget_bytes)}, and the tier is "
+        f"{format_bytes(found_bytes)} now: a start keeps what fits, the last that would be evicted"
+    )
+
+
 def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) -> Iterator[str]:
     for plan in (ram, shm, disk):
         if plan.shares and sum(plan.shares.values()) >= plan.budget_bytes:
@@ -157,6 +165,9 @@ def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) ->
             f"ram.budget and shm.budget together are {format_bytes(in_memory_bytes)}, more than "
             f"the {format_bytes(machine.memory_bytes)} of memory"
         )
+    for plan, found_bytes in ((shm, machine.shm_arena_bytes), (disk, machine.disk_arena_bytes)):
+        if 0 < plan.budget_bytes < found_bytes:
+            yield smaller(plan.tier, plan.budget_bytes, found_bytes)
     for plan, room_bytes in ((shm, machine.shm_room_bytes), (disk, machine.disk_room_bytes)):
         if plan.budget_bytes > room_bytes:
             yield (

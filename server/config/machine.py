@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from ...proto.errors import ConfigError
+from ...tiers.arena import ARENA_FILE
 
 #: A cgroup without a limit reports `max` (v2) or a number beyond any memory (v1).
 _NO_LIMIT_BYTES: Final = 2**60
@@ -35,6 +36,9 @@ class Machine:
     disk_room_bytes: int
     #: What the shm directory holds already. It is memory, but not counted as available.
     shm_held_bytes: int
+    #: What the arenas of an earlier start take.
+    shm_arena_bytes: int = 0
+    disk_arena_bytes: int = 0
 
     @classmethod
     def probe(cls, shm_directory: Path, disk_directory: Path, root: Path = Path("/")) -> Machine:
@@ -55,6 +59,8 @@ class Machine:
             shm_room_bytes=shm_free_bytes + shm_held_bytes,
             disk_room_bytes=disk_free_bytes + _held_bytes(disk_directory),
             shm_held_bytes=shm_held_bytes,
+            shm_arena_bytes=_occupied_bytes(shm_directory / ARENA_FILE),
+            disk_arena_bytes=_occupied_bytes(disk_directory / ARENA_FILE),
         )
 
 
@@ -115,12 +121,18 @@ def _file_system_bytes(directory: Path) -> tuple[int, int]:
 
 def _held_bytes(directory: Path) -> int:
     """Bytes that the files in the directory and below occupy on their device."""
-    held_bytes = 0
-    for folder, _, files in os.walk(directory):
-        for file in files:
-            with suppress(OSError):
-                held_bytes += Path(folder, file).lstat().st_blocks * 512
-    return held_bytes
+    return sum(
+        _occupied_bytes(Path(folder, file))
+        for folder, _, files in os.walk(directory)
+        for file in files
+    )
+
+
+def _occupied_bytes(file: Path) -> int:
+    """Bytes that a file occupies on its device; 0 if there is none."""
+    with suppress(OSError):
+        return file.lstat().st_blocks * 512
+    return 0
 
 
 # ---- sources of memory pressure

@@ -85,6 +85,26 @@ class ResizingMachine(MetaStateMachine):
             if isinstance(effect, fx.Reply) and isinstance(effect.answer, an.ResizeAnswer):
                 self.witness.take(tier, effect.answer.retired, ("retired", 0))
 
+    def twin_retire(self, request: int, name: str, start: int, end: int) -> None:
+        tier, rules = Tier[name.upper()], self.twin.tiers[name]
+        end = min(end, self.secured if tier is Tier.RAM else HEADERS[name] + SHM_BYTES)
+        units = range(max(start, HEADERS[name]), end)
+        retired = sum((tier, unit) not in self.witness.owners for unit in units)
+        rules.limit -= retired
+        self.twin.emit("reply", request, ("resize", 0, 0, retired, not retired))
+
+    @rule(name=RESIZED, slab=st.integers(0, 20), slabs=st.integers(1, 5))
+    def retire(self, name: str, slab: int, slabs: int) -> None:
+        """What is free of a range of slabs is taken out of use, as at a start with holes."""
+        tier, request = Tier[name.upper()], self.question()
+        start, length = slab * SLABS[name], slabs * SLABS[name]
+        event = ev.RetireAsked(request, tier, (start, length), self.now)
+        end = start + length
+        effects = self.happens(event, partial(self.twin_retire, request, name, start, end))
+        for effect in effects:
+            if isinstance(effect, fx.Reply) and isinstance(effect.answer, an.ResizeAnswer):
+                self.witness.take(tier, effect.answer.retired, ("retired", 0))
+
     @precondition(lambda self: any(t.limit < t.budget for t in self.twin.tiers.values()))
     @rule(name=RESIZED, slabs=st.integers(1, 3))
     def restore(self, name: str, slabs: int) -> None:

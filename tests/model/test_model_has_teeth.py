@@ -118,7 +118,7 @@ MUTATIONS = [m for of in (Ledger, Shares, Standing) for m in mutations(of)]
 #: The steps that show each mistake. `python -m tests.model.teeth` rewrites them.
 STEPS = stored()
 #: Methods that only resizing reaches.
-OF_RESIZES = {"grow", "resize", "retire", "next_restored", "restore"}
+OF_RESIZES = {"grow", "resize", "retire", "retire_range", "_retired", "next_restored", "restore"}
 #: Methods that need a tier with shares.
 OF_SHARES = {"next_victim"}
 

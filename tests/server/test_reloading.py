@@ -11,11 +11,12 @@ from structlog.testing import capture_logs
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError
+from prefixd.proto.vocabulary import Tier
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.options import Config
 from prefixd.server.reloading import FileChange, FilesRead, Reloader, values
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, Running, answer, running
+from tests.support.running import Refused, Running, answer, key, payload, running
 
 
 @pytest.fixture(autouse=True)
@@ -94,6 +95,22 @@ async def test_live_options_change_and_the_others_are_named(tmp_path: Path) -> N
             "the other options were not applied"
         )
         await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_budget_with_which_a_start_would_evict_is_warned_of(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        file = ConfigFile(tmp_path)
+        reloader = make_reloader(daemon, file)
+        session = await daemon.open()
+        await session.save({key(n): payload(n, 10_000) for n in range(10)}, Tier.SHM)
+        for budget, warned in (("1MiB", False), ("64KiB", True), ("0", False)):
+            file.write(f"[shm]\nbudget = '{budget}'\n[ram]\nbudget = '64KiB'\n")
+            response = await reloader.configure(False)
+            assert [each.option for each in response.changed] == ["ram.budget", "shm.budget"]
+            assert [w[:34] for w in response.warnings] == warned * [
+                "shm.budget is 64KiB, and the tier "
+            ]
 
 
 @in_loop

@@ -31,6 +31,8 @@ FOUND_BY = {
     "record outlives its entry": 5,
     "batch believed for its first": 62,
     "incarnation not checked": 1188,
+    "beyond the budget is dropped": 30,
+    "wrong end evicted at a start": 35,
     "tier decides": 455,
 }
 

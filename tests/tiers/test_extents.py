@@ -80,6 +80,22 @@ class Machine(RuleBasedStateMachine):
         self.twin.mark(location, 1)
         self.live.append(location)
 
+    @rule(start=st.integers(0, 70), slabs=st.integers(0, 40), rest=st.integers(0, SLAB - 1))
+    def claim_free(self, start: int, slabs: int, rest: int) -> None:
+        """What is free of the whole slabs within the range."""
+        first, end = start + bool(rest), min(start + slabs, len(self.twin.slabs))
+        free = [slab for slab in range(first, end) if not self.twin.slabs[slab]]
+        location = self.allocator.claim_free(start * SLAB + rest, slabs * SLAB - rest)
+        taken = [
+            slab
+            for offset, length in zip(location[::2], location[1::2], strict=True)
+            for slab in range(offset // SLAB, (offset + length) // SLAB)
+        ]
+        assert taken == free
+        if location:
+            self.twin.mark(location, 1)
+            self.live.append(location)
+
     @rule(slabs=st.integers(0, 12))
     def grow(self, slabs: int) -> None:
         if len(self.twin.slabs) > 200:

@@ -57,7 +57,7 @@ def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:
     assert "sessions.max_pinned_share = 0.75\n" in shown
     assert run(daemon, "config", "diff") == "nothing differs\n"
     assert run(daemon, "config", "reload") == "nothing differs\n"
-    assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": []}
+    assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": [], "warnings": []}
 
 
 def test_a_tier_is_resized_until_the_next_start(daemon: PrivateDaemon) -> None:

@@ -57,7 +57,7 @@ def test_shm_takes_the_least_of_its_shares(machine: Machine, budget_bytes: int, 
 
 
 def test_shm_comes_out_the_same_when_it_is_full_at_the_next_start() -> None:
-    # An arena that shrinks is a new one: its entries would be gone.
+    # A tier that shrinks evicts entries.
     first_bytes = budget(Tier.SHM, BIG)
     again = replace(
         BIG, available_bytes=BIG.available_bytes - first_bytes, shm_held_bytes=first_bytes
@@ -109,6 +109,18 @@ def test_budgets_beyond_the_machine_are_warned_of() -> None:
         "shm.budget is 130GiB, more than the 120GiB that /dev/shm/p has room for",
         "disk.budget is 2TiB, more than the 1TiB that /d/p has room for",
     )
+
+
+def test_a_tier_that_is_larger_than_its_budget_is_warned_of() -> None:
+    found = replace(BIG, shm_arena_bytes=2**30, disk_arena_bytes=2**31)
+    assert plan(found, "--shm=1GiB", "--disk=2GiB").warnings == ()
+    assert plan(found, "--shm=512MiB", "--disk=1GiB").warnings == (
+        "shm.budget is 512MiB, and the tier is 1GiB now: a start keeps what fits, the last that "
+        "would be evicted",
+        "disk.budget is 1GiB, and the tier is 2GiB now: a start keeps what fits, the last that "
+        "would be evicted",
+    )
+    assert plan(found, "--shm=0", "--disk=0").warnings == (), "their files are left alone"
 
 
 SECURED = (

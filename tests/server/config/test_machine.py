@@ -86,6 +86,15 @@ def test_what_the_directories_hold_counts_as_room(root: Path) -> None:
     assert 0 < free_bytes <= machine.shm_size_bytes
 
 
+def test_arenas_of_an_earlier_start_are_as_large_as_their_pages(root: Path) -> None:
+    (root / "shm").mkdir()
+    with (root / "shm" / "arena").open("wb") as file:
+        file.write(bytes(2**20))
+        file.truncate(2**30)
+    machine = Machine.probe(root / "shm", root / "disk", root)
+    assert (machine.shm_arena_bytes, machine.disk_arena_bytes) == (2**20, 0)
+
+
 def test_directories_that_do_not_exist_yet_are_looked_at_from_above(root: Path) -> None:
     machine = Machine.probe(root / "a/b/c", root / "d/e", root)
     assert machine.shm_held_bytes == 0
