@@ -10,8 +10,9 @@
     save_cache(client, namespace, out, found.cache)
 
 The keys and values of a block of tokens are saved directly from the tensors of the layers, and
-restored directly into them, head by head. Layers that do not hold one key and one value for each
-token (sliding windows, recurrent states, quantised ones) are refused by their names.
+restored directly into them, head by head. If a layer does not hold every token (sliding windows,
+recurrent states), the whole state is kept: that of exactly the tokens that were saved, for a
+conversation that goes on. Other layers (static, quantised ones) are refused by their names.
 
 A namespace is that of the model as it is: make another one after adapters were switched or weights
 changed. It watches the model's passes, so that nothing is saved that its ids do not say: images and
@@ -33,8 +34,10 @@ from ..client.ranks import check_shard
 from ..client.results import SaveOutcome
 from ..client.saves import SaveItem
 from ..proto.errors import CallerError
-from ..proto.keys import Namespace
-from ..proto.vocabulary import SaveReason, Tier
+from ..proto.keys import Key, Namespace, prefix_keys
+from ..proto.limits import MAX_BATCH_KEYS
+from ..proto.vocabulary import ClaimMode, SaveReason, Tier
+from . import transformers_states
 from .engine import Engine, UnsupportedEngine
 from .transformers_identity import ENGINE, identity_of, media_tokens, rope_limit, stamp
 from .transformers_passes import Passes, first_of
@@ -155,6 +158,8 @@ def load_cache(
     if limit is None:
         return Loaded(cache, 0)
     ids = ids[: min(limit, len(ids) - 1)] if ids else ids
+    if _is_whole(utils, layers):
+        return Loaded(cache, _load_whole(client, namespace, torch, ids, layers, device or "cpu"))
     for layout in _layouts(config, len(layers)):
         pairs, token_count = _load(client, namespace, torch, ids, layout, dtype, block_tokens)
         if not token_count:
@@ -213,8 +218,8 @@ def save_cache(
     _, utils = _modules()
     layers = _layers(utils, cache)
     ids = _ids(tokens)
-    held = min(layer.get_seq_length() for layer in layers) if layers else 0
-    if held and layers[0].keys.shape[0] != 1:
+    held = _held(layers)
+    if held and any(_batch(layer) != 1 for layer in layers):
         raise CallerError("a cache of several prompts can't be saved: split the batch")
     named: int | None = held
     if isinstance(namespace, ModelNamespace):
@@ -223,6 +228,10 @@ def save_cache(
         named = _named_of(namespace, ids, cache, held)
     if not held or not named:
         return _nothing()
+    if _is_whole(utils, layers):
+        if min(named, len(ids)) < held:
+            return _nothing()
+        return _save_whole(client, namespace, ids[:held], layers, tier)
     layout = tuple(
         LayerShape(*(size for each in (layer.keys, layer.values) for size in each.shape[1::2]))
         for layer in layers
@@ -246,6 +255,68 @@ def save_cache(
     return client.save_many_async(
         items, tier=tier, reason=SaveReason.FINISH, ancestors=keys[:start]
     )
+
+
+# ---- whole states
+
+
+def _is_whole(utils: Any, layers: Sequence[Any]) -> bool:
+    """Whether a layer does not hold every token."""
+    return any(type(layer) is not utils.DynamicLayer for layer in layers)
+
+
+def _held(layers: Sequence[Any]) -> int:
+    """How many tokens the layers hold; none if they don't agree, in the middle of a pass."""
+    counts = {int(each.get_seq_length()) for each in layers if hasattr(each, "get_seq_length")}
+    return counts.pop() if len(counts) == 1 else 0
+
+
+def _batch(layer: Any) -> int:
+    """How many prompts a layer holds; 1 for one that holds nothing."""
+    states = getattr(layer, "conv_states", None) or {}
+    found = [getattr(layer, "keys", None), *(states.values() if isinstance(states, dict) else ())]
+    return next((int(each.shape[0]) for each in found if each is not None), 1)
+
+
+def _whole_keys(
+    namespace: Namespace, ids: list[int], layers: Sequence[Any], lengths: list[int]
+) -> list[Key]:
+    return prefix_keys(
+        _with_words(namespace, repr(transformers_states.kinds(layers))), ids, lengths
+    )
+
+
+def _load_whole(
+    client: Client,
+    namespace: Namespace,
+    torch: Any,
+    ids: list[int],
+    layers: Sequence[Any],
+    device: Any,
+) -> int:
+    """Fill the layers with the longest state of a prefix. Returns its number of tokens."""
+    lengths = list(range(max(1, len(ids) - MAX_BATCH_KEYS + 1), len(ids) + 1))
+    if not lengths:
+        return 0
+    keys = _whole_keys(namespace, ids, layers, lengths)[::-1]
+    with client.claim(keys, mode=ClaimMode.FIRST) as hit:
+        if not hit:
+            return 0
+        payload = bytearray(hit.entries[0].payload_bytes)
+        length = lengths[::-1][hit.positions[0]]
+        if not hit.restore_into([payload]):
+            return 0
+    return length if transformers_states.unpack(torch, payload, layers, device) else 0
+
+
+def _save_whole(
+    client: Client, namespace: Namespace, ids: list[int], layers: Sequence[Any], tier: Tier
+) -> Future[list[SaveOutcome]]:
+    key = _whole_keys(namespace, ids, layers, [len(ids)])[0]
+    if client.exists_one(key):
+        return _nothing()
+    items = [SaveItem(key, transformers_states.pack(layers), len(ids))]
+    return client.save_many_async(items, tier=tier, reason=SaveReason.FINISH)
 
 
 def _nothing() -> Future[list[SaveOutcome]]:
@@ -344,9 +415,13 @@ def _shapes(config: Any) -> Iterator[LayerShape]:
 
 
 def _with_layout(namespace: Namespace, layout: Layout, dtype: Any) -> Namespace:
+    return _with_words(namespace, repr((tuple(map(tuple, layout)), str(dtype))))
+
+
+def _with_words(namespace: Namespace, words: str) -> Namespace:
+    """The namespace of entries of this form."""
     if not isinstance(namespace, ModelNamespace):
         check_shard(namespace)  # a model says itself whether it is split
-    words = repr((tuple(map(tuple, layout)), str(dtype)))
     digest = hashlib.sha256(_LAYOUT_LABEL + words.encode()).digest()
     shard = namespace.shard
     return replace(
@@ -371,17 +446,20 @@ def _block(pairs: Sequence[tuple[Any, Any]], index: int, block_tokens: int) -> l
 
 
 def _layers(utils: Any, cache: Any) -> list[Any]:
-    """The layers that hold keys and values. Raises UnsupportedEngine, by name."""
+    """The layers that hold something. Raises UnsupportedEngine, by name."""
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UnsupportedEngine(f"prefixd can't keep a {type(cache).__name__}")
     held = [layer for layer in layers if type(layer).__name__ != "DummyLayer"]
     for layer in held:
-        if type(layer) is not utils.DynamicLayer:
-            raise UnsupportedEngine(
-                f"prefixd keeps one key and one value for each token: it can't keep a "
-                f"{type(layer).__name__}"
-            )
+        name = type(layer).__name__
+        if name not in transformers_states.LAYERS or type(layer) is not getattr(utils, name, None):
+            raise UnsupportedEngine(f"prefixd can't keep a {name}")
+    if held and all(type(layer).__name__ == "LinearAttentionLayer" for layer in held):
+        raise UnsupportedEngine(
+            "prefixd can't keep a cache of nothing but LinearAttentionLayer: it does not say how "
+            "many tokens it holds"
+        )
     return held
 
 

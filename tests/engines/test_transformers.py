@@ -86,12 +86,10 @@ def test_a_prompt_that_diverges_and_another_model(client: Client) -> None:
 
 
 def test_an_unsupported_cache_is_refused_by_name(client: Client) -> None:
-    config = transformers.MistralConfig(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, sliding_window=128
-    )
     model = make_transformer()
-    with pytest.raises(UnsupportedEngine, match="SlidingWindow"):
-        load_cache(client, namespace_of(model), config, TOKENS)
+    static = transformers.StaticCache(config=model.config, max_cache_len=512)
+    with pytest.raises(UnsupportedEngine, match="StaticLayer"):
+        save_cache(client, namespace_of(model), TOKENS, static)
     cache = transformers.DynamicCache(config=model.config)
     logits(model, TOKENS[:300], cache)
     cache.batch_repeat_interleave(2)

@@ -414,25 +414,55 @@ def test_what_is_saved_is_loaded(client: Client, maker: Any) -> None:
     check_reuse(client, maker())
 
 
+def make_hybrid(kind: str) -> Any:
+    torch.manual_seed(7)
+    options = {
+        "FalconH1": {
+            "mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16,
+        },
+        "Qwen3Next": {
+            "num_hidden_layers": 4, "head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+            "linear_num_value_heads": 4, "linear_num_key_heads": 4, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 16,
+        },
+    }  # fmt: skip
+    return make(kind, **options[kind])
+
+
 @pytest.mark.parametrize(
-    ("model", "layer"),
+    "maker",
     [
-        (lambda: make("Mistral", sliding_window=128), "SlidingWindow"),
-        (lambda: make("Gemma2", sliding_window=128, head_dim=16), "SlidingWindow"),
-        (
-            lambda: transformers.MambaForCausalLM(
-                transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
-            ).eval(),
-            "LinearAttentionLayer",
-        ),
+        lambda: make("Mistral", sliding_window=128),
+        lambda: make("Gemma2", sliding_window=128, head_dim=16),
+        lambda: make_hybrid("Qwen3Next"),
+        lambda: make_hybrid("FalconH1"),
     ],
+    ids=["Mistral", "Gemma2", "Qwen3Next", "FalconH1"],
 )
-def test_layers_that_do_not_hold_every_token_are_refused_by_name(
-    client: Client, model: Any, layer: str
+def test_a_conversation_goes_on_where_layers_do_not_hold_every_token(
+    client: Client, maker: Any
 ) -> None:
-    made = model()
-    with pytest.raises(UnsupportedEngine, match=layer):
-        load_cache(client, namespace_of(made), made.config, TOKENS)
+    model = maker()
+    namespace, cold = namespace_of(model, salt=os.urandom(8)), empty(model)
+    logits(model, TOKENS[:400], cold)
+    assert save(client, namespace, TOKENS[:400], cold) == 1
+    assert save(client, namespace, TOKENS[:400], cold) == 0
+    expected = logits(model, TOKENS[400:], cold)
+    found = load_cache(client, namespace, model.config, TOKENS)
+    assert (found.token_count, found.cache.get_seq_length()) == (400, 400)
+    assert torch.equal(logits(model, TOKENS[400:], found.cache), expected)
+    assert save(client, namespace, TOKENS, found.cache) == 1
+    other = [*TOKENS[:399], 2, *TOKENS[400:]]
+    assert load_cache(client, namespace, model.config, other).token_count == 0
+    assert load_cache(client, namespace, model.config, TOKENS[:400]).token_count == 0
+
+
+def test_a_state_of_nothing_but_recurrent_layers_is_refused_by_name(client: Client) -> None:
+    config = transformers.MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2)
+    model = transformers.MambaForCausalLM(config).eval()
+    with pytest.raises(UnsupportedEngine, match="LinearAttentionLayer"):
+        load_cache(client, namespace_of(model), model.config, TOKENS)
 
 
 def test_encoders_and_meta_tensors_are_refused_by_name() -> None:
