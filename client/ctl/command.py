@@ -10,9 +10,10 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import islice
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from .connection import AdminConnection
 
 P = ParamSpec("P")
+T = TypeVar("T")
 Member = TypeVar("Member", bound=IntEnum)
 
 #: Standard input or output, as the name of a file.
@@ -45,6 +47,9 @@ STDOUT: Final = "-"
 DEFAULT_TIMEOUT_S: Final = 10.0
 #: For calls that read every payload, or drop gigabytes.
 LONG_TIMEOUT_S: Final = 600.0
+#: Rows of one table of a long list. A list of any length is shown as tables of so many rows.
+TABLE_ROWS: Final = 1_000
+_INDENT: Final = 2
 #: Columns of a table that goes into a pipe or a file.
 PIPE_WIDTH: Final = 180
 #: The commands that take `--targets`.
@@ -111,20 +116,62 @@ class Ctl:
         else:
             make_console().print(table())
 
+    def show_list(
+        self, name: str, items: Iterator[T], table: Callable[[Sequence[T]], RenderableType]
+    ) -> None:
+        """Print a list of any length as `{name: [...]}`, or as tables for people. Neither keeps
+        what it has printed. An empty list is a table, too."""
+        if self.as_json:
+            print_json({name: items})
+            return
+        console = make_console()
+        page = list(islice(items, TABLE_ROWS))
+        console.print(table(page))
+        while page := list(islice(items, TABLE_ROWS)):
+            console.print(table(page))
+
 
 # ---- output
 
 
-def print_json(data: object, *, indent: int | None = 2) -> None:
-    """Print one JSON document on standard output. `data` may hold messages of prefixd.proto."""
-
-    def message_as_dict(message: Any) -> dict[str, Any]:
-        from .message_json import as_dict
-
-        return as_dict(message)
-
-    sys.stdout.write(json.dumps(data, indent=indent, default=message_as_dict) + "\n")
+def print_json(data: object, *, indent: int | None = _INDENT) -> None:
+    """Print one JSON document on standard output. `data` may hold messages of prefixd.proto and,
+    with an indentation of 2, iterators: lists that are printed as they come."""
+    if indent == _INDENT:
+        sys.stdout.writelines(_json_pieces(data, "\n"))
+    else:
+        sys.stdout.write(json.dumps(data, indent=indent, default=_message_as_dict))
+    sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def _json_pieces(data: object, newline: str) -> Iterator[str]:
+    """The pieces of the document that `json.dumps` makes. `newline`: a line feed, and the spaces
+    that the lines of `data` begin with."""
+    within = newline + _INDENT * " "
+    if isinstance(data, Mapping) and data:
+        before = "{"
+        for name, value in data.items():
+            yield f"{before}{within}{json.dumps(name)}: "
+            yield from _json_pieces(value, within)
+            before = ","
+        yield newline + "}"
+    elif isinstance(data, Iterator | list | tuple):
+        before = "["
+        for value in data:
+            yield before + within
+            yield from _json_pieces(value, within)
+            before = ","
+        yield "[]" if before == "[" else newline + "]"
+    else:
+        text = json.dumps(data, indent=_INDENT, default=_message_as_dict)
+        yield text.replace("\n", newline)
+
+
+def _message_as_dict(message: Any) -> dict[str, Any]:
+    from .message_json import as_dict
+
+    return as_dict(message)
 
 
 def make_console(*, stderr: bool = False) -> Console:

@@ -108,10 +108,14 @@ class AdminConnection:
         return self._operate(self._admin.Inspect, pb.InspectRequest(key=key, verify=verify))
 
     def claims(self) -> list[pb.ClaimDetail]:
-        """Every claim, with the first of its keys."""
+        """The same as `all_claims`, at once."""
+        return list(self.all_claims())
+
+    def all_claims(self) -> Iterator[pb.ClaimDetail]:
+        """Every claim, with the first of its keys. Fetches a page at a time."""
         request = pb.ListClaimsRequest(page_claims=PAGE_ENTRIES)
-        pages = self._pages(self._admin.ListClaims, request)
-        return [claim for page in pages for claim in page.claims]
+        for page in self._pages(self._admin.ListClaims, request):
+            yield from page.claims
 
     def claim(self, claim_id: int) -> pb.ClaimDetail:
         """One claim with all of its keys. Raises UnknownClaim."""
@@ -119,10 +123,14 @@ class AdminConnection:
         return self._operate(self._admin.ListClaims, request).claims[0]
 
     def reservations(self) -> list[pb.ReservationDetail]:
-        """Every save that is not published yet."""
+        """The same as `all_reservations`, at once."""
+        return list(self.all_reservations())
+
+    def all_reservations(self) -> Iterator[pb.ReservationDetail]:
+        """Every save that is not published yet. Fetches a page at a time."""
         request = pb.ListReservationsRequest(page_reservations=PAGE_ENTRIES)
-        pages = self._pages(self._admin.ListReservations, request)
-        return [reservation for page in pages for reservation in page.reservations]
+        for page in self._pages(self._admin.ListReservations, request):
+            yield from page.reservations
 
     def identities(self, digest: bytes = b"") -> list[pb.AnnouncedIdentity]:
         """What clients with an open session have announced. `digest`: the beginning of one; only

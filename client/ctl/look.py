@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -14,6 +15,7 @@ from ...proto.vocabulary import Tier
 from .command import (
     DEFAULT_TIMEOUT_S,
     LONG_TIMEOUT_S,
+    TABLE_ROWS,
     Ctl,
     ExitCode,
     TierOption,
@@ -213,40 +215,58 @@ def ls(
 ) -> None:
     """List the next victims of eviction in their order; pinned entries come last.
 
-    With --limit 0, or a limit above one page, the least recently used entries come first.
+    With --limit 0, or a limit above one page, the least recently used entries come first. They are
+    sorted in a temporary file and printed as they come, so memory doesn't grow with their number.
     """
-    from .views.daemon import entries_table
-
     with ctl.connect() as daemon:
         entry_counts = {Tier(t.tier): t.entries for t in daemon.stats().tiers}
-        listed = [(t, _entries(daemon, t, limit)) for t in chosen(tier) or entry_counts]
-    if ctl.as_json:
-        print_json({"tiers": [{"tier": t.label, "entries": entries} for t, entries in listed]})
-        return
-    console = make_console()
-    for t, entries in listed:
-        if not entries:
-            console.print(f"{t.label}: no entries")
-            continue
-        title = f"{t.label}: {len(entries):,} of {entry_counts.get(t, 0):,} entries"
-        console.print(entries_table(entries, time.time_ns(), title))
+        listed = ((t, _entries(daemon, t, limit)) for t in chosen(tier) or entry_counts)
+        if ctl.as_json:
+            tiers = ({"tier": t.label, "entries": entries} for t, entries in listed)
+            print_json({"tiers": tiers})
+            return
+        console = make_console()
+        for t, entries in listed:
+            for table in _tables(t, entries, entry_counts.get(t, 0)):
+                console.print(table)
 
 
-def _entries(daemon: AdminConnection, tier: Tier, limit: int) -> list[pb.EntryDetail]:
-    """What `ls` shows of a tier."""
+def _tables(tier: Tier, entries: Iterator[pb.EntryDetail], count: int) -> Iterator[RenderableType]:
+    """What `ls` shows of a tier to people. `count`: how many entries it has."""
+    from .views.daemon import entries_table
+
+    first = 1
+    page = list(islice(entries, TABLE_ROWS))
+    if not page:
+        yield f"{tier.label}: no entries"
+    while page:
+        following = list(islice(entries, TABLE_ROWS))
+        shown = f"{len(page):,}"
+        if following or first > 1:
+            shown = f"{first:,} to {first + len(page) - 1:,}"
+        title = f"{tier.label}: {shown} of {count:,} entries"
+        yield entries_table(page, time.time_ns(), title)
+        first += len(page)
+        page = following
+
+
+def _entries(daemon: AdminConnection, tier: Tier, limit: int) -> Iterator[pb.EntryDetail]:
+    """What `ls` lists of a tier."""
     from ...proto.limits import MAX_PAGE_ENTRIES
 
     if 0 < limit <= MAX_PAGE_ENTRIES:
-        return daemon.next_victims(tier, limit)
-    entries = least_recent_first(daemon, tier)
-    return entries[:limit] if limit else entries
+        return iter(daemon.next_victims(tier, limit))
+    return islice(least_recent_first(daemon, tier), limit or None)
 
 
-def least_recent_first(daemon: AdminConnection, tier: Tier) -> list[pb.EntryDetail]:
+def least_recent_first(daemon: AdminConnection, tier: Tier) -> Iterator[pb.EntryDetail]:
     """Every entry of a tier, the pinned ones last. Under LRU this is the order of eviction."""
-    return sorted(
-        daemon.all_entries(tier), key=lambda entry: (entry.pins > 0, entry.last_used_unix_ns)
-    )
+    from ...proto import prefixd_pb2 as pb
+    from .disk_sort import sorted_on_disk
+
+    entries = daemon.all_entries(tier)
+    records = ((e.pins > 0, e.last_used_unix_ns, e.SerializeToString()) for e in entries)
+    return map(pb.EntryDetail.FromString, sorted_on_disk(records))
 
 
 def inspect(
@@ -366,8 +386,7 @@ def claims(ctl: Ctl) -> None:
     from .views.daemon import claims_table
 
     with ctl.connect() as daemon:
-        found = daemon.claims()
-    ctl.show({"claims": found}, lambda: claims_table(found))
+        ctl.show_list("claims", daemon.all_claims(), claims_table)
 
 
 def reservations(ctl: Ctl) -> None:
@@ -375,8 +394,7 @@ def reservations(ctl: Ctl) -> None:
     from .views.daemon import reservations_table
 
     with ctl.connect() as daemon:
-        found = daemon.reservations()
-    ctl.show({"reservations": found}, lambda: reservations_table(found))
+        ctl.show_list("reservations", daemon.all_reservations(), reservations_table)
 
 
 def sessions(

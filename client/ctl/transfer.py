@@ -12,6 +12,7 @@ keep their order.
 from __future__ import annotations
 
 import os
+import struct
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -38,6 +39,8 @@ T = TypeVar("T")
 #: The most bytes and entries in one claim or save. The last entry may exceed the bytes.
 _BATCH_BYTES: Final = 32 * 2**20
 _BATCH_ENTRIES: Final = 256
+#: A key and its payload bytes, while a tier is listed.
+_LISTED: Final = struct.Struct("<32sQ")
 _CALL_MS: Final = round(1e3 * LONG_TIMEOUT_S)
 #: The label of the sessions, as `sessions` and `stats` show it.
 _LABEL: Final = "prefixctl"
@@ -160,19 +163,21 @@ def _export(
     moved: Moved,
 ) -> None:
     from ...proto.keys import Key
+    from .disk_sort import sorted_on_disk
     from .views.progress import counting
 
-    listed = [
-        (entry.last_used_unix_ns, entry.key, entry.info.payload_bytes)
-        for entry in daemon.all_entries(tier)
-        if entry.key not in known
-    ]
     if known:
         moved.others["there already"] = len(known)
-    listed.sort()
-    counted = counting(listed, len(listed), "export")
-    for batch in _batches(counted, lambda entry: entry[2]):
-        keys = [Key(key) for _, key, _ in batch]
+    count = sum(t.entries for t in daemon.stats().tiers if Tier(t.tier) is tier)
+    listed = (
+        (entry.last_used_unix_ns, 0, _LISTED.pack(entry.key, entry.info.payload_bytes))
+        for entry in daemon.all_entries(tier)
+        if entry.key not in known
+    )
+    least_recent = map(_LISTED.unpack, sorted_on_disk(listed))
+    counted = counting(least_recent, max(0, count - len(known)), "export")
+    for batch in _batches(counted, lambda entry: entry[1]):
+        keys = [Key(key) for key, _ in batch]
         for client in clients:
             with client.claim(keys[::-1], deadline_ms=_CALL_MS) as hit:
                 _put(hit, tier, writer, moved)

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +29,9 @@ from prefixd.client.ctl.command import (
 )
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
+from prefixd.client.ctl.message_json import as_dict
 from prefixd.client.lab.trace_file import TraceError
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ConfigError,
     DaemonUnavailable,
@@ -270,3 +273,56 @@ def test_tiers_and_reasons_go_by_the_names_of_the_vocabulary() -> None:
     assert chosen(None) == []
     with pytest.raises(typer.BadParameter, match="none of ram, shm, disk"):
         parse_tier("tape")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"tiers": [{"tier": "ram", "entries": [1, {"a": []}, "line\nof\ttext"]}, {}], "none": None},
+        [],
+        {},
+        [[], {}, [[1.5, True]], ""],
+        {"message": pb.EntryDetail(key=b"k", extents=[1, 2]), "empty": [], "é": "ü"},
+        "text",
+        pb.CheckResponse(problems=["one", "two"]),
+    ],
+)
+def test_json_comes_in_pieces_as_if_it_came_at_once(
+    data: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands.print_json(data)
+    printed = capsys.readouterr().out
+    assert printed == json.dumps(data, indent=2, default=as_dict) + "\n"
+
+    def streamed(value: Any) -> Any:
+        """The same with iterators in the place of lists."""
+        if isinstance(value, list):
+            return iter([streamed(item) for item in value])
+        if isinstance(value, dict):
+            return {name: streamed(item) for name, item in value.items()}
+        return value
+
+    commands.print_json(streamed(data))
+    assert capsys.readouterr().out == printed
+
+
+def test_a_list_is_printed_as_it_comes(capsys: pytest.CaptureFixture[str]) -> None:
+    def items() -> Iterator[dict[str, int]]:
+        yield {"number": 1}
+        assert '"number": 1' in capsys.readouterr().out
+        yield {"number": 2}
+        assert '"number": 2' in capsys.readouterr().out
+
+    commands.print_json({"lists": iter([{"items": items()}])})
+
+
+def test_a_list_of_any_length_is_shown_as_tables_of_some_rows(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "TABLE_ROWS", 2)
+    Ctl().show_list("numbers", iter(range(5)), lambda page: str(list(page)))
+    assert capsys.readouterr().out.split("\n") == ["[0, 1]", "[2, 3]", "[4]", ""]
+    Ctl().show_list("numbers", iter(()), lambda page: str(list(page)))
+    assert capsys.readouterr().out == "[]\n"
+    Ctl(as_json=True).show_list("numbers", iter(range(2)), lambda page: str(list(page)))
+    assert json.loads(capsys.readouterr().out) == {"numbers": [0, 1]}

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from prefixd.client.client import Client
+from prefixd.client.ctl import look
 from prefixd.client.ctl.command import ExitCode
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.look import find_key
@@ -105,6 +106,18 @@ def test_ls_lists_all_where_they_are_too_many_for_an_answer(
 ) -> None:
     (listed,) = run_json(daemon, "ls", "--tier", "shm", "--limit", "10001")["tiers"]
     assert [bytes.fromhex(entry["key"]) for entry in listed["entries"]] == keys[Tier.SHM]
+
+
+def test_long_lists_are_shown_as_several_tables(
+    daemon: PrivateDaemon, keys: dict[Tier, list[Key]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(look, "TABLE_ROWS", 20)
+    text = run(daemon, "ls", "--tier", "ram", "--limit", "0").stdout
+    assert "ram: 1 to 20 of 30 entries" in text
+    assert "ram: 21 to 30 of 30 entries" in text
+    places = [text.index(key.hex()[:16]) for key in keys[Tier.RAM]]
+    assert places == sorted(places)
+    assert "ram: 20 of 30 entries" in run(daemon, "ls", "--tier", "ram").stdout
 
 
 def test_an_empty_tier_is_listed_as_such(daemon: PrivateDaemon) -> None:
