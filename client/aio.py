@@ -326,10 +326,6 @@ class AsyncReservation(Asynchronous):
         await self.cancel()
 
 
-def _maybe_hit(hit: Hit | None, runner: Runner) -> AsyncHit | None:
-    return None if hit is None else AsyncHit(hit, runner)
-
-
 def _reservations(granted: list[Reservation], runner: Runner) -> list[AsyncReservation]:
     return [AsyncReservation(each, runner) for each in granted]
 
@@ -346,8 +342,8 @@ class AsyncClient(Asynchronous):
 
     # ---- looking for state
 
-    longest_prefix = coroutine(Client.longest_prefix, _maybe_hit)
-    resume = coroutine(Client.resume, _maybe_hit, waits=True)
+    longest_prefix = coroutine(Client.longest_prefix, AsyncHit)
+    resume = coroutine(Client.resume, AsyncHit, waits=True)
     longest_run = coroutine(Client.longest_run, AsyncHit)
     claim = coroutine(Client.claim, AsyncHit)
     probe = coroutine(Client.probe)

@@ -1,19 +1,19 @@
 """The keys that a search asks for: of the prefixes of a prompt, or of its blocks.
 
-Prefix entries hold the whole state of `tokens[:n]` and are saved where n is a multiple of the
-stride, so a search asks for those lengths, longest first. Block chains hold one block per entry; a
-search goes forward and stops at the first missing block.
+Prefix entries hold the whole state of `tokens[:n]`, for any n, so a search asks for every length,
+longest first. Block chains hold one block per entry; a search goes forward and stops at the first
+missing block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, overload
+from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 from ..proto.errors import InvalidSize, InvalidTokens
 from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
-from ..proto.limits import KEY_BYTES, MAX_BATCH_KEYS
+from ..proto.limits import DEFAULT_BOUNDARY_ALIGN_TOKENS, KEY_BYTES, MAX_BATCH_KEYS
 from .ranks import check_shard
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ def count_tokens(tokens: Tokens) -> int:
 
 # ---- prefixes
 
+#: So many of the longest lengths are looked at one by one, at about 1 us each.
+MAX_WALK_LENGTHS: Final = 8 * MAX_BATCH_KEYS
+#: Shorter ones only at these multiples, at which the save policy cuts.
+COARSE_TOKENS: Final = DEFAULT_BOUNDARY_ALIGN_TOKENS
+
 
 class PrefixWalk(NamedTuple):
     """Keys to look for, longest prefix first, and the tokens that each stands for."""
@@ -47,32 +52,27 @@ class PrefixWalk(NamedTuple):
     token_counts: list[int]
 
 
-def boundaries(token_count: int, stride_tokens: int, *, exact_end: bool = False) -> list[int]:
-    """The multiples of the stride in 1 ... token_count, ascending, and with `exact_end` the
-    count itself. At most the `MAX_BATCH_KEYS` longest."""
+def boundaries(token_count: int, stride_tokens: int = 1) -> list[int]:
+    """The multiples of the stride in 1 ... token_count, and the count itself, ascending. Of more
+    than `MAX_WALK_LENGTHS` the shorter ones only where they are multiples of `COARSE_TOKENS`."""
     if stride_tokens < 1:
         raise InvalidSize(f"a stride has at least one token, not {stride_tokens}")
     lengths = range(stride_tokens, token_count + 1, stride_tokens)
-    ends = [token_count] if exact_end and token_count % stride_tokens else []
-    first = max(0, len(lengths) + len(ends) - MAX_BATCH_KEYS)
-    return [*lengths[first:], *ends]
+    fine = lengths[-MAX_WALK_LENGTHS:]
+    coarse = list(range(COARSE_TOKENS, fine[0], COARSE_TOKENS)) if fine else []
+    end = [token_count] if token_count % stride_tokens else []
+    return [*coarse, *fine, *end]
 
 
 def prefix_walk(
-    namespace: Namespace,
-    tokens: Tokens,
-    stride_tokens: int,
-    *,
-    exact_end: bool = False,
-    extras: Extras = (),
+    namespace: Namespace, tokens: Tokens, stride_tokens: int = 1, *, extras: Extras = ()
 ) -> PrefixWalk:
-    """The prefixes of `tokens`, all keys in one hash pass. Empty if no stride is complete.
+    """The prefixes of `tokens`, all keys in one hash pass.
 
-    `exact_end`: also the state of all of `tokens`, wherever they end. Raises InvalidNamespace as
-    `BlockChain` does.
+    Raises InvalidNamespace as `BlockChain` does.
     """
     check_shard(namespace)
-    lengths = boundaries(count_tokens(tokens), stride_tokens, exact_end=exact_end)
+    lengths = boundaries(count_tokens(tokens), stride_tokens)
     keys = prefix_keys(namespace, tokens, lengths, extras)
     return PrefixWalk(keys[::-1], lengths[::-1])
 

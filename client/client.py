@@ -103,7 +103,7 @@ class Client(Lookups):
         model or a tenant (1 ... 64 letters, digits, `._:/@+-`), by which the daemon adds up what
         its clients count; the daemon keeps 64, and later ones count as "other".
         `connect_timeout_ms`: after it the daemon counts as down. `lease_ms` of claims, 0: the
-        daemon's own. `policy`: when to save, and the stride of `longest_prefix`.
+        daemon's own. `policy`: when to save, and how much of a prompt.
         `verify`: which payloads have their CRC32C checked on restore: `always` all, `disk` those
         from disk, `never` none; views and single layers are never checked.
         `prefill_tokens_per_s`: how fast the engine computes; hits that are estimated to load
@@ -186,7 +186,12 @@ class Client(Lookups):
         wait_ms: int = 0,
         deadline_ms: int | None = None,
     ) -> SaveOutcome:
-        """Save one payload, and wait until it is published; see `save_many` and `SaveItem`."""
+        """Save one payload, and wait until it is published; see `save_many` and `SaveItem`.
+
+        `key`: of a block, one of a `chain`; of the whole state of `tokens`,
+        `prefix_key(namespace, tokens)`, which `longest_prefix` finds for every prompt that begins
+        with these tokens, whatever their number.
+        """
         item = SaveItem(key, payload, token_count, layer_count, token_ids)
         terms = self._terms(tier, reason, ancestors, wait_ms)
         return self._writer.save([item], terms, deadline_ms)[0]

@@ -68,7 +68,7 @@ class Hit(HitFacts):
         after the other. A buffer that is not as long as its payload is a miss (`WRONG_SIZE`) and is
         not written to. CRC32C is verified as the client's `verify` says; a mismatch is a miss, and
         is reported to the daemon. If the claim was lost before the last byte was read, nothing
-        counts as restored. The result is true when every buffer holds what was saved;
+        counts as restored. The result is true when there are buffers and each holds what was saved;
         `result.misses` says of each why it does not, `result.run` how many do from the first on,
         `result.token_count` how many tokens that saves. Raises InvalidSize for more buffers than
         entries, and for entries that don't exist.
@@ -229,10 +229,10 @@ class Reader:
         """The result, counted, and timed from `began_s` on."""
         entries = [hit.entries[index] for index in indices]
         counts = [hit.token_counts[index] for index in indices]
-        result = restore_result(entries, counts, misses)
-        if result.miss is not None:
-            self._counters.failure(result.miss)
+        result = restore_result(entries, counts, misses, nothing=None if hit else hit.miss)
         if entries:
+            if result.miss is not None:
+                self._counters.failure(result.miss)
             run = tuple(indices[: result.run]) == tuple(range(result.run))
             took_ns = max(0, round(1e9 * (time.perf_counter() - began_s)))
             self._counters.restore(result.token_count if run else 0, took_ns)

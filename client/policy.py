@@ -5,8 +5,8 @@ gates the three that are a choice: `cold` (the trimmed prompt, right after its p
 `continued` (a generation crossed another interval) and `finish` (the request ended). It does not
 gate `evict` and `shutdown`: the state would be lost. A prompt is saved up to a boundary, not to
 its end. Its last tokens often change when the next turn is appended (the tokeniser merges across
-the seam), so a few are trimmed, and what remains is rounded down to the stride in which
-`longest_prefix` looks for entries.
+the seam), so a few are trimmed, and what remains is rounded down to a stride, so that many prompts
+share few entries. `longest_prefix` finds other lengths as well.
 
 `MinBenefit` leaves out what takes longer to load than to compute. The caller gives the speed of the
 prefill; the client measures the speed of loading, per tier, on what it restores.
@@ -46,7 +46,7 @@ class SavePolicy:
     #: New tokens after which a generation is saved again.
     continued_interval_tokens: int = limits.DEFAULT_CONTINUED_INTERVAL_TOKENS
     #: How much is cut off the end of a prompt before it is rounded down to a multiple of the
-    #: alignment, which is also the stride of the search for the longest cached prefix.
+    #: alignment.
     boundary_trim_tokens: int = limits.DEFAULT_BOUNDARY_TRIM_TOKENS
     boundary_align_tokens: int = limits.DEFAULT_BOUNDARY_ALIGN_TOKENS
     #: How long `resume` waits for the last state of a session that is still being saved.

@@ -80,7 +80,7 @@ class ReserveStatus(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class RestoreResult:
-    """What a restore put into the buffers. True when all of them are good."""
+    """What a restore put into the buffers. True when there are some, and all of them are good."""
 
     #: Of each buffer: does it hold exactly the saved bytes? If not, its content is undefined.
     restored: tuple[bool, ...]
@@ -89,19 +89,23 @@ class RestoreResult:
     #: Tokens and bytes of that run.
     token_count: int
     payload_bytes: int
-    #: Why the first bad buffer is bad; None when all are good.
+    #: Why the first bad buffer is bad, or why there was nothing to restore; None when all are good.
     miss: MissReason | None = None
     #: Why each buffer is bad; None where it is good.
     misses: tuple[MissReason | None, ...] = ()
 
     def __bool__(self) -> bool:
-        return self.miss is None
+        return self.miss is None and bool(self.restored)
 
 
 def restore_result(
-    entries: Sequence[Entry], token_counts: Sequence[int], misses: Sequence[MissReason | None]
+    entries: Sequence[Entry],
+    token_counts: Sequence[int],
+    misses: Sequence[MissReason | None],
+    nothing: MissReason | None = None,
 ) -> RestoreResult:
-    """The result for buffers of `entries`; `misses`: why each is not good, None if it is."""
+    """The result for buffers of `entries`; `misses`: why each is not good, None if it is.
+    `nothing`: why there is no buffer, if there is none."""
     restored = tuple(miss is None for miss in misses)
     run = restored.index(False) if False in restored else len(restored)
     return RestoreResult(
@@ -109,6 +113,6 @@ def restore_result(
         run=run,
         token_count=sum(token_counts[:run]),
         payload_bytes=sum(entry.payload_bytes for entry in entries[:run]),
-        miss=misses[run] if run < len(misses) else None,
+        miss=nothing if not misses else misses[run] if run < len(misses) else None,
         misses=tuple(misses),
     )

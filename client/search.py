@@ -28,9 +28,15 @@ class _Search:
     """One search: what it is for, and what it has found so far."""
 
     def __init__(
-        self, keys: Sequence[Key], token_counts: Sequence[int | None] | None, mode: ClaimMode
+        self,
+        keys: Sequence[Key],
+        token_counts: Sequence[int | None] | None,
+        mode: ClaimMode,
+        usual: Sequence[int] | None = None,
     ) -> None:
         self.keys = keys
+        #: Positions of the keys that are likely to have been saved.
+        self.usual = range(len(keys)) if usual is None else usual
         self.token_counts = token_counts
         self.mode = mode
         self.claims: list[Holding] = []
@@ -106,11 +112,14 @@ class Searcher:
         prompt_tokens: int = 0,
         *,
         pin: bool = True,
+        usual: Sequence[int] | None = None,
     ) -> Hit:
         """The entries of `keys` that `mode` selects: pinned by one rpc, or else looked up in place
         if possible, by one rpc if not. `prompt_tokens`: what all keys stand for, for the hit ratio;
-        0: what `token_counts` add up to."""
-        search = _Search(keys, token_counts, mode)
+        0: what `token_counts` add up to. `usual`: positions of the keys that a
+        policy saves; only those are asked of other nodes, and told to the daemon when nothing is
+        found. None: all."""
+        search = _Search(keys, token_counts, mode, usual)
         step = self._claim if pin else self._look
         try:
             step(search, wait_ms, deadline)
@@ -157,14 +166,21 @@ class Searcher:
         mode = search.mode
         if mode is ClaimMode.ANY or search.gap is not MissReason.ABSENT or not self._shares():
             return False
+        size, keys, counts = self._transport.max_batch_keys, search.keys, search.token_counts
+        places: Sequence[int]
         if mode is ClaimMode.FIRST:
-            first, end = 0, search.positions[0] if search.positions else len(search.keys)
+            end = search.positions[0] if search.positions else len(keys)
+            places = [place for place in search.usual if place < end][:size]
+            more = _Search(
+                [keys[place] for place in places],
+                None if counts is None else [counts[place] for place in places],
+                mode,
+            )
         else:
-            first, end = len(search.entries), len(search.keys)
-        missing = slice(first, min(end, first + self._transport.max_batch_keys))
-        counts = None if search.token_counts is None else search.token_counts[missing]
-        more = _Search(search.keys[missing], counts, mode)
-        if not more.keys:
+            places = range(len(search.entries), min(len(keys), len(search.entries) + size))
+            missing = slice(places.start, places.stop)
+            more = _Search(keys[missing], None if counts is None else counts[missing], mode)
+        if not places:
             return False
         prefill_ms = self._benefit.prefill_ms(more.full_hit_tokens())
         wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
@@ -176,7 +192,7 @@ class Searcher:
                 self._transport.forget(claim)
             search.claims, search.positions, search.entries = [], [], []
         search.claims += more.claims
-        search.add(more.positions, more.entries, start=first)
+        search.add([places[position] for position in more.positions], more.entries)
         search.gap = more.gap
         return mode is ClaimMode.RUN and len(more.entries) == len(more.keys)
 
@@ -190,7 +206,8 @@ class Searcher:
         entries, keys, mode = search.entries, search.keys, search.mode
         if not entries:
             # A run without its first block is a miss, whatever else there is.
-            absent = keys[:1] if mode is ClaimMode.RUN else keys[:MAX_TOLD_KEYS]
+            told = search.usual[: 1 if mode is ClaimMode.RUN else MAX_TOLD_KEYS]
+            absent = [keys[position] for position in told]
             return self._miss(search.gap, lookup_tokens, absent)
         counts = search.counts()
         worth = len(entries)

@@ -107,9 +107,10 @@ class TracedSearcher(Searcher):
         mode: ClaimMode,
         *args: Any,
         pin: bool = True,
+        usual: Sequence[int] | None = None,
     ) -> Hit:
         with _span(_SEARCHES[mode], keys=len(keys)) as span:
-            hit = super().search(keys, token_counts, mode, *args, pin=pin)
+            hit = super().search(keys, token_counts, mode, *args, pin=pin, usual=usual)
             span.set_attribute("prefixd.found", len(hit))
             span.set_attribute("prefixd.claimed", pin)
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))

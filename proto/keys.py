@@ -331,15 +331,20 @@ def prefix_keys(
     placed = checked_extras(extras, len(sequence))
     raw = token_bytes(sequence[: lengths_tokens[-1]])
     digest = hashlib.sha256(namespace.preamble)
-    keys: list[Key] = []
+    update, copy = digest.update, digest.copy
+    keys: list[bytes] = []
     done_bytes = 0
     for length_tokens in lengths_tokens:
         end_bytes = length_tokens * TOKEN_BYTES
-        digest.update(raw[done_bytes:end_bytes])
-        own = placed[: bisect_left(placed, (length_tokens,))] if placed else placed
-        keys.append(Key(with_extras(digest.copy().digest(), own)))
+        update(raw[done_bytes:end_bytes])
+        keys.append(copy().digest())
         done_bytes = end_bytes
-    return keys
+    if placed:
+        keys = [
+            with_extras(key, placed[: bisect_left(placed, (length_tokens,))])
+            for key, length_tokens in zip(keys, lengths_tokens, strict=True)
+        ]
+    return cast("list[Key]", keys)
 
 
 def _check_lengths(lengths_tokens: Sequence[int], available_tokens: int) -> None:

@@ -21,7 +21,7 @@ TOKENS = list(range(BLOCKS * BLOCK_TOKENS + 100))
 
 
 def examples() -> list[str]:
-    """Saving and restoring, and how to see that a daemon is there."""
+    """Saving and restoring; whether a daemon is there; whole states; ranks."""
     return re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
@@ -108,7 +108,7 @@ def test_whether_a_daemon_is_there_is_seen(
     capsys: pytest.CaptureFixture[str],
     there: bool,
 ) -> None:
-    _, code = examples()
+    code = examples()[1]
     if not there:
         monkeypatch.setenv(ADDRESS_VARIABLE, "unix:/nowhere/at-all")
         code = code.replace("5_000", "1")
@@ -116,6 +116,59 @@ def test_whether_a_daemon_is_there_is_seen(
     said = capsys.readouterr().out
     assert ("no daemon" in said) is not there
     assert said.splitlines()[-1].startswith(str(there))
+
+
+def whole_state(known: list[int], shard: str | None = None) -> dict[str, Any]:
+    """Run the recipe for whole states, in the namespace of a rank if there is one."""
+    _, _, whole, ranks = examples()
+    names: dict[str, Any] = {
+        "Client": Client,
+        "Tier": Tier,
+        "model": Namespace(b"w" * 32, "q4_k_m", b"c" * 32),
+        "tokens": known,
+        "prefill": lambda tokens, _state, _known: repr((tokens, shard)).encode(),
+        "rank": shard,
+        "size": 2,
+    }
+    if shard is not None:
+        exec(ranks, names)
+        names["model"] = names["mine"]
+    exec(compile(whole, "README.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("count", [7, 700, 2_999])
+def test_a_state_of_any_length_is_found_by_a_longer_prompt(
+    daemon: PrivateDaemon,  # noqa: ARG001  # its address is the default
+    count: int,
+) -> None:
+    first, second = list(range(count)), list(range(count + 5))
+    assert whole_state(first)["known"] == 0
+    seen: list[object] = []
+    names = whole_state(second)
+    assert names["known"] == count
+    with Client() as cache, cache.longest_prefix(names["model"], second) as hit:
+        seen.append(hit.read(0))
+    assert seen == [repr((second, None)).encode()]
+
+
+def test_ranks_find_only_their_own_states(
+    daemon: PrivateDaemon,  # noqa: ARG001  # its address is the default
+) -> None:
+    tokens = list(range(600))
+    whole_state(tokens, "0")
+    names = whole_state(tokens, "1")
+    assert names["known"] == 0
+    again = whole_state(tokens, "0")
+    assert again["known"] == 600
+    assert names["mine"] != again["mine"]
+
+
+def test_a_whole_state_is_computed_without_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ADDRESS_VARIABLE, "unix:/nowhere/at-all")
+    names = whole_state(list(range(9)))
+    assert (names["known"], bool(names["hit"])) == (0, False)
+    assert names["hit"].miss.value == "unavailable"
 
 
 def test_the_session_on_the_first_screen_is_a_real_one(daemon: PrivateDaemon) -> None:

@@ -58,14 +58,17 @@ class Walks:
 
         blocks = len(lengths)
         hash_all = partial(prefix_keys, self._namespace, known, lengths)
-        hit, miss = partial(self._walk, known, middle), partial(self._walk, unknown, 0)
+        hit = partial(self._walk, known, stride_tokens, middle)
+        miss = partial(self._walk, unknown, stride_tokens, 0)
         yield Case(HASHING, "walk", blocks, hash_all, light=True)
         yield Case(self._peer, "walk-hit", blocks, hit, light=True)
         yield Case(self._peer, "walk-miss", blocks, miss, light=True)
 
-    def _walk(self, tokens: array[int], expected: int) -> None:
-        hit = self._client.longest_prefix(self._namespace, tokens, claim=False)
-        self._expect(expected, hit.token_count if hit else 0)
+    def _walk(self, tokens: array[int], stride_tokens: int, expected: int) -> None:
+        hit = self._client.longest_prefix(
+            self._namespace, tokens, stride_tokens=stride_tokens, claim=False
+        )
+        self._expect(expected, hit.token_count)
 
     def _chains(self, block_tokens: int) -> Iterator[Case]:
         tokens = CHAIN_BLOCKS * block_tokens

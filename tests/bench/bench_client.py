@@ -66,15 +66,18 @@ def search(how: str, state: str, rounds: int) -> None:
             Client(daemon.address, local=how == "local", deadline_ms=_DEADLINE_MS)
         )
         assert client.wait_connected(deadline_ms=10_000)
-        lengths = boundaries(TOKENS, client.policy.boundary_align_tokens)
+        stride_tokens = client.policy.boundary_align_tokens
+        lengths = boundaries(TOKENS, stride_tokens)
 
         def walk() -> object:
-            return client.longest_prefix(namespace, tokens, claim=False)
+            return client.longest_prefix(
+                namespace, tokens, stride_tokens=stride_tokens, claim=False
+            )
 
         def hash_all() -> object:
             return prefix_keys(namespace, tokens, lengths)
 
-        assert walk() is None
+        assert not walk()
         if state == "stopped":
             os.kill(daemon.pid, signal.SIGSTOP)
             stack.callback(os.kill, daemon.pid, signal.SIGCONT)

@@ -167,9 +167,9 @@ def test_a_request_from_search_to_save(daemon: FakeDaemon) -> None:
 def test_prefixes_and_layers(daemon: FakeDaemon) -> None:
     async def test() -> None:
         async with connected(daemon) as client:
-            assert await client.longest_prefix(NAMESPACE, TOKENS) is None
+            assert not await client.longest_prefix(NAMESPACE, TOKENS)
             parent = prefix_key(NAMESPACE, TOKENS[:40])
-            assert await client.resume(parent, TOKENS, 0, namespace=NAMESPACE) is None
+            assert not await client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
             outcome = await client.save(
                 parent,
                 DATA[0],
@@ -185,10 +185,9 @@ def test_prefixes_and_layers(daemon: FakeDaemon) -> None:
                 await client.claim([parent]),
             ]
             for hit in hits:
-                assert hit is not None
                 assert hit.token_count == 40
                 assert await hit.layer(0, 2) == DATA[0][2_000:]
-            assert await client.release_many([hit for hit in hits if hit]) == [True] * 3
+            assert await client.release_many(hits) == [True] * 3
 
     run(test)
     assert not daemon.claims

@@ -8,36 +8,38 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.client.chains import BlockChain, boundaries, count_tokens, prefix_walk
+from prefixd.client.chains import (
+    COARSE_TOKENS,
+    MAX_WALK_LENGTHS,
+    BlockChain,
+    boundaries,
+    count_tokens,
+    prefix_walk,
+)
 from prefixd.proto.errors import InvalidSize, InvalidTokens
 from prefixd.proto.keys import Namespace, block_keys, prefix_key
-from prefixd.proto.limits import MAX_BATCH_KEYS
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 
 
-def test_boundaries_are_the_multiples_of_the_stride() -> None:
-    assert boundaries(10, 3) == [3, 6, 9]
+def test_boundaries_are_the_multiples_of_the_stride_and_the_end() -> None:
+    assert boundaries(10, 3) == [3, 6, 9, 10]
     assert boundaries(9, 3) == [3, 6, 9]
-    assert boundaries(2, 3) == []
+    assert boundaries(2, 3) == [2]
     assert boundaries(0, 3) == []
 
 
-def test_the_exact_end_is_named_once() -> None:
-    assert boundaries(10, 3, exact_end=True) == [3, 6, 9, 10]
-    assert boundaries(9, 3, exact_end=True) == [3, 6, 9]
-    assert boundaries(0, 3, exact_end=True) == []
-
-
-@given(st.integers(0, 20_000), st.integers(1, 64), st.booleans())
-def test_boundaries_fit_a_batch_and_are_the_longest(
-    token_count: int, stride: int, exact_end: bool
+@given(st.integers(0, 70_000), st.sampled_from([1, 2, 7, 2048]))
+def test_of_many_boundaries_the_longest_and_the_coarse_ones_are_looked_at(
+    token_count: int, stride: int
 ) -> None:
-    lengths = boundaries(token_count, stride, exact_end=exact_end)
-    wanted = {n for n in range(1, token_count + 1) if n % stride == 0}
-    if exact_end and token_count:
-        wanted.add(token_count)
-    assert lengths == sorted(wanted)[-MAX_BATCH_KEYS:]
+    lengths = boundaries(token_count, stride)
+    fine = [n for n in range(1, token_count + 1) if n % stride == 0]
+    coarse = [n for n in range(1, token_count + 1) if n % COARSE_TOKENS == 0]
+    wanted = {*fine[-MAX_WALK_LENGTHS:], *([token_count] if token_count else [])}
+    if len(fine) > MAX_WALK_LENGTHS:
+        wanted |= {n for n in coarse if n < fine[-MAX_WALK_LENGTHS]}
+    assert lengths == sorted(wanted)
 
 
 def test_a_stride_is_positive() -> None:
@@ -48,13 +50,14 @@ def test_a_stride_is_positive() -> None:
 @pytest.mark.parametrize("make", [list, tuple, lambda tokens: array("i", tokens)])
 def test_a_prefix_walk_asks_for_the_longest_first(make: object) -> None:
     tokens = list(range(100, 170))
-    walk = prefix_walk(NAMESPACE, make(tokens), 20, exact_end=True)  # type: ignore[operator]
+    walk = prefix_walk(NAMESPACE, make(tokens), 20)  # type: ignore[operator]
     assert walk.token_counts == [70, 60, 40, 20]
     assert walk.keys == [prefix_key(NAMESPACE, tokens[:n]) for n in walk.token_counts]
 
 
-def test_a_short_prompt_asks_for_nothing() -> None:
-    assert prefix_walk(NAMESPACE, [1, 2, 3], 20) == ([], [])
+def test_a_short_prompt_asks_for_its_end() -> None:
+    assert prefix_walk(NAMESPACE, [1, 2, 3], 20) == ([prefix_key(NAMESPACE, [1, 2, 3])], [3])
+    assert prefix_walk(NAMESPACE, []) == ([], [])
 
 
 def test_tokens_have_a_length() -> None:

@@ -18,7 +18,6 @@ from prefixd.client import (
     Namespace,
     ReserveItem,
     SaveItem,
-    SavePolicy,
     SaveReason,
     Tier,
 )
@@ -27,7 +26,7 @@ from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.session import Backoff
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
 from prefixd.proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
-from prefixd.proto.keys import Key, prefix_key
+from prefixd.proto.keys import Key
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
@@ -79,10 +78,12 @@ def test_a_request_of_64_blocks_costs_one_rpc_of_each_kind(daemon: FakeDaemon) -
         assert not daemon.rpcs["Lookup"]
 
 
-def test_a_miss_costs_one_rpc(daemon: FakeDaemon) -> None:
+def test_a_miss_costs_an_rpc_for_4096_keys(daemon: FakeDaemon) -> None:
     with Client(daemon.address, local=False) as client:
-        assert client.longest_prefix(NAMESPACE, list(range(30_000))) is None
-        assert rpcs(client) == {"Claim": 1}
+        assert not client.longest_prefix(NAMESPACE, list(range(30_000)))
+        assert rpcs(client) == {"Claim": 8}
+        assert not client.longest_prefix(NAMESPACE, list(range(30_000)), stride_tokens=2_048)
+        assert rpcs(client) == {"Claim": 9}
 
 
 # ---- threads
@@ -240,18 +241,3 @@ def test_closing_ends_the_calls_of_other_threads(daemon: FakeDaemon) -> None:
         daemon.wait_until(lambda: daemon.rpcs["Claim"])
         client.close()
         assert claiming.result(PATIENCE_S).miss is MissReason.UNAVAILABLE
-
-
-@pytest.mark.parametrize(("stride_tokens", "found_tokens"), [(64, 64), (30, None)])
-def test_the_policy_decides_the_stride(
-    daemon: FakeDaemon, stride_tokens: int, found_tokens: int | None
-) -> None:
-    """A search looks only at multiples of the stride."""
-    tokens = list(range(100))
-    daemon.put(prefix_key(NAMESPACE, tokens[:64]), b"abc", token_count=64)
-    policy = SavePolicy(boundary_align_tokens=stride_tokens)
-    with Client(daemon.address, local=False, policy=policy) as client:
-        hit = client.longest_prefix(NAMESPACE, tokens)
-        assert (hit and hit.token_count) == found_tokens
-        if hit is not None:
-            hit.release()

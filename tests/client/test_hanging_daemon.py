@@ -82,7 +82,7 @@ def test_one_call_pays_and_no_other_is_made(daemon: PrivateDaemon, client: Clien
         assert not client.connected
         for _ in range(3):
             assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
-            assert client.longest_prefix(NAMESPACE, TOKENS) is None
+            assert not client.longest_prefix(NAMESPACE, TOKENS)
             assert client.save(TWO, b"abc", **TERMS).status is SaveStatus.UNAVAILABLE
         (reservation,) = client.reserve([ReserveItem(TWO, 3)], **TERMS)
         assert reservation.status is ReserveStatus.FAILED
@@ -220,7 +220,7 @@ def test_a_daemon_that_is_gone_costs_nothing(local: bool) -> None:
         eventually(lambda: not client.connected)
         asked = rpcs(client)
         for _ in range(3):
-            assert client.longest_prefix(NAMESPACE, TOKENS) is None
+            assert not client.longest_prefix(NAMESPACE, TOKENS)
             assert client.claim([ONE]).miss in (MissReason.UNAVAILABLE, MissReason.ABSENT)
         assert rpcs(client) == asked
         daemon.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -46,10 +45,6 @@ daemon = pytest.fixture(fake_daemon)
 client = pytest.fixture(searching_client)
 
 
-#: For `with` when there is unexpectedly no hit: it yields None, which fails the next line.
-NONE: Any = nullcontext()
-
-
 # ---- prefix entries
 
 
@@ -58,7 +53,7 @@ def test_the_longest_prefix_is_found_and_claimed_in_one_rpc(
 ) -> None:
     for length in (20, 60, 40):
         save_prefix(daemon, length)
-    with client.longest_prefix(NAMESPACE, TOKENS) or NONE as hit:
+    with client.longest_prefix(NAMESPACE, TOKENS) as hit:
         assert hit.token_count == 60
         assert hit.read(0) == b"state of 60"
         assert len(daemon.claims) == 1
@@ -70,39 +65,53 @@ def test_the_longest_prefix_is_found_and_claimed_in_one_rpc(
 def test_looking_only_pins_nothing(daemon: FakeDaemon, client: Client) -> None:
     save_prefix(daemon, 40)
     hit = client.longest_prefix(NAMESPACE, TOKENS, claim=False)
-    assert hit is not None
     assert (hit.token_count, hit.claimed) == (40, False)
     assert searched(client)["rpcs"] == {"Lookup": 1}
     assert not daemon.claims
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_a_miss_is_none(client: Client, claim: bool) -> None:
-    assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+def test_a_miss_is_an_empty_hit_with_its_reason(client: Client, claim: bool) -> None:
+    with client.longest_prefix(NAMESPACE, TOKENS, claim=claim) as hit:
+        assert not hit
+        assert hit.miss is MissReason.ABSENT
+        result = hit.restore_into([])
+    assert not result, "nothing was restored"
+    assert (result.miss, result.run) == (MissReason.ABSENT, 0)
     assert searched(client)["misses"] == {"absent": 1}
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_a_prompt_without_a_stride_is_a_miss_without_an_rpc(client: Client, claim: bool) -> None:
-    assert client.longest_prefix(NAMESPACE, TOKENS[:19], claim=claim) is None
+def test_a_prompt_without_tokens_is_a_miss_without_an_rpc(client: Client, claim: bool) -> None:
+    assert not client.longest_prefix(NAMESPACE, [], claim=claim)
     assert searched(client) == {"lookups": 1, "hits": 0, "misses": {"absent": 1}, "rpcs": {}}
 
 
 @pytest.mark.parametrize("claim", [True, False])
-def test_the_exact_end_is_looked_at_if_wanted(
-    daemon: FakeDaemon, client: Client, claim: bool
+@pytest.mark.parametrize("length", [1, 20, 37, 104, 105])
+def test_a_state_of_any_length_is_found(
+    daemon: FakeDaemon, client: Client, claim: bool, length: int
 ) -> None:
-    save_prefix(daemon, 105)
-    assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
-    hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim, exact_end=True)
-    assert hit is not None
-    assert hit.token_count == 105
-    hit.release()
+    save_prefix(daemon, length)
+    with client.longest_prefix(NAMESPACE, TOKENS, claim=claim) as hit:
+        assert hit.token_count == length
+    assert not client.longest_prefix(NAMESPACE, TOKENS[: length - 1], claim=claim)
+
+
+def test_with_a_stride_only_its_multiples_and_the_end_are_looked_at(
+    daemon: FakeDaemon, client: Client
+) -> None:
+    save_prefix(daemon, 37)
+    assert not client.longest_prefix(NAMESPACE, TOKENS, stride_tokens=20)
+    for length in (40, 105):
+        save_prefix(daemon, length)
+        with client.longest_prefix(NAMESPACE, TOKENS, stride_tokens=20) as hit:
+            assert hit.token_count == length
 
 
 def test_the_walk_counts_tokens_itself(daemon: FakeDaemon, client: Client) -> None:
     save_prefix(daemon, 40, token_count=0)
-    with client.longest_prefix(NAMESPACE, TOKENS) or NONE as hit:
+    with client.longest_prefix(NAMESPACE, TOKENS) as hit:
         assert hit.token_count == 40
 
 
@@ -115,7 +124,7 @@ def test_a_save_in_flight_is_waited_for_or_named(
         (reservation,) = writer.reserve(
             [ReserveItem(key, 3, token_count=40)], tier=Tier.RAM, reason=SaveReason.FINISH
         )
-        assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+        assert not client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
         assert searched(client)["misses"] == {"in_flight": 1}
         name = "Claim" if claim else "Lookup"
         thread = threading.Thread(
@@ -127,7 +136,6 @@ def test_a_save_in_flight_is_waited_for_or_named(
         thread.start()
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim, wait_ms=MAX_WAIT_MS)
         thread.join(PATIENCE_S)
-    assert hit is not None
     assert hit.token_count == 40
     hit.release()
 
@@ -138,7 +146,7 @@ def test_a_save_in_flight_is_waited_for_or_named(
 def test_resume_takes_the_parent_in_one_rpc(daemon: FakeDaemon, client: Client) -> None:
     save_prefix(daemon, 60)
     parent = save_prefix(daemon, 93)
-    with client.resume(parent, TOKENS, namespace=NAMESPACE) or NONE as hit:
+    with client.resume(parent, TOKENS, namespace=NAMESPACE) as hit:
         assert hit.token_count == 93
     assert searched(client)["rpcs"] == {"Claim": 1, "Release": 1}
 
@@ -159,7 +167,6 @@ def test_resume_waits_for_the_parents_save(daemon: FakeDaemon, client: Client) -
         thread.start()
         hit = client.resume(parent, TOKENS, MAX_WAIT_MS, namespace=NAMESPACE)
         thread.join(PATIENCE_S)
-    assert hit is not None
     assert hit.token_count == 93
     hit.release()
 
@@ -167,38 +174,36 @@ def test_resume_waits_for_the_parents_save(daemon: FakeDaemon, client: Client) -
 def test_resume_falls_back_to_the_longest_prefix(daemon: FakeDaemon, client: Client) -> None:
     save_prefix(daemon, 60)
     parent = prefix_key(NAMESPACE, TOKENS[:93])
-    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) as hit:
         assert hit.token_count == 60
     assert searched(client)["rpcs"] == {"Claim": 1, "Release": 1}
-    assert client.resume(parent, TOKENS[:50], 0, namespace=NAMESPACE) is None
+    assert not client.resume(parent, TOKENS[:50], 0, namespace=NAMESPACE)
 
 
 def test_resume_refuses_a_parent_of_other_tokens(daemon: FakeDaemon, client: Client) -> None:
     stranger = prefix_key(NAMESPACE, [7] * 50)
     daemon.put(stranger, b"other", token_count=50)
-    assert client.resume(stranger, TOKENS, 0, namespace=NAMESPACE) is None
+    assert not client.resume(stranger, TOKENS, 0, namespace=NAMESPACE)
     save_prefix(daemon, 60)
-    with client.resume(stranger, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+    with client.resume(stranger, TOKENS, 0, namespace=NAMESPACE) as hit:
         assert hit.token_count == 60
     longer = save_prefix(daemon, 93)
-    assert client.resume(longer, TOKENS[:20], 0, namespace=NAMESPACE) is None
+    assert not client.resume(longer, TOKENS[:20], 0, namespace=NAMESPACE)
     assert not daemon.claims
 
 
 def test_resume_may_name_a_parent_on_a_stride(daemon: FakeDaemon, client: Client) -> None:
     parent = save_prefix(daemon, 60)
-    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) or NONE as hit:
+    with client.resume(parent, TOKENS, 0, namespace=NAMESPACE) as hit:
         assert hit.keys == [parent]
     with pytest.raises(InvalidKey):
         client.resume(Key(b"short"), TOKENS, namespace=NAMESPACE)
 
 
-@pytest.mark.parametrize(("length", "usable"), [(60, True), (105, True), (93, False)])
+@pytest.mark.parametrize("length", [60, 93, 105])
 def test_resume_knows_a_parent_that_does_not_say_its_length(
-    daemon: FakeDaemon, length: int, usable: bool
+    daemon: FakeDaemon, length: int
 ) -> None:
-    """It compares the key at the lengths that a search looks at; at other lengths it can't know
-    that the parent belongs to the tokens, and does not call it slow either."""
     options: dict[str, Any] = {"prefill_tokens_per_s": 1e9, "min_benefit_ms": 1}
     parent = prefix_key(NAMESPACE, TOKENS[:length])
     daemon.put(parent, b"state", token_count=0)
@@ -206,17 +211,13 @@ def test_resume_knows_a_parent_that_does_not_say_its_length(
         found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
         with client.claim([parent]) as hit:
             assert hit.token_counts == (0,)
-        if usable:  # at 1e9 tokens/s every entry of known length is slow
-            assert found is None
-            assert searched(client)["misses"] == {"slow": 1}
-        else:
-            assert searched(client)["misses"] == {"absent": 1}
-    with Client(daemon.address, local=False, policy=POLICY) as client:
-        found = client.resume(parent, TOKENS, 0, namespace=NAMESPACE)
-        assert (found is not None) == usable
-        if found is not None:
-            assert (found.keys, found.token_count) == ([parent], length)
-            found.release()
+        # At 1e9 tokens/s every entry of known length is slow.
+        assert (bool(found), found.miss) == (False, MissReason.SLOW)
+    with (
+        Client(daemon.address, local=False, policy=POLICY) as client,
+        client.resume(parent, TOKENS, 0, namespace=NAMESPACE) as found,
+    ):
+        assert (found.keys, found.token_count) == ([parent], length)
     assert not daemon.claims
 
 

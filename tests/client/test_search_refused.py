@@ -78,9 +78,9 @@ def test_whatever_goes_wrong_is_a_miss(
     save_prefix(daemon, 40)
     daemon.fail("Claim", *[error("no")] * 4)
     daemon.fail("Lookup", *[error("no")] * 3)
-    assert client.longest_prefix(NAMESPACE, TOKENS) is None
-    assert client.longest_prefix(NAMESPACE, TOKENS, claim=False) is None
-    assert client.resume(ONE, TOKENS, 0, namespace=NAMESPACE) is None
+    assert not client.longest_prefix(NAMESPACE, TOKENS)
+    assert not client.longest_prefix(NAMESPACE, TOKENS, claim=False)
+    assert not client.resume(ONE, TOKENS, 0, namespace=NAMESPACE)
     assert client.longest_run([ONE]).miss == reason
     assert client.claim([ONE]).miss == reason
     assert not client.probe([ONE])[0].present
@@ -107,7 +107,7 @@ def test_a_daemon_that_does_not_answer_is_a_miss_by_the_deadline(
 
 def test_no_daemon_is_a_miss_at_once(tmp_path: Path) -> None:
     with Client(f"unix:{tmp_path}/nobody.sock", policy=POLICY) as client:
-        assert client.longest_prefix(NAMESPACE, TOKENS) is None
+        assert not client.longest_prefix(NAMESPACE, TOKENS)
         assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
         assert not client.probe([ONE])[0].present
         assert not client.connected
@@ -187,15 +187,15 @@ def test_a_hit_slower_than_computing_is_no_hit(daemon: FakeDaemon, claim: bool) 
     save_prefix(daemon, 40)
     with Client(daemon.address, policy=POLICY, local=False, prefill_tokens_per_s=100) as client:
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
-        assert hit is not None  # nothing was measured yet
+        assert hit  # nothing was measured yet
         hit.release()
         client.speeds.measured(Tier.RAM, 1, 1.0)  # 11 bytes: 11 s, against 0.4 s
         for _ in range(RETRY_EVERY - 1):
-            assert client.longest_prefix(NAMESPACE, TOKENS, claim=claim) is None
+            assert not client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
         assert searched(client)["misses"] == {"slow": RETRY_EVERY - 1}
         assert not daemon.claims
         hit = client.longest_prefix(NAMESPACE, TOKENS, claim=claim)
-        assert hit is not None  # one in `RETRY_EVERY`, to measure again
+        assert hit  # one in `RETRY_EVERY`, to measure again
         hit.release()
 
 

@@ -184,17 +184,15 @@ def test_probes_describe_entries_and_absent_keys(client: Client, tier: Tier) -> 
 @pytest.mark.parametrize("claim", [True, False])
 def test_the_longest_prefix_is_found(client: Client, tier: Tier, claim: bool) -> None:
     namespace = fresh_namespace()
-    assert client.longest_prefix(namespace, TOKENS, claim=claim) is None
+    assert not client.longest_prefix(namespace, TOKENS, claim=claim)
     for length in (20, 60, 105):
         key = prefix_key(namespace, TOKENS[:length])
         assert client.save(key, b"state", tier=tier, reason=EVICT).ok
-    for exact_end, length in ((False, 60), (True, 105)):
-        hit = client.longest_prefix(namespace, TOKENS, claim=claim, exact_end=exact_end)
-        assert hit is not None
-        with hit:
+    for tokens, length in ((TOKENS, 105), (TOKENS[:100], 60), (TOKENS[:60], 60)):
+        with client.longest_prefix(namespace, tokens, claim=claim) as hit:
             assert (hit.token_count, hit.claimed) == (length, claim)
             assert hit.read(0) == b"state"
-    assert client.longest_prefix(namespace, TOKENS[:19], claim=claim) is None
+    assert not client.longest_prefix(namespace, TOKENS[:19], claim=claim)
 
 
 @pytest.mark.parametrize("claim", [True, False])
@@ -214,13 +212,12 @@ def test_a_chain_is_found_up_to_its_first_gap(client: Client, tier: Tier, claim:
 def test_a_conversation_is_resumed(client: Client, tier: Tier) -> None:
     namespace = fresh_namespace()
     parent = prefix_key(namespace, TOKENS[:93])
-    assert client.resume(parent, TOKENS, 0, namespace=namespace) is None
+    assert not client.resume(parent, TOKENS, 0, namespace=namespace)
     assert client.save(parent, b"state", tier=tier, reason=EVICT, token_count=93).ok
     hit = client.resume(parent, TOKENS, 0, namespace=namespace)
-    assert hit is not None
     assert (hit.keys, hit.token_count) == ([parent], 93)
     assert hit.release()
-    assert client.resume(parent, TOKENS[:50], 0, namespace=namespace) is None
+    assert not client.resume(parent, TOKENS[:50], 0, namespace=namespace)
 
 
 # ---- reading
@@ -542,7 +539,7 @@ def test_a_daemon_that_died_is_a_miss(make: Callable[..., Client], flags: tuple[
             if good
         )
         assert not client.claim(fresh_keys(1))
-        assert client.resume(keys[0], TOKENS, namespace=fresh_namespace()) is None
+        assert not client.resume(keys[0], TOKENS, namespace=fresh_namespace())
         assert not reservation.write(b"abc").ok
         assert not reservation.cancel()
         saving = client.save_async(keys[0], b"abc", tier=Tier.RAM)

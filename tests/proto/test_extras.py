@@ -129,7 +129,7 @@ def test_the_chains_and_walks_of_the_client_have_them() -> None:
     extras = [Extra(5, PICTURE)]
     chain = BlockChain(NS, TOKENS, 4, include_partial=True, extras=iter(extras))
     assert chain.keys == block_keys(NS, TOKENS, 4, include_partial=True, extras=extras)
-    walk = prefix_walk(NS, TOKENS, 4, exact_end=True, extras=iter(extras))
+    walk = prefix_walk(NS, TOKENS, 4, extras=iter(extras))
     assert walk.keys == prefix_keys(NS, TOKENS, [4, 8, 11], extras)[::-1]
 
 

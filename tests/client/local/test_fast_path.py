@@ -129,8 +129,8 @@ def test_every_call_says_the_same_as_over_grpc(pair: Pair, tier: Tier) -> None:
         assert hit.layer(2, 3) == bytes(items[2].payload)[3072:]
 
 
-@pytest.mark.parametrize("exact_end", [False, True])
-def test_a_walk_over_prefix_entries_finds_the_same(pair: Pair, exact_end: bool) -> None:
+@pytest.mark.parametrize("stride_tokens", [1, 2048])
+def test_a_walk_over_prefix_entries_finds_the_same(pair: Pair, stride_tokens: int) -> None:
     namespace = Namespace(b"f" * 32, pair.name[-8:], b"c" * 32)
     saved = prefix_keys(namespace, TOKENS, [2048, 6144, len(TOKENS)])
     for key in saved:
@@ -140,17 +140,15 @@ def test_a_walk_over_prefix_entries_finds_the_same(pair: Pair, exact_end: bool) 
         found: list[object] = []
         for tokens in (TOKENS, TOKENS[:6143], TOKENS[:2047], range(5, 10_000)):
             for claim in (True, False):
-                hit = client.longest_prefix(namespace, tokens, claim=claim, exact_end=exact_end)
-                if hit is not None:
-                    with hit:
-                        found.append((hit.entries, hit.token_counts, hit.miss, restore(hit)))
-                else:
-                    found.append(None)
+                with client.longest_prefix(
+                    namespace, tokens, claim=claim, stride_tokens=stride_tokens
+                ) as hit:
+                    found.append((hit.entries, hit.token_counts, hit.miss, restore(hit)))
         return found
 
     local = walked(pair.local)
     assert local == walked(pair.remote)
-    assert [hit is None for hit in local] == [False] * 4 + [True] * 4
+    assert [len(hit[0]) for hit in local] == [1] * 4 + [0] * 4  # type: ignore[index]
 
 
 def test_a_walk_along_a_chain_finds_the_same(pair: Pair) -> None:
@@ -255,7 +253,6 @@ def test_looking_and_restoring_ask_the_daemon_nothing(
     assert result
     assert payloads == [item.payload for item in items[:-1]]
     entry = client.longest_prefix(namespace, TOKENS, claim=False)
-    assert entry is not None
     assert restore(entry)[1] == [items[-1].payload]
     assert client.exists([*keys, key_of("nobody")]) == [True] * 8 + [False]
     assert [found.present for found in client.probe([prefix, key_of("nobody")])] == [True, False]
@@ -269,7 +266,7 @@ def test_a_miss_asks_the_daemon_nothing_even_if_a_claim_is_wanted(
 ) -> None:
     namespace = Namespace(b"g" * 32, pair.name[-8:], b"c" * 32)
     before = asked(admin)
-    assert pair.local.longest_prefix(namespace, TOKENS) is None
+    assert not pair.local.longest_prefix(namespace, TOKENS)
     assert not pair.local.longest_run(pair.local.chain(namespace, TOKENS))
     assert not pair.local.claim([key_of("nobody")])
     assert rpcs(pair.local) == {}

@@ -232,7 +232,7 @@ def test_the_longest_prefix_of_another_node_is_preferred(
         key = prefix_key(NAMESPACE, tokens[:length])
         assert client.save(key, payload(length, 50_000), tier=Tier.RAM, token_count=length)
     eventually(lambda: len(engine.values) == 2)
-    with second.longest_prefix(NAMESPACE, tokens) as hit:  # type: ignore[union-attr]
+    with second.longest_prefix(NAMESPACE, tokens) as hit:
         assert list(hit.token_counts) == [4096]
         room = bytearray(50_000)
         assert second.restore_into(hit, [room])
