@@ -282,7 +282,7 @@ class AsyncHit(HitFacts, Asynchronous):
     def __init__(self, hit: Hit, runner: Runner) -> None:
         """Made by the client."""
         Asynchronous.__init__(self, hit, runner)
-        HitFacts.__init__(self, hit._pins, hit.entries, hit.token_counts, hit.positions, hit.miss)
+        HitFacts.__init__(self, hit._pins, hit._found, hit.token_counts, hit.positions, hit.miss)
         self.hit = hit
 
     buffers: list[memoryview] | None = same("buffers")

@@ -9,17 +9,15 @@ from functools import cached_property
 from ..proto.errors import CallerError
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason
-from .results import Entry
+from .results import Entry, as_entries
 from .wire.link import Holding
 
 
 class Pins:
     """The claims of one hit. Thread-safe."""
 
-    def __init__(self, claims: Sequence[Holding], in_place: object | None = None) -> None:
-        """`claims`, in the order of the entries; none: nothing is pinned. `in_place`: what
-        `Transport.copy` needs to find entries that are not claimed, if it is known."""
-        self._in_place = in_place
+    def __init__(self, claims: Sequence[Holding]) -> None:
+        """`claims`, in the order of the entries; none: nothing is pinned."""
         self._lock = threading.Lock()
         #: Indices of entries that were given up before the others.
         self._gone: set[int] = set()
@@ -31,12 +29,6 @@ class Pins:
         #: Had a claim been lost before it was replaced?
         self.lost_a_part = False
         self._lost_before_release = False
-
-    @property
-    def in_place(self) -> object | None:
-        """What `Transport.copy` needs to find the entries, if it is known for all of them."""
-        claims = self.claims
-        return claims[0].in_place if len(claims) == 1 else self._in_place
 
     @cached_property
     def _places(self) -> list[tuple[Holding, int]]:
@@ -124,7 +116,7 @@ class HitFacts:
         miss: MissReason | None,
     ) -> None:
         self._pins = pins
-        self.entries = tuple(entries)
+        self._found = as_entries(entries)
         #: Of each entry, its place among the requested keys.
         self.positions = tuple(positions)
         #: Tokens that each entry stands for, as the search counted them, or as it was saved; 0: not
@@ -133,9 +125,13 @@ class HitFacts:
         #: Why there is not more; None when every requested key was found.
         self.miss = miss
 
+    @cached_property
+    def entries(self) -> tuple[Entry, ...]:
+        return tuple(self._found)
+
     @property
     def keys(self) -> list[Key]:
-        return [entry.key for entry in self.entries]
+        return list(self._found.keys)
 
     @property
     def token_count(self) -> int:
@@ -145,7 +141,7 @@ class HitFacts:
 
     @property
     def payload_bytes(self) -> int:
-        return sum(entry.payload_bytes for entry in self.entries)
+        return sum(self._found.payload_bytes)
 
     @property
     def claimed(self) -> bool:
@@ -164,13 +160,13 @@ class HitFacts:
         return self._pins.given_back
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return len(self._found)
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
 
     def __bool__(self) -> bool:
-        return bool(self.entries)
+        return bool(self._found)
 
     def __repr__(self) -> str:
         if not self:

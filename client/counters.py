@@ -5,14 +5,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
 from ..proto.limits import LATENCY_BOUNDS_NS, MAX_TOLD_MISSES
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
-from .results import Entry, SaveOutcome
+from .results import Entry, SaveOutcome, as_entries
 
 Snapshot: TypeAlias = dict[str, int | dict[str, int]]
 #: A counter's name, and what it is split by: a tier, a reason, a path.
@@ -122,10 +122,10 @@ class Counters:
                 self._keep_absent(keys)
 
     def hit(
-        self, entries: Collection[Entry], token_counts: Collection[int], lookup_tokens: int = 0
+        self, entries: Sequence[Entry], token_counts: Sequence[int], lookup_tokens: int = 0
     ) -> None:
         """One look-up that found `entries`. `lookup_tokens`: those looked for; 0: not known."""
-        found = _by_tier(entries, token_counts)
+        found = as_entries(entries).by_tier(token_counts)
         found_tokens = sum(token_counts)
         with self._lock:
             amounts = self._amounts
@@ -143,7 +143,8 @@ class Counters:
 
     def restored(self, entries: Sequence[Entry], path: str) -> None:
         """The caller got these entries whole, by a path of `PATHS`."""
-        found = _by_tier(entries, [entry.payload_bytes for entry in entries])
+        entries = as_entries(entries)
+        found = entries.by_tier(entries.payload_bytes)
         with self._lock:
             if path != _VIEW:
                 self._amounts["restored_entries",] += len(entries)
@@ -248,15 +249,3 @@ class Counters:
                     if name == "hit_tokens":
                         groups["hit_tokens_by_tier"][of[0].label] += amount
         return {**scalars, **groups}
-
-
-def _by_tier(entries: Collection[Entry], amounts: Collection[int]) -> dict[Tier, tuple[int, int]]:
-    """How many entries there are of each tier, and the sum of their amounts."""
-    tiers = {entry.tier for entry in entries}
-    if len(tiers) == 1:
-        return {tiers.pop(): (len(entries), sum(amounts))}
-    found: dict[Tier, tuple[int, int]] = {}
-    for entry, amount in zip(entries, amounts, strict=True):
-        count, total = found.get(entry.tier, (0, 0))
-        found[entry.tier] = count + 1, total + amount
-    return found

@@ -15,7 +15,7 @@ from .claims import HitFacts, Pins
 from .context import CallContext
 from .policy import LoadSpeeds
 from .restores import Copier, Restore, Verify
-from .results import Entry, RestoreResult, restore_result
+from .results import Entries, Entry, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered
@@ -43,13 +43,12 @@ class Hit(HitFacts):
         token_counts: Sequence[int] = (),
         *,
         claims: Sequence[Holding] = (),
-        in_place: object | None = None,
         positions: Sequence[int] = (),
         miss: MissReason | None = None,
     ) -> None:
         """Made by the client. `claims` pin the entries, in their order (several where one call
-        could not take all keys). `in_place`: see `Pins`."""
-        super().__init__(Pins(claims, in_place), entries, token_counts, positions, miss)
+        could not take all keys)."""
+        super().__init__(Pins(claims), entries, token_counts, positions, miss)
         self._reader = reader
 
     # ---- bytes
@@ -77,10 +76,11 @@ class Hit(HitFacts):
             indices = range(len(buffers))
             if len(buffers) > len(self):
                 raise InvalidSize(f"{len(buffers)} buffers for a hit of {len(self)} entries")
-        elif len(indices) != len(buffers):
-            raise InvalidSize(f"{len(buffers)} buffers for {len(indices)} entries")
-        for index in indices:
-            self._entry(index)
+        else:
+            if len(indices) != len(buffers):
+                raise InvalidSize(f"{len(buffers)} buffers for {len(indices)} entries")
+            for index in indices:
+                self._check(index)
         return self._reader.restore(self, indices, buffers, deadline_ms)
 
     def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
@@ -100,7 +100,7 @@ class Hit(HitFacts):
         released, if `release()` then says that the claim was held until now. Not verified.
         Raises CallerError for a hit that is not claimed, InvalidSize if there is no such entry.
         """
-        self._entry(index)
+        self._check(index)
         found = self._reader.views(self, [index])
         return None if found is None else found[0]
 
@@ -139,9 +139,12 @@ class Hit(HitFacts):
         return self._reader.read_range(self, index, part, deadline_ms)
 
     def _entry(self, index: int) -> Entry:
-        if not 0 <= index < len(self.entries):
-            raise InvalidSize(f"there is no entry {index} in a hit of {len(self.entries)}")
-        return self.entries[index]
+        self._check(index)
+        return self._found[index]
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise InvalidSize(f"there is no entry {index} in a hit of {len(self)}")
 
     # ---- the end
 
@@ -165,7 +168,7 @@ class Hit(HitFacts):
         there is no such entry.
         """
         for index in indices:
-            self._entry(index)
+            self._check(index)
         return self._reader.release_some(self, indices, deadline_ms)
 
     def __enter__(self) -> Hit:
@@ -209,9 +212,9 @@ class Reader:
         hit._pins.check_held(indices)
         began_s = time.perf_counter()
         targets = all_flat(buffers, writable=True)
-        sizes = [hit.entries[index].payload_bytes for index in indices]
+        sizes = list(hit._found.some(indices).payload_bytes)
         misses: list[MissReason | None]
-        if [len(target) for target in targets] == sizes:
+        if list(map(len, targets)) == sizes:
             misses = self._restore(hit, indices, targets, deadline_ms) if indices else []
         else:
             misses = [MissReason.WRONG_SIZE] * len(indices)
@@ -227,13 +230,14 @@ class Reader:
         self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None], began_s: float
     ) -> RestoreResult:
         """The result, counted, and timed from `began_s` on."""
-        entries = [hit.entries[index] for index in indices]
-        counts = [hit.token_counts[index] for index in indices]
+        entries, counts = hit._found.some(indices), hit.token_counts
+        if entries is not hit._found:
+            counts = tuple([counts[index] for index in indices])
         result = restore_result(entries, counts, misses, nothing=None if hit else hit.miss)
         if entries:
             if result.miss is not None:
                 self._counters.failure(result.miss)
-            run = tuple(indices[: result.run]) == tuple(range(result.run))
+            run = entries is hit._found or list(indices[: result.run]) == list(range(result.run))
             took_ns = max(0, round(1e9 * (time.perf_counter() - began_s)))
             self._counters.restore(result.token_count if run else 0, took_ns)
         return result
@@ -242,10 +246,10 @@ class Reader:
         """The sink for payloads that the daemon claims and sends in one trip. It sends none that is
         not as long as its target."""
         rooms = [
-            target if len(target) == entry.payload_bytes else memoryview(b"")
-            for target, entry in zip(targets, hit.entries, strict=True)
+            target if len(target) == payload_bytes else memoryview(b"")
+            for target, payload_bytes in zip(targets, hit._found.payload_bytes, strict=True)
         ]
-        return Restore(hit.entries, rooms, self._verify)
+        return Restore(hit._found, rooms, self._verify)
 
     def received(self, hit: Hit, restore: Restore, stopped: MissReason | None) -> RestoreResult:
         """The result of `receive`. `stopped`: why it ended early, None if it did not."""
@@ -263,14 +267,12 @@ class Reader:
         deadline_ms: int | None,
     ) -> list[MissReason | None]:
         """Each target is as long as its payload. Returns why each is not good, None where it is."""
-        entries = [hit.entries[index] for index in indices]
+        entries = hit._found.some(indices)
         restore = Restore(entries, targets, self._verify)
         stopped: MissReason | None = None
-        deadline = self._context.deadline(
-            deadline_ms, transfer_bytes=sum(entry.payload_bytes for entry in entries)
-        )
+        deadline = self._context.deadline(deadline_ms, transfer_bytes=sum(entries.payload_bytes))
         try:
-            rest = self.copier.copy(restore, deadline, hit._pins.in_place)
+            rest = self.copier.copy(restore, deadline)
             self._touch(hit, entries, rest)
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
@@ -296,12 +298,14 @@ class Reader:
             self.transport.suspect(corrupt)
         return restore.misses(stopped or rest)
 
-    def _touch(self, hit: Hit, entries: Sequence[Entry], rest: Sequence[int]) -> None:
+    def _touch(self, hit: Hit, entries: Entries, rest: Sequence[int]) -> None:
         """Report what was copied without a claim, leaf first, so that the root of a chain becomes
         its most recent block. A claim has counted as a use already."""
         if not hit._pins.any and len(rest) < len(entries):
-            unread = set(rest)
-            used = [entry.key for n, entry in enumerate(entries) if n not in unread]
+            used = entries.keys
+            if rest:
+                unread = set(rest)
+                used = [key for n, key in enumerate(used) if n not in unread]
             self.transport.touch(used[::-1])
 
     def views(self, hit: Hit, indices: Sequence[int]) -> list[list[memoryview]] | None:
@@ -313,7 +317,7 @@ class Reader:
         views: list[list[memoryview]] = []
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
-                entries = [hit.entries[indices[number]] for number in numbers]
+                entries = hit._found.some([indices[number] for number in numbers])
                 found = self.transport.views(claim, entries)
                 if found is None:
                     return None
@@ -333,7 +337,7 @@ class Reader:
             raise CallerError("what is not claimed need not be there any more")
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
-                found = self.transport.views(claim, [hit.entries[number] for number in numbers])
+                found = self.transport.views(claim, hit._found.some(numbers))
                 prefault([view for views in found or () for view in views if view])
         except Exception as problem:
             self._failures.reason(problem)
@@ -377,7 +381,7 @@ class Reader:
         deadline = self._context.deadline(deadline_ms)
         held = True
         for claim, kept in hit._pins.remaining(indices):
-            entries = [hit.entries[index] for index in kept]
+            entries = hit._found.some(kept)
             new = self._claim_again(entries, deadline) if entries else None
             if entries and new is None:
                 held = False
@@ -389,15 +393,14 @@ class Reader:
                 self.transport.forget(new)
         return held
 
-    def _claim_again(self, entries: Sequence[Entry], deadline: Deadline) -> Holding | None:
+    def _claim_again(self, entries: Entries, deadline: Deadline) -> Holding | None:
         """Another claim on the same entries; None: there is none to be had."""
-        keys = [entry.key for entry in entries]
         try:
-            claimed = self.transport.claim(keys, ClaimMode.RUN, 0, 0, deadline)
+            claimed = self.transport.claim(entries.keys, ClaimMode.RUN, 0, 0, deadline)
         except Exception as problem:
             self._failures.reason(problem)
             return None
-        same = [e.generation for e in claimed.entries] == [e.generation for e in entries]
+        same = list(claimed.entries.generations) == list(entries.generations)
         if claimed.holding is not None and not same:
             self.transport.forget(claimed.holding)
         return claimed.holding if same else None

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import Final, Literal, TypeAlias, get_args
 
 from ..proto.errors import PrefixdError
@@ -17,7 +17,7 @@ from ..proto.payload import FlatBytes, copy, copy_crc32c, crc32c_of
 from ..proto.vocabulary import MissReason, Tier
 from .context import Failures
 from .policy import LoadSpeeds
-from .results import Entry
+from .results import Entries, Entry, as_entries
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import Deadline
 from .wire.sinks import Rooms
@@ -52,13 +52,13 @@ class Restore(Rooms):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """A room, the memory for its payload, for each entry."""
-        self._entries = entries
+        self._entries = entries = as_entries(entries)
         self.rooms = rooms
-        disk = Tier.DISK
+        checked = verify == "always" or (verify == "disk" and entries.tier is Tier.DISK)
         self._check = (
-            [entry.tier is disk for entry in entries]
-            if verify == "disk"
-            else [verify == "always"] * len(entries)
+            [entry.tier is Tier.DISK for entry in entries]
+            if verify == "disk" and entries.tier is None
+            else [checked] * len(entries)
         )
         self._received = [0] * len(rooms)
         self._crcs = [0] * len(rooms)
@@ -78,8 +78,7 @@ class Restore(Rooms):
     @property
     def checked_bytes(self) -> int:
         """Bytes whose CRC32C is computed."""
-        entries = zip(self._entries, self._check, strict=True)
-        return sum(entry.payload_bytes for entry, check in entries if check)
+        return sum(compress(self._entries.payload_bytes, self._check))
 
     def __call__(self, index: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
         if data is None:
@@ -125,30 +124,28 @@ class Restore(Rooms):
         loaded_bytes, loaded_s = self._loaded.get(tier, (0, 0.0))
         self._loaded[tier] = loaded_bytes + payload_bytes, loaded_s + seconds
 
-    def targets(
-        self, indices: range
-    ) -> tuple[Sequence[Entry], Sequence[FlatBytes], Sequence[bool]]:
+    def targets(self, indices: range) -> tuple[Entries, Sequence[FlatBytes], Sequence[bool]]:
         """Entries, where to copy them to, and whose CRC32C to compare."""
+        if len(indices) == len(self.rooms):
+            return self._entries, self.rooms, self._check
         part = slice(indices.start, indices.stop)
         return self._entries[part], self.rooms[part], self._check[part]
 
     def copied(self, outcomes: Sequence[Copied]) -> list[int]:
         """Take the outcomes of copies in place. Returns the entries that only a call can read."""
         now_s = self._clock()
-        whole = [n for n, outcome in enumerate(outcomes) if outcome is Copied.WHOLE]
+        everything = range(len(outcomes))
+        whole: Sequence[int] = everything
+        if outcomes.count(Copied.WHOLE) < len(outcomes):
+            whole = [n for n in everything if outcomes[n] is Copied.WHOLE]
         self._copied = whole
-        all_whole = len(whole) == len(outcomes)
-        entries = self._entries if all_whole else [self._entries[n] for n in whole]
-        by_tier = {
-            tier: sum([entry.payload_bytes for entry in entries if entry.tier is tier])
-            for tier in {entry.tier for entry in entries}
-        }
-        total_bytes = sum(by_tier.values())
-        for tier, tier_bytes in by_tier.items():
+        entries = self._entries.some(whole)
+        total_bytes = sum(entries.payload_bytes)
+        for tier, (_, tier_bytes) in entries.by_tier(entries.payload_bytes).items():
             share_s = (now_s - self._since_s) * tier_bytes / total_bytes
             self._add_loaded(tier, tier_bytes, share_s)
         self._since_s = now_s
-        if all_whole:
+        if whole is everything:
             return []
         self._misses.update(
             (n, _COPY_MISSES[each]) for n, each in enumerate(outcomes) if each in _COPY_MISSES
@@ -162,13 +159,10 @@ class Restore(Rooms):
         self._sent = {n for n in self._sent if self._check[n] and not lost}
 
     @property
-    def whole_by_path(self) -> list[tuple[str, list[Entry]]]:
+    def whole_by_path(self) -> list[tuple[str, Entries]]:
         """Entries that arrived as they were saved, by the path that they took."""
-        entries = self._entries
-        return [
-            ("copy", [entries[n] for n in self._copied]),
-            ("stream", [entries[n] for n in sorted(self._sent)]),
-        ]
+        paths = ("copy", self._copied), ("stream", sorted(self._sent))
+        return [(path, self._entries.some(arrived)) for path, arrived in paths if arrived]
 
     @property
     def corrupt(self) -> list[Key]:
@@ -187,6 +181,8 @@ class Restore(Rooms):
     def misses(self, stopped: MissReason | None) -> list[MissReason | None]:
         """Why each buffer is not good, None where it is. `stopped`: why the read ended early, None
         if it did not."""
+        if len(self._copied) == len(self.rooms):
+            return [None] * len(self.rooms)
         reasons: list[MissReason | None] = [stopped or MissReason.UNREADABLE] * len(self.rooms)
         for index, reason in self._misses.items():
             reasons[index] = reason
@@ -197,7 +193,7 @@ class Restore(Rooms):
 
 #: `Transport.copy`.
 CopyInPlace: TypeAlias = Callable[
-    [Sequence[Entry], Sequence[FlatBytes], Sequence[bool], Deadline, object | None], list[Copied]
+    [Entries, Sequence[FlatBytes], Sequence[bool], Deadline], list[Copied]
 ]
 
 
@@ -213,20 +209,15 @@ class Copier:
         self._second = ThreadPool("prefixd-restore", 1)
         self._sharing = threading.Lock()
 
-    def copy(
-        self, restore: Restore, deadline: Deadline, in_place: object | None = None
-    ) -> list[int]:
-        """Returns the entries that have to be read from the daemon. `in_place`: see
-        `Transport.copy`."""
+    def copy(self, restore: Restore, deadline: Deadline) -> list[int]:
+        """Returns the entries that have to be read from the daemon."""
         everything = range(len(restore.rooms))
         half = _half(restore) if CPUS > 1 and restore.checked_bytes >= SHARED_BYTES else 0
         if not half or not self._sharing.acquire(blocking=False):
-            return restore.copied(self._copied(restore, everything, deadline, in_place))
+            return restore.copied(self._copied(restore, everything, deadline))
         try:
             return restore.copied(
-                self._copied_by_two(
-                    restore, everything[:half], everything[half:], deadline, in_place
-                )
+                self._copied_by_two(restore, everything[:half], everything[half:], deadline)
             )
         finally:
             self._sharing.release()
@@ -235,29 +226,22 @@ class Copier:
         """Stop the second thread; copies go on without it."""
         self._second.close()
 
-    def _copied(
-        self, restore: Restore, indices: range, deadline: Deadline, in_place: object | None
-    ) -> list[Copied]:
+    def _copied(self, restore: Restore, indices: range, deadline: Deadline) -> list[Copied]:
         try:
-            return self._copy_in_place(*restore.targets(indices), deadline, in_place)
+            return self._copy_in_place(*restore.targets(indices), deadline)
         except Exception as problem:
             self._failures.reason(problem)
             return [Copied.GONE] * len(indices)
 
     def _copied_by_two(
-        self,
-        restore: Restore,
-        first: range,
-        rest: range,
-        deadline: Deadline,
-        in_place: object | None,
+        self, restore: Restore, first: range, rest: range, deadline: Deadline
     ) -> list[Copied]:
         rest_copied: Future[list[Copied]] = Future()
-        copy_rest = partial(self._copied, restore, rest, deadline, in_place)
+        copy_rest = partial(self._copied, restore, rest, deadline)
         if not self._second.submit(lambda: resolve(rest_copied, copy_rest)):
-            return self._copied(restore, range(first.start, rest.stop), deadline, in_place)
+            return self._copied(restore, range(first.start, rest.stop), deadline)
         try:
-            first_copied = self._copied(restore, first, deadline, in_place)
+            first_copied = self._copied(restore, first, deadline)
         finally:
             wait([rest_copied])  # nothing writes into the buffers after this call
         return first_copied + rest_copied.result()

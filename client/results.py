@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, overload
 
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason, Presence, SaveReason, SaveStatus, Tier
@@ -25,6 +26,86 @@ class Entry(NamedTuple):
     token_ids_bytes: int
     generation: int
     reason: SaveReason
+
+
+class Entries(Sequence[Entry]):
+    """Entries with columns of what every search and restore needs of them.
+
+    A search in place finds packed rows (`local.node.PackedEntries`). To make an `Entry` of each
+    takes longer than all else that a small block needs beside its copy, and few callers look at
+    one.
+    """
+
+    def __init__(self, entries: Sequence[Entry], in_place: object | None = None) -> None:
+        """`in_place`: what the transport that found them needs to find them again."""
+        self._given = entries
+        self.in_place = in_place
+
+    @cached_property
+    def _entries(self) -> Sequence[Entry]:
+        return self._given
+
+    @cached_property
+    def keys(self) -> Sequence[Key]:
+        return [entry.key for entry in self._entries]
+
+    @cached_property
+    def payload_bytes(self) -> Sequence[int]:
+        return [entry.payload_bytes for entry in self._entries]
+
+    @cached_property
+    def token_counts(self) -> Sequence[int]:
+        return [entry.token_count for entry in self._entries]
+
+    @cached_property
+    def generations(self) -> Sequence[int]:
+        return [entry.generation for entry in self._entries]
+
+    @cached_property
+    def tier(self) -> Tier | None:
+        """The tier of all of them; None: they are of several, or there are none."""
+        tiers = {entry.tier for entry in self._entries}
+        return tiers.pop() if len(tiers) == 1 else None
+
+    def by_tier(self, amounts: Sequence[int]) -> dict[Tier, tuple[int, int]]:
+        """How many entries there are of each tier, and the sum of their amounts."""
+        if self.tier is not None:
+            return {self.tier: (len(self), sum(amounts))}
+        found: dict[Tier, tuple[int, int]] = {}
+        for entry, amount in zip(self, amounts, strict=True):
+            count, total = found.get(entry.tier, (0, 0))
+            found[entry.tier] = count + 1, total + amount
+        return found
+
+    def some(self, indices: Sequence[int]) -> Entries:
+        """Those entries, in this order."""
+        if isinstance(indices, range) and indices == range(len(self)):
+            return self
+        return self._picked(indices)
+
+    def _picked(self, indices: Sequence[int]) -> Entries:
+        return Entries([self[index] for index in indices])
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @overload
+    def __getitem__(self, index: int) -> Entry: ...
+    @overload
+    def __getitem__(self, index: slice) -> Entries: ...
+    def __getitem__(self, index: int | slice) -> Entry | Entries:
+        if isinstance(index, slice):
+            return self.some(range(*index.indices(len(self))))
+        return self._entries[index]
+
+
+#: Of a search that found nothing.
+NO_ENTRIES = Entries(())
+
+
+def as_entries(entries: Sequence[Entry]) -> Entries:
+    """The same entries with their columns."""
+    return entries if isinstance(entries, Entries) else Entries(entries)
 
 
 class Found(NamedTuple):
@@ -106,13 +187,16 @@ def restore_result(
 ) -> RestoreResult:
     """The result for buffers of `entries`; `misses`: why each is not good, None if it is.
     `nothing`: why there is no buffer, if there is none."""
-    restored = tuple(miss is None for miss in misses)
-    run = restored.index(False) if False in restored else len(restored)
+    if misses.count(None) == len(misses):
+        restored, run = (True,) * len(misses), len(misses)
+    else:
+        restored = tuple(miss is None for miss in misses)
+        run = restored.index(False)
     return RestoreResult(
         restored=restored,
         run=run,
         token_count=sum(token_counts[:run]),
-        payload_bytes=sum(entry.payload_bytes for entry in entries[:run]),
+        payload_bytes=sum(as_entries(entries).payload_bytes[:run]),
         miss=nothing if not misses else misses[run] if run < len(misses) else None,
         misses=tuple(misses),
     )

@@ -14,7 +14,7 @@ from .context import CallContext
 from .hits import Hit, Reader
 from .policy import MinBenefit
 from .restores import Restore
-from .results import Entry, Found, RestoreResult, restore_result
+from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, as_entries, restore_result
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink
@@ -42,9 +42,7 @@ class _Search:
         self.claims: list[Holding] = []
         #: Of each entry, its place among the keys.
         self.positions: list[int] = []
-        self.entries: list[Entry] = []
-        #: What `Transport.copy` needs to find the entries that are not claimed, if it is known.
-        self.in_place: object | None = None
+        self.entries = NO_ENTRIES
         #: Why the search ended, unless everything was found.
         self.gap = MissReason.ABSENT
 
@@ -59,7 +57,7 @@ class _Search:
         """Add entries; `positions` count from `start`. `in_flight`: one of the others is being
         saved."""
         self.positions += [start + position for position in positions] if start else positions
-        self.entries += entries
+        self.entries = Entries([*self.entries, *entries]) if self.entries else as_entries(entries)
         if in_flight:
             self.gap = MissReason.IN_FLIGHT
 
@@ -68,13 +66,13 @@ class _Search:
         known = [count or 0 for count in self.token_counts or ()]
         return max(known, default=0) if self.mode is ClaimMode.FIRST else sum(known)
 
-    def counts(self) -> list[int]:
+    def counts(self) -> Sequence[int]:
         """The tokens of each entry."""
         if self.token_counts is None:
-            return [entry.token_count for entry in self.entries]
+            return self.entries.token_counts
         return [
-            entry.token_count if (known := self.token_counts[position]) is None else known
-            for entry, position in zip(self.entries, self.positions, strict=True)
+            saved if (known := self.token_counts[position]) is None else known
+            for saved, position in zip(self.entries.token_counts, self.positions, strict=True)
         ]
 
 
@@ -151,7 +149,6 @@ class Searcher:
         looked = None if wait_ms else self._transport.find(search.keys, search.mode, deadline)
         if looked is not None:
             search.add(looked.positions, looked.entries)
-            search.in_place = looked.in_place
             return
         results = self._transport.lookup(list(search.keys), wait_ms, deadline)
         positions, entries = _selected(results, search.mode)
@@ -190,7 +187,7 @@ class Searcher:
         if mode is ClaimMode.FIRST and more.entries:
             for claim in search.claims:
                 self._transport.forget(claim)
-            search.claims, search.positions, search.entries = [], [], []
+            search.claims, search.positions, search.entries = [], [], NO_ENTRIES
         search.claims += more.claims
         search.add([places[position] for position in more.positions], more.entries)
         search.gap = more.gap
@@ -219,14 +216,13 @@ class Searcher:
             entries[:worth],
             counts[:worth],
             claims=search.claims,
-            in_place=search.in_place,
             positions=search.positions[:worth],
             miss=MissReason.SLOW if worth < len(entries) else None if complete else search.gap,
         )
         if not worth:
             self._reader.release([hit], None)
             return self._miss(MissReason.SLOW, lookup_tokens)
-        self._counters.hit(hit.entries, hit.token_counts, lookup_tokens)
+        self._counters.hit(hit._found, hit.token_counts, lookup_tokens)
         return hit
 
     def _miss(self, reason: MissReason, lookup_tokens: int, keys: Sequence[Key] = ()) -> Hit:
@@ -267,7 +263,7 @@ class Searcher:
         misses: list[MissReason | None] = [hit.miss or MissReason.ABSENT] * len(keys)
         for position, miss in zip(hit.positions, result.misses, strict=True):
             misses[position] = miss
-        return restore_result(hit.entries, hit.token_counts, misses)
+        return restore_result(hit._found, hit.token_counts, misses)
 
     def _fetch_found(
         self, search: _Search, targets: Sequence[FlatBytes], left_ms: Callable[[], int]

@@ -131,7 +131,7 @@ class TracedReader(Reader):
     def restore(self, hit: Hit, indices: Sequence[int], *args: Any) -> RestoreResult:
         with _span("restore", entries=len(indices)) as span:
             result = super().restore(hit, indices, *args)
-            sizes = [hit.entries[index].payload_bytes for index in indices]
+            sizes = hit._found.some(indices).payload_bytes
             span.set_attribute("prefixd.bytes", sum(sizes))
             span.set_attribute("prefixd.restored_run", result.run)
             _missed(span, result.miss)

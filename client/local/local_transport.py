@@ -25,7 +25,7 @@ from ...proto.errors import (
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence
-from ..results import Entry, Found, SaveOutcome
+from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.grpc_transport import GrpcTransport, Stage
 from ..wire.link import Holding, Link
@@ -221,8 +221,7 @@ class LocalTransport:
         node = self._indexed(deadline)
         if node is None:
             return None
-        positions, entries, rows = node.find(keys, mode)
-        return Looked(positions, entries, node.in_place(entries, rows) if rows else None)
+        return Looked(*node.find(keys, mode))
 
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
         node = self._indexed(deadline)
@@ -257,32 +256,29 @@ class LocalTransport:
 
     def copy(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-        in_place: object | None = None,
     ) -> list[Copied]:
         node = self._indexed()
         if node is None:
             return [Copied.GONE] * len(entries)
-        # Rows of an earlier session don't count: look the entries up again.
-        if isinstance(in_place, InPlace) and in_place.node is node:
-            return node.copy(entries, targets, check, deadline, in_place.rows)
         return node.copy(entries, targets, check, deadline)
 
-    def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+    def views(self, claim: Holding, entries: Entries) -> list[list[memoryview]] | None:
         if claim.why_lost is not None:
             return None  # nothing pins the bytes
         held = claim.in_place
-        known = held.rows if isinstance(held, InPlace) else {}
         node = held.node if isinstance(held, InPlace) else self._indexed()
-        found = None if node is None else node.views(entries, known)
+        found = None if node is None else node.views(entries)
         if node is None or found is None:
             return None
-        views, rows = found
-        if rows.keys() - known.keys():
-            claim.in_place = InPlace(node, {**known, **rows})
+        views, seen = found
+        if not isinstance(held, InPlace):
+            claim.in_place = seen
+        elif seen.placed is not held.placed:
+            claim.in_place = InPlace(node, list({*held.placed, *seen.placed}))
         return views
 
     def touch(self, keys: Sequence[Key]) -> None:
@@ -333,12 +329,12 @@ class LocalTransport:
         """Claim only what the index has: a miss takes no call."""
         node = None if wait_ms else self._indexed(deadline)
         if node is not None:
-            positions, entries, rows = node.find(keys, mode)
+            positions, entries = node.find(keys, mode)
             if not entries:
-                return Claimed(None, [], [], in_flight=False)
+                return Claimed(None, [], entries, in_flight=False)
             holding = self._remote.claim_known(entries, lease_ms, deadline)
             if holding is not None:
-                holding.in_place = node.in_place(entries, rows)
+                holding.in_place = entries.in_place
                 return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 

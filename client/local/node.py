@@ -17,18 +17,18 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Final, cast
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import TIER_OFFSET, Columns, columns_of, entry_of, place_of, unpacked
+from ...proto.index import TIER_OFFSET, Columns, columns_of, entry_of, place_of
 from ...proto.index_reader import IndexReader, Placed
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
-from ..results import Entry
+from ..results import NO_ENTRIES, Entries, Entry
 from ..wire.deadline import Deadline
 from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
@@ -116,60 +116,59 @@ class LocalNode:
 
     # ---- search
 
-    def find(
-        self, keys: Iterable[Key], mode: ClaimMode
-    ) -> tuple[Sequence[int], list[Entry], list[Placed]]:
-        """The keys that a claim of this mode would get: positions, entries and their rows. Consumes
-        only as many keys as it needs. None of them without an index."""
+    def find(self, keys: Iterable[Key], mode: ClaimMode) -> tuple[Sequence[int], Entries]:
+        """The keys that a claim of this mode would get: positions and entries. Consumes only as
+        many keys as it needs. None of them without an index."""
         index = self.index
         found = [] if index is None else index.find(keys, _STOPS_AT[mode])
         placed = [each for each in found if each is not None]
         if not placed:
-            return (), [], placed
-        entries = _entries([row for _, row in placed])
-        if None not in entries:
-            known = cast("list[Entry]", entries)
+            return (), NO_ENTRIES
+        columns = columns_of([row for _, row in placed])
+        if columns is not None and _known(columns):
+            entries: Entries = PackedEntries(columns, InPlace(self, placed))
             if mode is ClaimMode.FIRST:
-                return (len(found) - 1,), known, placed
+                return (len(found) - 1,), entries
             if mode is ClaimMode.RUN or len(placed) == len(found):
-                return range(len(placed)), known, placed
+                return range(len(placed)), entries
+            return [n for n, each in enumerate(found) if each is not None], entries
+        return self._find_odd(found, mode)
+
+    def _find_odd(
+        self, found: Sequence[Placed | None], mode: ClaimMode
+    ) -> tuple[Sequence[int], Entries]:
+        """`find` where some entries lie in several pieces, or are of a later version."""
         positions: list[int] = []
-        known = []
-        rows: list[Placed] = []
-        remaining = iter(entries)
+        entries: list[Entry] = []
+        placed: list[Placed] = []
         for position, each in enumerate(found):
-            entry = None if each is None else next(remaining)
+            entry = None if each is None else _entry(each[1])
             if each is not None and entry is not None:
                 positions.append(position)
-                known.append(entry)
-                rows.append(each)
+                entries.append(entry)
+                placed.append(each)
             elif mode is ClaimMode.RUN:
                 break
-        return positions, known, rows
+        return positions, Entries(entries, InPlace(self, placed))
 
     # ---- copies
 
     def copy(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-        known: Mapping[Key, Placed] | None = None,
     ) -> list[Copied]:
         """Copy whole payloads into `targets`, each exactly as long as its payload. What the disk
         does not give until the deadline is GONE.
 
-        `check`: whether to compare the CRC32C, for each entry. `known`: rows that need not be
-        looked up.
+        `check`: whether to compare the CRC32C, for each entry.
         """
         index = self.index
         if index is None:
             return [Copied.GONE] * len(entries)
-        keys = [entry.key for entry in entries]
-        rows: Sequence[Placed | None] = list(map((known or {}).get, keys))
-        if None in rows:
-            rows = index.find(keys)
+        rows = self._rows(index, entries)
         hanging = index.hanging
         copies = None if hanging else self._copied_alike(entries, rows, targets, check, deadline)
         if copies is not None:
@@ -187,9 +186,16 @@ class LocalNode:
         ]
         return self._validated(copies, rows, copied, _tiers_of(copied), deadline)
 
+    def _rows(self, index: IndexReader, entries: Entries) -> Sequence[Placed | None]:
+        """The rows of entries: those that a search in this node found, or else those of now."""
+        found = entries.in_place
+        if isinstance(found, InPlace) and found.node is self:
+            return found.placed
+        return index.find(entries.keys)
+
     def _copied_alike(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         rows: Sequence[Placed | None],
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
@@ -206,23 +212,28 @@ class LocalNode:
         except OSError:
             return None
         copies = [Copied.WHOLE] * len(entries)
-        for number, crc in enumerate(crcs):
-            if crc is not None and crc != entries[number].payload_crc32c:
-                copies[number] = Copied.CORRUPT if isinstance(crc, int) else _failed(crc)
+        if crcs != columns.payload_crc32c:
+            for number, (crc, saved) in enumerate(zip(crcs, columns.payload_crc32c, strict=True)):
+                if crc is not None and crc != saved:
+                    copies[number] = Copied.CORRUPT if isinstance(crc, int) else _failed(crc)
         return self._validated(copies, placed, placed, {columns.tiers[0]}, deadline)
 
     def _located(
-        self, entries: Sequence[Entry], rows: Sequence[Placed | None]
-    ) -> tuple[Arena, Columns, list[Placed]] | None:
+        self, entries: Entries, rows: Sequence[Placed | None]
+    ) -> tuple[Arena, Columns, Sequence[Placed]] | None:
         """Where entries of one tier, in one piece each, lie. None: they are not such entries."""
-        placed = [found for found in rows if found is not None]
-        columns = columns_of([row for _, row in placed]) if len(placed) == len(entries) else None
+        if isinstance(entries, PackedEntries) and rows is entries.found.placed:
+            columns: Columns | None = entries.columns
+            placed: Sequence[Placed] = entries.found.placed
+        else:
+            placed = [found for found in rows if found is not None]
+            columns = columns_of([r for _, r in placed]) if len(placed) == len(entries) else None
+            if columns is None or columns.generations != tuple(entries.generations):
+                return None
         if columns is None or columns.tiers.count(columns.tiers[0]) < len(entries):
             return None
         arena = self.arenas.get(columns.tiers[0])
-        if arena is None or columns.generations != tuple([e.generation for e in entries]):
-            return None
-        return arena, columns, placed
+        return None if arena is None else (arena, columns, placed)
 
     def _located_one(
         self, entry: Entry, found: Placed | None
@@ -287,19 +298,13 @@ class LocalNode:
         data = b"".join(views)
         return data if self.stand([found], deadline) else None
 
-    def views(
-        self, entries: Sequence[Entry], known: Mapping[Key, Placed]
-    ) -> tuple[list[list[memoryview]], dict[Key, Placed]] | None:
-        """The payloads of claimed entries where they lie, and their rows: the views are good as
-        long as those `stand`. `known`: rows that need not be looked up. None: some payloads can't
-        be reached."""
+    def views(self, entries: Entries) -> tuple[list[list[memoryview]], InPlace] | None:
+        """The payloads of claimed entries where they lie: good as long as the rows stand, which are
+        returned too. None: some payloads can't be reached."""
         index = self.index
         if index is None:
             return None
-        keys = [entry.key for entry in entries]
-        rows = list(map(known.get, keys))
-        if None in rows:
-            rows = [row or index.find((key,))[0] for key, row in zip(keys, rows, strict=True)]
+        rows = self._rows(index, entries)
         views: list[list[memoryview] | None] | list[list[memoryview]] | None = None
         located = self._located(entries, rows)
         if located is not None:
@@ -313,8 +318,8 @@ class LocalNode:
             ]
             if None in views:
                 return None
-        placed = cast("list[Placed]", rows)
-        return cast("list[list[memoryview]]", views), dict(zip(keys, placed, strict=True))
+        placed = cast("Sequence[Placed]", rows)
+        return cast("list[list[memoryview]]", views), InPlace(self, placed)
 
     def _views(
         self, entry: Entry, found: Placed | None, offset_bytes: int, length_bytes: int
@@ -346,20 +351,57 @@ class LocalNode:
         arenas = [self.arenas.get(tier) for tier in tiers]
         return all(arena and arena.written_by(incarnation, deadline) for arena in arenas)
 
-    def in_place(self, entries: Sequence[Entry], rows: Sequence[Placed]) -> InPlace:
-        """Entries that were found with their rows, for later copies and views."""
-        return InPlace(self, dict(zip([entry.key for entry in entries], rows, strict=True)))
-
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
     """Rows of found or claimed entries: while they stand, bytes read with them are good."""
 
     node: LocalNode
-    rows: Mapping[Key, Placed]
+    placed: Sequence[Placed]
 
     def stands(self, deadline: Deadline) -> bool:
-        return self.node.stand(self.rows.values(), deadline)
+        return self.node.stand(self.placed, deadline)
+
+
+class PackedEntries(Entries):
+    """Entries of packed rows, in one piece each: an `Entry` is made when somebody asks for it."""
+
+    def __init__(self, columns: Columns, found: InPlace) -> None:
+        """`columns`: those of the rows of `found`, all `_known`."""
+        super().__init__((), found)
+        self.columns = columns
+        self.found = found
+        # In the places of cached properties, which need not be computed.
+        attributes = self.__dict__
+        attributes["keys"] = columns.keys
+        attributes["payload_bytes"] = columns.payload_bytes
+        attributes["token_counts"] = columns.token_counts
+        attributes["generations"] = columns.generations
+
+    @cached_property
+    def _entries(self) -> list[Entry]:
+        tiers, reasons = _TIERS, _REASONS
+        return [
+            _made((key, tiers[tier], size, tokens, crc, layers, ids, generation, reasons[reason]))
+            for key, generation, size, _, _, tokens, crc, ids, layers, tier, reason, _ in zip(
+                *self.columns, strict=True
+            )
+        ]
+
+    @cached_property
+    def tier(self) -> Tier | None:
+        tiers = self.columns.tiers
+        return _TIERS[tiers[0]] if tiers.count(tiers[0]) == len(tiers) else None
+
+    def _picked(self, indices: Sequence[int]) -> Entries:
+        placed = [self.found.placed[index] for index in indices]
+        columns = columns_of([row for _, row in placed])
+        if columns is None:
+            return NO_ENTRIES  # no indices
+        return PackedEntries(columns, InPlace(self.found.node, placed))
+
+    def __len__(self) -> int:
+        return len(self.columns.keys)
 
 
 def _failed(problem: OSError) -> Copied:
@@ -373,18 +415,9 @@ def _tiers_of(rows: Iterable[Placed]) -> set[int]:
     return {row[TIER_OFFSET] for _, row in rows}
 
 
-def _entries(rows: Sequence[bytes]) -> list[Entry | None]:
-    """The entries of rows. None: of a tier or a reason that this version does not know."""
-    tiers, reasons = _TIERS, _REASONS
-    try:
-        return [
-            _made((key, tiers[tier], size, tokens, crc, layers, ids, generation, reasons[reason]))
-            for key, generation, size, _, _, tokens, crc, ids, layers, tier, reason, _ in unpacked(
-                rows
-            )
-        ]
-    except (KeyError, ValueError):
-        return list(map(_entry, rows))
+def _known(columns: Columns) -> bool:
+    """Are all tiers and reasons among those that this version knows?"""
+    return _TIERS.keys() >= set(columns.tiers) and _REASONS.keys() >= set(columns.reasons)
 
 
 def _entry(row: bytes) -> Entry | None:

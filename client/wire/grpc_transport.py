@@ -26,7 +26,7 @@ from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
-from ..results import Entry, Found, SaveOutcome
+from ..results import Entries, Found, SaveOutcome
 from . import messages
 from .connection import unanswered
 from .deadline import Deadline
@@ -208,13 +208,11 @@ class GrpcTransport(Transport):
             holding.entries = entries
         return Claimed(holding, positions, entries, in_flight)
 
-    def claim_known(
-        self, entries: Sequence[Entry], lease_ms: int, deadline: Deadline
-    ) -> Holding | None:
+    def claim_known(self, entries: Entries, lease_ms: int, deadline: Deadline) -> Holding | None:
         """Pin entries that were found in an index. None: some of them have changed since, and
         nothing is pinned."""
         request = pb.ClaimRequest(
-            keys=[entry.key for entry in entries],
+            keys=entries.keys,
             mode=pb.CLAIM_MODE_ANY,
             lease_ms=lease_ms,
             brief=True,
@@ -226,7 +224,7 @@ class GrpcTransport(Transport):
             return None
         holding = link.claims.hold(link, response.claim_id)
         holding.entries = entries
-        if list(response.generations) == [entry.generation for entry in entries]:
+        if list(response.generations) == list(entries.generations):
             return holding
         self.give_back([holding])
         return None

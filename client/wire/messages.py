@@ -21,7 +21,7 @@ from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes, crc32c_of, views_of
 from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
-from ..results import Entry, Found, ReserveStatus, SaveOutcome
+from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
 from .link import Holding, Link
 from .transport import Granted, Range, ReserveItem, SaveTerms, Saving
 
@@ -56,12 +56,12 @@ def entry_of(key: Key, info: pb.EntryInfo) -> Entry:
     )
 
 
-def claimed_of(
-    keys: Sequence[Key], response: pb.ClaimResponse
-) -> tuple[list[int], list[Entry], bool]:
+def claimed_of(keys: Sequence[Key], response: pb.ClaimResponse) -> tuple[list[int], Entries, bool]:
     """Positions and entries of what was claimed, and whether one of the other keys is being saved.
     Raises PrefixdError."""
-    positions, entries, in_flight = [], [], False
+    positions: list[int] = []
+    entries: list[Entry] = []
+    in_flight = False
     with understanding():
         for position, result in enumerate(response.results):
             if result.claimed:
@@ -69,7 +69,7 @@ def claimed_of(
                 entries.append(entry_of(keys[position], result.entry))
             elif result.presence == pb.PRESENCE_IN_FLIGHT:
                 in_flight = True
-    return positions, entries, in_flight
+    return positions, Entries(entries), in_flight
 
 
 def found_of(key: Key, result: pb.LookupResult) -> Found:

@@ -14,7 +14,7 @@ from ...proto.entry import content_bytes
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
-from ..results import Entry, Found, ReserveStatus, SaveOutcome
+from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
 from .link import Holding
 from .sinks import Sink as Sink
@@ -26,7 +26,7 @@ class Claimed(NamedTuple):
     #: None: there was nothing to claim.
     holding: Holding | None
     positions: Sequence[int]
-    entries: list[Entry]
+    entries: Entries
     #: Whether one of the absent keys is being saved at this moment.
     in_flight: bool
 
@@ -82,9 +82,7 @@ class Looked(NamedTuple):
 
     #: Positions of the entries among the keys.
     positions: Sequence[int]
-    entries: list[Entry]
-    #: Where the entries lie, for `Transport.copy`.
-    in_place: object | None
+    entries: Entries
 
 
 class SaveTerms(NamedTuple):
@@ -160,21 +158,20 @@ class Transport(Protocol):
 
     def copy(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-        in_place: object | None = None,
     ) -> list[Copied]:
         """Copy whole payloads, claimed or not, into `targets`, each as long as its payload. What is
         not there until the deadline is GONE, and nothing writes into its target later.
 
-        `check`: whether to compare the CRC32C, for each entry. `in_place`: see `Looked`, if known.
-        Never raises PrefixdError.
+        `check`: whether to compare the CRC32C, for each entry. Entries that a search in place found
+        know where they lie. Never raises PrefixdError.
         """
         return [Copied.GONE] * len(entries)
 
-    def views(self, claim: Holding, entries: Sequence[Entry]) -> list[list[memoryview]] | None:
+    def views(self, claim: Holding, entries: Entries) -> list[list[memoryview]] | None:
         """Claimed payloads where they lie; None: not all of them can be reached."""
         return None
 

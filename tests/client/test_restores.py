@@ -65,7 +65,7 @@ def test_parts_of_any_size_make_the_payloads(sizes_bytes: list[int], chunk_bytes
     result = restoring.result([10] * len(sizes_bytes), None)
     assert result
     assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data
-    assert restoring.restore.whole_by_path[-1][1] == restoring.entries
+    assert list(restoring.restore.whole_by_path[-1][1]) == restoring.entries
     assert (result.run, result.token_count) == (len(sizes_bytes), 10 * len(sizes_bytes))
     assert result.payload_bytes == sum(sizes_bytes)
 
@@ -187,7 +187,6 @@ class InPlace:
         targets: Sequence[FlatBytes],
         _check: Sequence[bool],
         _deadline: Deadline,
-        _in_place: object | None,
     ) -> list[Copied]:
         self.threads.add(threading.get_ident())
         self.calls.append(len(entries))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.node import LocalNode
 from prefixd.client.restores import Restore
-from prefixd.client.results import Entry
+from prefixd.client.results import Entries, Entry
 from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -258,7 +258,9 @@ class SimClient:
         restore = Restore(entries, views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
-            rest = restore.copied(session.node.copy(entries, views, [check] * len(entries), LATER))
+            rest = restore.copied(
+                session.node.copy(Entries(entries), views, [check] * len(entries), LATER)
+            )
         stopped: MissReason | None = None
         try:
             if rest and claim:
@@ -315,11 +317,11 @@ class SimClient:
         claim, entries = self._claim(session, [key_of(n) for n in args["keys"]], 0)
         if not claim:
             return
-        found = session.node.views(entries, {})
+        found = session.node.views(Entries(entries))
         if found is None:
             self._release(session, claim)
             return
-        views, rows = found
+        views, in_place = found
         read: list[bytes] = []
         self.world.pass_time(1 + args["hold_ms"] * 1_000_000)
         for pieces in views:
@@ -328,7 +330,7 @@ class SimClient:
                 self.world.operate()
                 data += bytes(piece)
             read.append(data)
-        stands = session.node.stand(rows.values(), LATER)
+        stands = in_place.stands(LATER)
         if self._release(session, claim) or stands:
             for entry, data in zip(entries, read, strict=True):
                 self.oracle.read(

@@ -12,12 +12,11 @@ from typing import cast
 
 import pytest
 
-from prefixd.client.local import node
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
 from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.local_socket import LocalCalls
-from prefixd.client.local.node import InPlace, LocalNode
-from prefixd.client.results import Entry
+from prefixd.client.local.node import LocalNode
+from prefixd.client.results import NO_ENTRIES, Entries, Entry
 from prefixd.client.wire.connection import Calls
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.transport import Copied
@@ -64,7 +63,14 @@ class Made:
     generation: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
 
-    def put(self, number: int, location: tuple[int, ...], payload: bytes, crc: int = -1) -> Entry:
+    def put(
+        self,
+        number: int,
+        location: tuple[int, ...],
+        payload: bytes,
+        crc: int = -1,
+        reason: int = SaveReason.COLD,
+    ) -> Entry:
         """Write a payload to the arena, then its row to the index."""
         left = payload
         for start, length in zip(location[::2], location[1::2], strict=True):
@@ -74,7 +80,7 @@ class Made:
         record = EntryRecord(
             key=key_of(number),
             tier=self.tier,
-            reason=SaveReason.COLD,
+            reason=cast(SaveReason, reason),
             generation=self.generation,
             created_ns=1,
             payload_bytes=len(payload),
@@ -138,7 +144,7 @@ def payload_of(length: int, seed: int = 1) -> bytes:
 def copy(made: Made, *entries: Entry, check: bool = True) -> tuple[list[Copied], list[bytes]]:
     targets = [bytearray(entry.payload_bytes) for entry in entries]
     views = [memoryview(target) for target in targets]
-    outcomes = made.node.copy(entries, views, [check] * len(entries), LATER)
+    outcomes = made.node.copy(Entries(entries), views, [check] * len(entries), LATER)
     return outcomes, [bytes(target) for target in targets]
 
 
@@ -156,18 +162,15 @@ def test_a_payload_is_copied_from_its_extents(
 
 
 def test_nothing_is_read_from_a_tier_that_hangs(made: Made) -> None:
-    index = made.node.index
-    assert index is not None
     entry = made.put(1, (SLAB, SLAB), payload_of(100))
-    (row,) = index.find([entry.key])
-    assert row is not None
+    _, found = made.node.find([entry.key], ClaimMode.ANY)
     room = bytearray(100)
 
     def copied() -> list[Copied]:
-        return made.node.copy([entry], [memoryview(room)], [True], LATER, {entry.key: row})
+        return made.node.copy(found, [memoryview(room)], [True], LATER)
 
     made.writer.set_hanging([made.tier])
-    assert made.node.find([entry.key], ClaimMode.ANY)[1] == []
+    assert not made.node.find([entry.key], ClaimMode.ANY)[1]
     assert copied() == [Copied.UNREADABLE]
     assert room == bytes(100)
     made.writer.set_hanging([9])
@@ -191,15 +194,14 @@ def test_rows_that_are_known_are_not_looked_up_and_decide(
     assert index is not None
     entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
     keys = [entry.key for entry in entries]
-    known = {key: row for key, row in zip(keys, index.find(keys), strict=True) if row is not None}
+    _, found = made.node.find(keys, ClaimMode.ANY)
+    assert list(found) == entries
     rooms = [bytearray(100) for _ in entries]
     views = [memoryview(room) for room in rooms]
 
     def copied(numbers: Sequence[int]) -> list[Copied]:
-        chosen = [entries[n] for n in numbers]
-        return made.node.copy(
-            chosen, [views[n] for n in numbers], [True] * len(numbers), LATER, known
-        )
+        targets = [views[n] for n in numbers]
+        return made.node.copy(found.some(numbers), targets, [True] * len(numbers), LATER)
 
     with monkeypatch.context() as patch:
         patch.setattr(index, "find", None)
@@ -321,7 +323,7 @@ def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
         # The last extent holds the token ids.
         made.put(3, (8 * SLAB, SLAB, 10 * SLAB, SLAB, 12 * SLAB, SLAB), payloads[2]),
     ]
-    found = made.node.views(entries, {})
+    found = made.node.views(Entries(entries))
     if made.tier is Tier.DISK:
         assert found is None
         return
@@ -333,15 +335,14 @@ def test_views_of_entries_in_one_piece_and_in_several(made: Made) -> None:
 def test_views_are_good_as_long_as_their_rows_stand(made: Made) -> None:
     payload = payload_of(2 * SLAB - 1)
     entry = made.put(1, (SLAB, SLAB, 3 * SLAB, SLAB), payload)
-    found = made.node.views([entry], {})
+    found = made.node.views(Entries([entry]))
     if made.tier is Tier.DISK:
         assert found is None
         return
     assert found is not None
-    (views,), rows = found
+    (views,), claim = found
     assert b"".join(views) == payload
     assert all(view.readonly for view in views)
-    claim = InPlace(made.node, rows)
     assert claim.stands(LATER)
     made.writer.delete(entry.key)
     assert not claim.stands(LATER)
@@ -351,18 +352,17 @@ def test_an_entry_that_was_saved_again_is_not_seen_in_the_place_of_the_old_one(m
     for extents in ((SLAB, SLAB), (SLAB, SLAB, 3 * SLAB, SLAB)):
         old = made.put(1, extents, payload_of(100, 1))
         made.put(1, (5 * SLAB, *extents[1:]), payload_of(100, 2))
-        assert made.node.views([old], {}) is None
+        assert made.node.views(Entries([old])) is None
         assert made.node.read(old, 0, 10, LATER) is None
 
 
 def test_views_and_claims_outlive_what_the_client_holds_of_a_node(made: Made) -> None:
     payload = payload_of(100)
     entry = made.put(1, (SLAB, SLAB), payload)
-    found = made.node.views([entry], {})
+    found = made.node.views(Entries([entry]))
     if found is None:
         return
-    (views,), rows = found
-    claim = InPlace(made.node, rows)
+    (views,), claim = found
     made.node = cast(LocalNode, None)
     gc.collect()
     assert bytes(views[0]) == payload
@@ -414,7 +414,7 @@ def test_what_a_later_version_hands_over_is_closed() -> None:
 
 @pytest.mark.parametrize("mode", ClaimMode)
 def test_where_nothing_is_nothing_is_found(made: Made, mode: ClaimMode) -> None:
-    assert made.node.find([key_of(1), key_of(2)], mode) == ((), [], [])
+    assert made.node.find([key_of(1), key_of(2)], mode) == ((), NO_ENTRIES)
 
 
 @pytest.mark.parametrize(
@@ -422,15 +422,43 @@ def test_where_nothing_is_nothing_is_found(made: Made, mode: ClaimMode) -> None:
     [(ClaimMode.RUN, [0]), (ClaimMode.ANY, [0, 2])],
 )
 def test_a_row_that_says_nothing_ends_a_run(
-    made: Made, monkeypatch: pytest.MonkeyPatch, mode: ClaimMode, positions: list[int]
+    made: Made, mode: ClaimMode, positions: list[int]
 ) -> None:
     entries = [made.put(n, (n * SLAB, SLAB), payload_of(100, n)) for n in (1, 2, 3)]
-    monkeypatch.setattr(node, "_entries", lambda _rows: [entries[0], None, entries[2]])
+    made.put(2, (2 * SLAB, SLAB), payload_of(100, 2), reason=99)
     keys = [entry.key for entry in entries]
-    at, known, rows = made.node.find(keys, mode)
+    at, known = made.node.find(keys, mode)
     assert at == positions
-    assert known == [entries[position] for position in positions]
-    assert len(rows) == len(known)
+    assert list(known) == [entries[position] for position in positions]
+    rooms = [memoryview(bytearray(100)) for _ in positions]
+    copies = made.node.copy(known, rooms, [True] * len(rooms), LATER)
+    assert copies == [Copied.WHOLE] * len(positions)
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_found_entries_are_those_of_their_rows(made: Made, pieces: int) -> None:
+    entries = [
+        made.put(n, (n * SLAB, SLAB, (n + 8) * SLAB, SLAB)[: 2 * pieces], payload_of(100 * n))
+        for n in (1, 2, 3)
+    ]
+    _, found = made.node.find([entry.key for entry in entries], ClaimMode.RUN)
+    for some, expected in [
+        (found, entries),
+        (found.some([2, 0]), [entries[2], entries[0]]),
+        (found[1:], entries[1:]),
+        (found.some(range(3)), entries),
+        (found[:0], []),
+    ]:
+        assert list(some) == expected
+        assert list(some.keys) == [entry.key for entry in expected]
+        assert list(some.payload_bytes) == [entry.payload_bytes for entry in expected]
+        assert list(some.token_counts) == [entry.token_count for entry in expected]
+        assert list(some.generations) == [entry.generation for entry in expected]
+        assert some.tier is (made.tier if expected else None)
+        sizes = [entry.payload_bytes for entry in expected]
+        in_all = {made.tier: (len(expected), sum(sizes))} if expected else {}
+        assert some.by_tier(sizes) == in_all
+    assert found.some(range(3)) is found
 
 
 def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
