@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: dev demo test quick pictures sim power mutants fuzz soak kernel-san s3 engines docs check format proto clean
 .DEFAULT_GOAL := dev
 
-# Only the runtime dependencies, as after `pip install 'prefixd[server]'`.
+# Only the runtime dependencies, as after `pip install '.[server]'`.
 $(VENV)/.runtime: pyproject.toml setup.py $(wildcard proto/native/*)
 	@test -n "$(PYTHON)" || { echo "prefixd needs Python 3.11 or later (with its venv module)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -406,8 +406,7 @@ def _parts(
         from .tracing import OtelCalls, TracedReader, TracedSearcher, TracedWriter
     except ImportError as problem:
         raise ConfigError(
-            f"tracing needs more than is installed ({problem}): "
-            "pip install 'prefixd[opentelemetry]'"
+            f"tracing needs more than is installed ({problem}): pip install opentelemetry-api"
         ) from None
     return TracedSearcher, TracedReader, TracedWriter, OtelCalls()
 

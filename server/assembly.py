@@ -194,10 +194,10 @@ def _explained(engine: str) -> Iterator[None]:
     try:
         yield
     except ImportError as problem:
-        extra = "s3" if engine.startswith("s3:") else "shared"
+        s3 = engine.startswith("s3:")
         raise ConfigError(
             f"shared.engine: it needs more than is installed ({problem}): "
-            f"pip install 'prefixd[{extra}]'"
+            f"{'pip install obstore' if s3 else 'pip install redis'}"
         ) from None
     except ConfigError:
         raise

@@ -223,7 +223,7 @@ def _exporter(name: str) -> SpanExporter:
     if not found:
         raise ConfigError(
             f"server.tracing: OpenTelemetry's exporter {name} is not installed; "
-            "prefixd[opentelemetry] has otlp (over HTTP) and console"
+            "opentelemetry-exporter-otlp-proto-http has otlp, opentelemetry-sdk has console"
         )
     try:
         exporter: SpanExporter = found[0].load()()

@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,6 +49,35 @@ def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)\)", page.read_text())
     missing = [link for link in links if "://" not in link and not (page.parent / link).exists()]
     assert missing == []
+
+
+def test_what_is_to_be_installed_exists() -> None:
+    """Documents and messages name a clone of prefixd with its extras, or packages that it declares:
+    prefixd itself is in no index."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras: dict[str, list[str]] = project["optional-dependencies"]
+    known = {re.split(r"[^\w-]", each)[0] for names in extras.values() for each in names}
+    known = known - {"prefixd"} | {
+        ".",
+        "llama-cpp-python",
+        "lmcache",
+        "sglang",
+        "torch",
+        "transformers",
+        "vllm",
+    }
+    files = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *PAGES, *ROOT.glob("deploy/*.*")]
+    for room in ("client", "server", "connectors", "src"):
+        files += [file for file in (ROOT / room).rglob("*.py") if not file.is_symlink()]
+    for file in files:
+        for line in re.findall(r"pip install (.+)", file.read_text()):
+            # Up to what ends a command in a text.
+            for word in re.split(r"  |[`\")#:]| in a| if ", line)[0].split():
+                package, _, wanted = word.strip("'].").removesuffix("]").partition("[")
+                where = f"{file.relative_to(ROOT)}: {line}"
+                assert (package or ".") in known, where
+                if not package:
+                    assert set(wanted.split(",")) <= {"", *extras}, where
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

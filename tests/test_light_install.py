@@ -64,7 +64,9 @@ def test_the_commands_say_what_to_install(command: str, missing: str) -> None:
         f"from prefixd.commands import {command}; sys.argv[1:] = ['--help']; {command}()"
     )
     assert finished.returncode == 1
-    expected = f"{command}: {missing} is not installed: pip install 'prefixd[server]'"
+    expected = (
+        f"{command}: {missing} is not installed: pip install '.[server]' in a clone of prefixd"
+    )
     assert finished.stderr.strip() == expected
 
 

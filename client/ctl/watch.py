@@ -86,7 +86,7 @@ def publish_kv_events(
         from .kv_events import Blocks, Publisher
     except ImportError as problem:
         fail(
-            f"KV events need pyzmq and msgspec: pip install 'prefixd[kv-events]' ({problem})",
+            f"KV events need more than is installed ({problem}): pip install pyzmq msgspec",
             ExitCode.BAD_INPUT,
         )
     from ..watch import Disconnected, Synced

@@ -221,7 +221,7 @@ class LineSource:
             try:
                 return _buffered(_ZstdStream(raw))
             except ImportError:
-                problem = "is zstd-compressed; reading it needs `pip install 'prefixd[zstd]'`"
+                problem = "is zstd-compressed; reading it needs `pip install zstandard`"
                 raise TraceError(self.path, 0, problem) from None
         return raw
 
@@ -251,7 +251,7 @@ def _compressing(raw: IO[bytes], path: Path) -> Iterator[IO[bytes]]:
         try:
             import zstandard
         except ImportError:
-            problem = "writing zstd needs `pip install 'prefixd[zstd]'`"
+            problem = "writing zstd needs `pip install zstandard`"
             raise TraceError(path, 0, problem) from None
         with zstandard.ZstdCompressor().stream_writer(raw, closefd=False) as stream:
             yield stream

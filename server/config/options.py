@@ -104,7 +104,7 @@ class Server(Section):
     """`otel`: record OpenTelemetry spans of calls, as children of the client's span if it sends
     one. OTEL_TRACES_EXPORTER, OTEL_EXPORTER_OTLP_ENDPOINT, OTEL_TRACES_SAMPLER and so on in the
     environment select which spans and where they go. Needs
-    `pip install 'prefixd[opentelemetry]'`."""
+    `pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http`."""
     worker_threads: int = Field(4, ge=1, le=256)
     """Threads beside the event loop that copy and commit."""
     staging_bytes: Size = Field(64 * 2**20, alias="staging", ge=2**20, le=2**40)
@@ -272,7 +272,7 @@ class Shared(Section):
     """Through what nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some
     nodes of a Valkey or Redis, single or Cluster, separated by commas; or s3://bucket[/prefix],
     with AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on in the environment. Empty: this
-    node shares nothing. Needs `pip install 'prefixd[shared]'`, or `prefixd[s3]`."""
+    node shares nothing. Needs `pip install redis`, or `pip install obstore` for S3."""
     password_file: File = ""
     """A file with the password of the engine's user, on one line; empty: no password."""
     fleet: Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]{1,32}$")] = "1"

@@ -59,7 +59,8 @@ def _policy(value: object) -> object:
 def _tracing(value: object) -> object:
     if value == "otel" and not has_module("opentelemetry.sdk.trace"):
         raise ValueError(
-            "otel needs OpenTelemetry, which is not installed: pip install 'prefixd[opentelemetry]'"
+            "otel needs OpenTelemetry, which is not installed: "
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         )
     return value
 

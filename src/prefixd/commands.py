@@ -25,7 +25,10 @@ def _run(command: str, module: str) -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(f"{__package__}."):
             raise
-        sys.exit(f"{command}: {missing.name} is not installed: pip install 'prefixd[server]'")
+        sys.exit(
+            f"{command}: {missing.name} is not installed: pip install '.[server]' in a clone of "
+            "prefixd"
+        )
     gc.freeze()
     gc.enable()
     main()

@@ -37,7 +37,7 @@ def aws(endpoint: str, key: str, secret: str) -> dict[str, str]:
 @contextmanager
 def moto_s3() -> Iterator[tuple[str, Mapping[str, str]]]:
     """moto's S3. Yields an empty bucket, and the environment variables of its clients."""
-    server = pytest.importorskip("moto.server", reason="needs moto: pip install 'prefixd[test]'")
+    server = pytest.importorskip("moto.server", reason="needs moto: pip install '.[test]'")
     running = server.ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     running.start()
     try:

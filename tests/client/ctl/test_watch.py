@@ -83,7 +83,7 @@ def test_what_publishing_needs_is_said(
 ) -> None:
     monkeypatch.setitem(sys.modules, "prefixd.client.ctl.kv_events", None)
     said = run(daemon, "publish-kv-events", code=ExitCode.BAD_INPUT)
-    assert "pip install 'prefixd[kv-events]'" in said
+    assert "pip install pyzmq msgspec" in said
 
 
 def test_a_place_where_nobody_can_listen(daemon: PrivateDaemon) -> None:

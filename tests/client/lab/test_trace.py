@@ -226,9 +226,9 @@ def test_zstd_without_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = tmp_path / "t.zst"
     write_trace(path, [GOOD_REQUEST])
     monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(TraceError, match=r"pip install 'prefixd\[zstd\]'"):
+    with pytest.raises(TraceError, match="pip install zstandard"):
         list(TraceReader(path))
-    with pytest.raises(TraceError, match=r"pip install 'prefixd\[zstd\]'"):
+    with pytest.raises(TraceError, match="pip install zstandard"):
         write_trace(path, [GOOD_REQUEST])
 
 
