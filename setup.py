@@ -1,4 +1,4 @@
-"""The four things about the package that pyproject.toml can't say.
+"""The three things about the package that pyproject.toml can't say.
 
 The package `prefixd` consists of links in src/prefixd to the top-level folders. Git on Windows, zip
 tools and source distributions lose symbolic links, and a wheel built without them would be empty.
@@ -7,19 +7,14 @@ So they are made again here, or the build ends with a sentence.
 A package index shows the README alone, so its relative links are made to point at the repository.
 
 The native kernel (`proto/kernel.py`) is built where there is a C compiler, and left out elsewhere.
-
-`PREFIXD_COMPILE=1 pip install .` compiles the busiest modules to C extensions, with mypyc. Other
-modules import them as before.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import tomllib
 from pathlib import Path
-from typing import Any
 
 from setuptools import Extension, setup
 
@@ -30,18 +25,6 @@ LINKED = ("client", "connectors", "proto", "server", "tiers")
 
 #: A link or a picture of the README within the repository.
 RELATIVE = re.compile(r"""(\]\(|(?:src|srcset|href)=")(?![a-z]+:|[#/])([^)"\s]+)""")
-
-#: The state and its tables, the ledgers and eviction orders, and the index writer: where a daemon
-#: spends its time apart from copies and sockets.
-COMPILED = (
-    "server/core/*.py",
-    "server/runtime/index.py",
-    "tiers/eviction/*.py",
-    "tiers/extents.py",
-    "tiers/ledger.py",
-    "tiers/order.py",
-    "tiers/shares.py",
-)
 
 
 def mend_links() -> None:
@@ -73,14 +56,6 @@ def _view(path: str) -> str:
     return "raw" if path.endswith((".svg", ".png")) else "blob"
 
 
-def arguments() -> list[str]:
-    """mypyc's options and files. What the files import need not be installed."""
-    package = Path("src/prefixd")
-    found = [path for pattern in COMPILED for path in sorted(package.glob(pattern))]
-    files = [str(path) for path in found if path.name != "__init__.py"]
-    return ["--config-file=", "--ignore-missing-imports", "--follow-imports=silent", *files]
-
-
 def kernel() -> Extension:
     """One module for every Python from 3.11 on."""
     return Extension(
@@ -94,23 +69,10 @@ def kernel() -> Extension:
     )
 
 
-def options() -> dict[str, Any]:
-    if os.environ.get("PREFIXD_COMPILE") != "1":
-        return {"ext_modules": [kernel()]}
-    needed: dict[str, Any] = {"setup_requires": ["mypy[mypyc]>=1.14"]}
-    try:
-        from mypyc.build import mypycify
-    except ImportError:
-        if "egg_info" not in sys.argv:
-            raise
-        return needed  # pip asks for the build requirements before installing them
-    return needed | {"ext_modules": [kernel(), *mypycify(arguments(), opt_level="2")]}
-
-
 if __name__ == "__main__":
     mend_links()
     setup(
         long_description=readme(),
         long_description_content_type="text/markdown",
-        **options(),
+        ext_modules=[kernel()],
     )

@@ -2769,7 +2769,6 @@ class StatsResponse(google.protobuf.message.Message):
     OLDEST_CLAIM_MS_FIELD_NUMBER: builtins.int
     SHARED_FIELD_NUMBER: builtins.int
     SHARED_NODES_FIELD_NUMBER: builtins.int
-    COMPILED_FIELD_NUMBER: builtins.int
     KERNEL_FIELD_NUMBER: builtins.int
     STAGES_FIELD_NUMBER: builtins.int
     daemon_version: builtins.str
@@ -2784,8 +2783,6 @@ class StatsResponse(google.protobuf.message.Message):
     """"serving", or what does not work"""
     oldest_claim_ms: builtins.int
     """the age of the oldest claim"""
-    compiled: builtins.bool
-    """the state machine is compiled to C by mypyc"""
     kernel: builtins.str
     """the form of copies and checksums: "native (avx512, sha)", or why it is pure"""
     @property
@@ -2838,11 +2835,10 @@ class StatsResponse(google.protobuf.message.Message):
         oldest_claim_ms: builtins.int = ...,
         shared: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         shared_nodes: collections.abc.Iterable[Global___SharedNode] | None = ...,
-        compiled: builtins.bool = ...,
         kernel: builtins.str = ...,
         stages: collections.abc.Iterable[Global___StageTimes] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["claims", b"claims", "compiled", b"compiled", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "kernel", b"kernel", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["claims", b"claims", "counters", b"counters", "daemon_version", b"daemon_version", "health", b"health", "in_flight", b"in_flight", "incarnation", b"incarnation", "kernel", b"kernel", "notices", b"notices", "oldest_claim_ms", b"oldest_claim_ms", "pid", b"pid", "reservations", b"reservations", "sessions", b"sessions", "shared", b"shared", "shared_nodes", b"shared_nodes", "stages", b"stages", "tiers", b"tiers", "uptime_ms", b"uptime_ms", "usage", b"usage", "waiters", b"waiters"]) -> None: ...
 
 Global___StatsResponse: typing_extensions.TypeAlias = StatsResponse
 

@@ -21,7 +21,6 @@ from ...proto.keys import Key
 from ...proto.namespaces import Namespace
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
-from ..core import state
 from ..core.counters import Histogram
 from ..core.entries import SHARDS, Entry
 from ..core.journal import CAUSES, Happened
@@ -51,8 +50,6 @@ _MOST_VICTIMS: Final = 1_000
 _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 #: The owner of claims and reservations whose session has ended.
 _ENDED = "(ended)"
-#: Whether the core is compiled, see setup.py.
-_COMPILED: Final = not (state.__file__ or "").endswith(".py")
 
 
 class AdminViews:
@@ -93,7 +90,6 @@ class AdminViews:
         unhealthy = core.unhealthy()
         return pb.StatsResponse(
             daemon_version=self._config.daemon_version,
-            compiled=_COMPILED,
             kernel=KERNEL_FORM,
             incarnation=self._config.incarnation,
             uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,

@@ -109,7 +109,6 @@ def headline(stats: pb.StatsResponse, address: str) -> Text:
     return Text.assemble(
         (f"prefixd {stats.daemon_version}", "bold"),
         f", {stats.kernel.partition(' ')[0]}" if stats.kernel else "",
-        ", compiled" if stats.compiled else "",
         "  ",
         health_text(stats),
         f"  up {age(stats.uptime_ms * NS_PER_MS)}  pid {stats.pid}  {address}",

@@ -43,9 +43,6 @@ def test_the_statistics_say_what_there_is() -> None:
     text = drawn(stats_view(stats(), "unix:/x"), 120)
     for word in ("1.2.3  serving", "serving", "pid 7", "unix:/x", "50.0 %", "3 of 9"):
         assert word in text
-    compiled = stats()
-    compiled.compiled = True
-    assert "1.2.3, compiled  serving" in drawn(stats_view(compiled, "unix:/x"), 120)
     assert "shm: recovered 5 entries (0B) at the start, dropped 2" in text
     assert "shm: 1 entries were damaged and dropped" in text
     lines = [line.split() for line in text.splitlines()]
