@@ -4117,7 +4117,10 @@ class ClearRequest(google.protobuf.message.Message):
 
     NAMESPACE_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
+    DRY_RUN_FIELD_NUMBER: builtins.int
     namespace: builtins.str
+    dry_run: builtins.bool
+    """count only, drop nothing"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
         """empty: every tier"""
@@ -4127,8 +4130,9 @@ class ClearRequest(google.protobuf.message.Message):
         *,
         namespace: builtins.str = ...,
         tiers: collections.abc.Iterable[Global___Tier.ValueType] | None = ...,
+        dry_run: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["namespace", b"namespace", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dry_run", b"dry_run", "namespace", b"namespace", "tiers", b"tiers"]) -> None: ...
 
 Global___ClearRequest: typing_extensions.TypeAlias = ClearRequest
 

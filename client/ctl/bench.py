@@ -7,14 +7,14 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from . import lab
-from .command import STDOUT, Ctl, make_console, parse_size
+from .command import Ctl, make_console, parse_size
+from .files import STDOUT, ForceOption, check_new, opened
 
 if TYPE_CHECKING:
     from ..bench.report import Rows, Table
@@ -57,7 +57,9 @@ def bench(
     verify: Annotated[
         str,
         typer.Option(
-            metavar="always|disk|never", help="When to check the CRC32C of restored blocks."
+            "--check-crc",
+            metavar="always|disk|never",
+            help="When to check the CRC32C of restored blocks.",
         ),
     ] = "always",
     clients: Annotated[
@@ -68,15 +70,20 @@ def bench(
     ] = 100_000,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="FILE", help="Rows of other caches to show, as JSON lines."),
+        typer.Option(
+            "--peers", metavar="FILE", help="Rows of other caches to show, as JSON lines."
+        ),
     ] = None,
     markdown: Annotated[
         bool, typer.Option("--markdown", help="Print the tables as Markdown.")
     ] = False,
-    json_file: Annotated[
+    output: Annotated[
         str | None,
-        typer.Option("--json", metavar="FILE", help="Write the rows as JSON lines; - prints them."),
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="Also write the rows into a file, as JSON lines."
+        ),
     ] = None,
+    force: ForceOption = False,
 ) -> None:
     """Measure saves, restores, views, searches and evictions.
 
@@ -92,14 +99,14 @@ def bench(
     plan = _plan(ctl, parts, batches, largest, repeats, verify, clients, pinned)
     plans = [plan, *(plan.of_blocks(size) for size in sizes)] if plan.movers else [plan]
     peers = Rows() if compare is None else read_rows(Path(compare))
-    target = lab.json_target(ctl, json_file)
+    check_new(output, force=force)
     measured: list[Row] = []
-    with _output(target) as write, _notes() as note:
+    with _output(ctl, output, force=force) as write, _notes() as note:
         for each in plans:
             for row in _measure(ctl, each, note):
                 measured.append(row.of_blocks(each.block_bytes))
                 write(json.dumps(measured[-1].as_dict()))
-    if target != STDOUT:
+    if not ctl.as_json and output != STDOUT:
         found = Rows(measured)
         shown = [
             table
@@ -142,7 +149,7 @@ def _plan(
             raise typer.BadParameter("evict goes without --address: it fills daemons of its own")
         chosen = tuple(part for part in chosen if part != "evict")
     if verify not in VERIFY_CHOICES:
-        raise typer.BadParameter(f"--verify is one of {', '.join(VERIFY_CHOICES)}")
+        raise typer.BadParameter(f"--check-crc is one of {', '.join(VERIFY_CHOICES)}")
     try:
         numbers = tuple(sorted({int(number) for number in batches.split(",")}))
     except ValueError:
@@ -232,21 +239,18 @@ def _daemon(flags: list[str]) -> Iterator[PrivateDaemon]:
 
 
 @contextmanager
-def _output(target: str | None) -> Iterator[Callable[[str], None]]:
-    """Yields a function that writes a row to `target`."""
-    if target is None:
-        yield lambda _: None
-        return
-    try:
-        output: AbstractContextManager[IO[str]] = (
-            nullcontext(sys.stdout)
-            if target == STDOUT
-            else Path(target).open("w", encoding="utf-8")  # noqa: SIM115  # closed below
-        )
-    except OSError as error:
-        lab.cannot_write(target, error)
-    with output as file:
-        yield lambda line: print(line, file=file, flush=True)
+def _output(ctl: Ctl, output: str | None, *, force: bool) -> Iterator[Callable[[str], None]]:
+    """Yields a function that writes a row to where it is wanted."""
+    with ExitStack() as stack:
+        files: list[IO[str]] = [sys.stdout] if ctl.as_json or output == STDOUT else []
+        if output is not None and output != STDOUT:
+            files.append(stack.enter_context(opened(output, force=force)))
+
+        def write(row: str) -> None:
+            for file in files:
+                print(row, file=file, flush=True)
+
+        yield write
 
 
 @contextmanager

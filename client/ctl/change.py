@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,11 +14,9 @@ from .command import (
     LONG_TIMEOUT_S,
     TIER_NAMES,
     Ctl,
-    ExitCode,
+    NamedTiersOption,
     TiersOption,
     chosen,
-    exit_if,
-    fail,
     make_console,
     parse_size,
     parse_tier,
@@ -25,6 +24,7 @@ from .command import (
     size_option,
     time_option,
 )
+from .failures import ExitCode, exit_if, fail
 from .look import find_key, least_recent_first
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 def evict(
     ctl: Ctl,
     free: Annotated[int, size_option("How much to free, in each tier.", "--bytes")],
-    tier: TiersOption = None,
+    tier: NamedTiersOption = None,
     all_tiers: Annotated[bool, typer.Option("--all-tiers", help="Every tier.")] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what would be evicted.")
     ] = False,
 ) -> None:
-    """Evict the next victims until at least SIZE is freed.
+    """Evict the next victims of each named tier until at least SIZE is freed there.
 
     Never evicts entries in use. Exits 1 when less than SIZE could be freed.
     """
@@ -95,6 +95,9 @@ def _evictable(victims: Iterable[pb.EntryDetail], free_bytes: int) -> tuple[int,
 def delete(
     ctl: Ctl,
     key: Annotated[str, typer.Argument(help="Hexadecimal; a unique beginning is enough.")],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say which entry would be dropped.")
+    ] = False,
 ) -> None:
     """Drop one entry.
 
@@ -105,6 +108,9 @@ def delete(
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         found = find_key(daemon, key)
+        if dry_run:
+            ctl.show({"key": found.hex(), "dry_run": True}, lambda: f"{found.hex()} would go")
+            return
         (status,) = daemon.drop([found])
     word = enum_label(pb.DeleteStatus.DESCRIPTOR, status)
     ctl.show({"key": found.hex(), "status": word}, lambda: f"{found.hex()}: {word}")
@@ -115,18 +121,41 @@ def clear(
     ctl: Ctl,
     namespace: Annotated[str, typer.Option(metavar="LABEL", help="A namespace as stats lists it.")],
     tier: TiersOption = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be dropped.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")] = False,
 ) -> None:
-    """Drop the entries that clients with a label saved since the daemon's start.
+    """Drop the entries of a namespace.
 
-    Clients choose their label themselves. Exits 1 when some entries stay because they are being
-    read.
+    Those are the entries that clients with this label saved since the daemon's start and, if it is
+    a tenant's, all that it ever saved. Clients without a tenant's token choose their label
+    themselves. Asks first; where there is no terminal to ask, say --yes. Exits 1 when some entries
+    stay because they are being read.
     """
+    from .message_json import as_dict
     from .views.daemon import cleared_view
 
+    tiers = chosen(tier)
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
-        response = daemon.clear(namespace, chosen(tier))
-    ctl.show(response, lambda: cleared_view(namespace, response))
+        if not (yes or dry_run):
+            _ask_whether_to_clear(daemon, namespace, tiers)
+        response = daemon.clear(namespace, tiers, dry_run=dry_run)
+    data = {"dry_run": dry_run, **as_dict(response)}
+    ctl.show(data, lambda: cleared_view(namespace, response, dry_run=dry_run))
     exit_if(response.pinned_entries)
+
+
+def _ask_whether_to_clear(daemon: AdminConnection, namespace: str, tiers: list[Tier]) -> None:
+    """Exits unless the user wants it."""
+    from .views.tables import size
+
+    if not sys.stdin.isatty():
+        fail("clear destroys entries: say --yes, or see with --dry-run", ExitCode.BAD_INPUT)
+    expected = daemon.clear(namespace, tiers, dry_run=True)
+    question = f"drop {expected.entries:,} entries ({size(expected.freed_bytes)}) of {namespace}?"
+    if not typer.confirm(question, err=True):
+        fail("nothing was dropped", ExitCode.PROBLEM)
 
 
 def gc(ctl: Ctl) -> None:

@@ -1,4 +1,4 @@
-"""What the commands of prefixctl share: options, output and exit codes.
+"""What the commands of prefixctl share: their options and their output.
 
 A command is a function whose first parameter is a `Ctl`. `command()` registers it with the common
 options `--address`, `--json` and `--timeout`, which may also stand before the command's name.
@@ -20,7 +20,6 @@ from typing import (
     Any,
     Concatenate,
     Final,
-    NoReturn,
     ParamSpec,
     TypeVar,
     get_args,
@@ -28,7 +27,6 @@ from typing import (
 )
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 from ...proto.units import parse_bytes, parse_duration_ns
 from ...proto.vocabulary import SaveReason, Tier
@@ -42,8 +40,6 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Member = TypeVar("Member", bound=IntEnum)
 
-#: Standard input or output, as the name of a file.
-STDOUT: Final = "-"
 DEFAULT_TIMEOUT_S: Final = 10.0
 #: For calls that read every payload, or drop gigabytes.
 LONG_TIMEOUT_S: Final = 600.0
@@ -54,19 +50,6 @@ _INDENT: Final = 2
 PIPE_WIDTH: Final = 180
 #: The commands that take `--targets`.
 FLEET_COMMANDS: Final = ("stats", "check", "top")
-
-
-class ExitCode(IntEnum):
-    """What a script can tell from the exit status."""
-
-    OK = 0
-    PROBLEM = 1
-    """The command failed, or found something wrong."""
-    BAD_INPUT = 2
-    UNREACHABLE = 3
-    """No daemon answers at the address."""
-    INTERRUPTED = 130
-    """Ctrl-C; the results so far were shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,18 +167,6 @@ def make_console(*, stderr: bool = False) -> Console:
     return console
 
 
-def fail(sentence: str, code: ExitCode) -> NoReturn:
-    """Print what went wrong on standard error and exit. Raises typer.Exit."""
-    typer.echo(f"prefixctl: {sentence}", err=True)
-    raise typer.Exit(code)
-
-
-def exit_if(condition: object, code: ExitCode = ExitCode.PROBLEM) -> None:
-    """Exit with `code` if the condition is true. Raises typer.Exit."""
-    if condition:
-        raise typer.Exit(code)
-
-
 # ---- values of options
 
 
@@ -285,6 +256,8 @@ DiskTierOption = Annotated[Tier, _tier_option("Which tier (default: disk).")]
 TiersOption = Annotated[
     list[Tier] | None, _tier_option("Which tier; may be repeated (default: all).")
 ]
+#: Where no tier is named by leaving it out.
+NamedTiersOption = Annotated[list[Tier] | None, _tier_option("Which tier; may be repeated.")]
 _COMMON: Final = "Common options"
 AddressOption = Annotated[
     str | None,
@@ -313,7 +286,7 @@ TimeoutOption = Annotated[
 ]
 
 
-# ---- registration and failures
+# ---- registration
 
 
 def command(
@@ -322,17 +295,14 @@ def command(
     function: Callable[Concatenate[Ctl, P], None],
     *,
     panel: str | None = None,
-    json_file: bool = False,
+    needs_daemon: bool = True,
 ) -> None:
-    """Register a function as the command `name` of `app`.
-
-    `json_file`: the command has its own option `--json FILE`. `Ctl.as_json` then reflects only a
-    `--json` before the command's name.
-    """
+    """Register a function as the command `name` of `app`. One that `needs_daemon` takes the options
+    that say where it is."""
     own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
-    common = [_option("address", AddressOption), _option("timeout", TimeoutOption)]
-    if not json_file:
-        common.insert(1, _option("as_json", JsonOption, default=False))
+    common = [_option("as_json", JsonOption, default=False)]
+    if needs_daemon:
+        common = [_option("address", AddressOption), *common, _option("timeout", TimeoutOption)]
 
     def invoke(ctx: typer.Context, **given: Any) -> None:
         ctl = _merged(ctx, given)
@@ -350,7 +320,7 @@ def command(
     # Typer reads the signature and the annotations.
     vars(invoke)["__signature__"] = inspect.Signature(parameters)
     invoke.__annotations__ = {p.name: p.annotation for p in parameters}
-    app.command(name, rich_help_panel=panel, cls=JsonFileCommand if json_file else None)(invoke)
+    app.command(name, rich_help_panel=panel)(invoke)
 
 
 def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
@@ -368,68 +338,21 @@ def _unwrapped(text: str | None) -> str:
     """A docstring with each paragraph in one line, for the terminal to wrap. Lists are kept."""
     paragraphs = inspect.cleandoc(text or "").split("\n\n")
     return "\n\n".join(
-        each if "\n " in each or each.startswith((" ", "\b")) else " ".join(each.split("\n"))
+        each
+        if "\n " in each or each.startswith((" ", "\b", "[bold]"))
+        else " ".join(each.split("\n"))
         for each in paragraphs
     )
 
 
-def root_options(ctx: typer.Context) -> Ctl:
-    """The common options that stand before the command's name."""
-    found = ctx.find_root().obj
-    return found if isinstance(found, Ctl) else Ctl()
-
-
 def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
     """The common options. One that stands after the command's name overrides one before it."""
-    before = root_options(ctx)
-    address, timeout_s = given.pop("address"), given.pop("timeout")
+    found = ctx.find_root().obj
+    before = found if isinstance(found, Ctl) else Ctl()
+    address, timeout_s = given.pop("address", None), given.pop("timeout", None)
     return Ctl(
         before.given_address if address is None else address,
         given.pop("as_json", False) or before.as_json,
         before.timeout_s if timeout_s is None else timeout_s,
         before.targets,
     )
-
-
-class JsonFileCommand(TyperCommand):
-    """Accepts `--json` without a value as `--json -`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = []
-        for argument, following in zip(args, [*args, "--"][1:], strict=True):
-            given.append(argument)
-            if argument == "--json" and following.startswith("-") and following != STDOUT:
-                given.append(STDOUT)
-        return super().parse_args(ctx, given)
-
-
-class Group(TyperGroup):
-    """Reports an expected failure as one sentence and an exit code."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            # The reader (head, less) has closed the pipe. Standard output now leads nowhere, so
-            # that the flush at exit does not fail too.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(ExitCode.OK) from None
-        except Exception as error:
-            # Imported here, so that --help does not import gRPC.
-            from ...proto.errors import PrefixdError
-            from ..lab.trace_file import TraceError
-
-            if not isinstance(error, PrefixdError | TraceError):
-                raise
-            fail(str(error), exit_code_of(error))
-
-
-def exit_code_of(error: Exception) -> ExitCode:
-    """The exit status for an expected failure."""
-    from ...proto.errors import CallerError, DaemonUnavailable, DeadlineExceeded, PrefixdError
-
-    if isinstance(error, DaemonUnavailable | DeadlineExceeded):
-        return ExitCode.UNREACHABLE
-    if isinstance(error, CallerError) or not isinstance(error, PrefixdError):
-        return ExitCode.BAD_INPUT
-    return ExitCode.PROBLEM

@@ -178,9 +178,11 @@ class AdminConnection:
         request = pb.ListClaimsRequest(page_claims=count)
         return list(self._operate(self._admin.ListClaims, request).claims)
 
-    def clear(self, namespace: str, tiers: Sequence[Tier]) -> pb.ClearResponse:
+    def clear(
+        self, namespace: str, tiers: Sequence[Tier], *, dry_run: bool = False
+    ) -> pb.ClearResponse:
         """Drop entries of a namespace. Empty `tiers` means all."""
-        request = pb.ClearRequest(namespace=namespace, tiers=map(wire_tier, tiers))
+        request = pb.ClearRequest(namespace=namespace, tiers=map(wire_tier, tiers), dry_run=dry_run)
         return self._operate(self._admin.Clear, request)
 
     def resize(self, tier: Tier, budget_bytes: int) -> pb.ResizeResponse:

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import closing
 
-from .command import ExitCode, fail
+from .failures import ExitCode, fail
 
 
 def sorted_on_disk(records: Iterable[tuple[int, int, bytes]]) -> Iterator[bytes]:

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from .command import STDOUT, Ctl, ExitCode, exit_if, fail, make_console, print_json
+from .command import Ctl, make_console, print_json
+from .failures import ExitCode, exit_if, fail
+from .files import STDOUT
 
 if TYPE_CHECKING:
     from ..identity import StateIdentity

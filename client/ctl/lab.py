@@ -1,35 +1,23 @@
 """Commands over traces: `trace generate`, `trace convert`, `analyze` and `simulate`.
 
-All commands over traces share the options and the output that are defined here. Each takes
-`--json FILE` (`-`: standard output) besides the tables for people.
+All commands over traces share the options that are defined here.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .command import (
-    STDOUT,
-    Ctl,
-    ExitCode,
-    fail,
-    make_console,
-    print_json,
-    root_options,
-    size_option,
-)
+from .command import Ctl, size_option
+from .failures import ExitCode, bad_input, fail
+from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from ..lab.trace import Request
 
 T = TypeVar("T")
@@ -49,7 +37,7 @@ TraceArgument = Annotated[
         show_default=False,
     ),
 ]
-OutputOption = Annotated[
+TraceOutputOption = Annotated[
     str,
     typer.Option(
         "--output",
@@ -92,19 +80,15 @@ TouchOrderOption = Annotated[
     ),
 ]
 JobsOption = Annotated[int | None, typer.Option(min=1, help="Processes (default: one per core).")]
-JsonFileOption = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - prints it."),
-]
 
 
 # ---- commands
 
 
 def generate(
-    ctx: typer.Context,
+    ctl: Ctl,
     profile: Annotated[str, typer.Option(metavar=PROFILE_NAMES, help="The workload.")],
-    output: OutputOption,
+    output: TraceOutputOption,
     requests: Annotated[
         int, typer.Option("--requests", "-n", min=1, help="How many requests.")
     ] = 10_000,
@@ -114,7 +98,7 @@ def generate(
         typer.Option(help="How many sessions begin per second (default: the profile's own rate)."),
     ] = None,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
-    json_file: JsonFileOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Make an example trace for a workload.
 
@@ -131,7 +115,7 @@ def generate(
     from .views.lab import written
     from .views.progress import counting
 
-    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
+    _check_trace_output(ctl, output, force=force)
     with bad_input():
         made = workloads.generate(
             profile,
@@ -143,11 +127,11 @@ def generate(
         analyzer = Analyzer(block_tokens)
         write_trace(output, analyzer.watch(counting(made, requests, f"making {profile}")))
     data = {"profile": profile, "seed": seed, "output": output, **analyzer.finish().to_json()}
-    show(data, target, lambda: written(data), stderr=output == STDOUT)
+    show_result(ctl, data, lambda: written(data), stderr=output == STDOUT)
 
 
 def convert(
-    ctx: typer.Context,
+    ctl: Ctl,
     source: Annotated[
         str,
         typer.Argument(
@@ -157,10 +141,11 @@ def convert(
             show_default=False,
         ),
     ],
-    output: OutputOption,
+    output: TraceOutputOption,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     bytes_per_token: Annotated[
-        float, typer.Option(help="How many bytes of text count as one token.")
+        float,
+        typer.Option("--text-bytes-per-token", help="How many bytes of text count as one token."),
     ] = 4.0,
     source_block_tokens: Annotated[
         int | None,
@@ -186,7 +171,7 @@ def convert(
     ] = False,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
-    json_file: JsonFileOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Turn a request file of another kind into a trace.
 
@@ -202,7 +187,7 @@ def convert(
     from .views.lab import written
     from .views.progress import reading
 
-    target = json_target(root_options(ctx), json_file, taken=output == STDOUT)
+    _check_trace_output(ctl, output, force=force)
     with bad_input():
         if source != STDOUT and Path(source).resolve() == Path(output).resolve():
             raise ValueError(f"{output} is the file to read; write the trace to another one")
@@ -226,16 +211,17 @@ def convert(
         **analyzer.finish().to_json(),
     }
     warn(converter.warnings())
-    show(data, target, lambda: written(data), stderr=output == STDOUT)
+    show_result(ctl, data, lambda: written(data), stderr=output == STDOUT)
 
 
 def analyze(
-    ctx: typer.Context,
+    ctl: Ctl,
     trace: TraceArgument,
     block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
-    json_file: JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show how much of a trace a prefix cache can reuse.
 
@@ -247,17 +233,17 @@ def analyze(
     from .views.lab import analysis as analysis_view
     from .views.progress import reading
 
-    target = json_target(root_options(ctx), json_file)
+    check_new(output, force=force)
     with bad_input():
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
     data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
     warn(reader.warnings())
-    show(data, target, lambda: analysis_view(data))
+    show_result(ctl, data, lambda: analysis_view(data), output, force=force)
 
 
 def simulate(
-    ctx: typer.Context,
+    ctl: Ctl,
     trace: TraceArgument,
     nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes.")] = 16,
     route: Annotated[
@@ -312,7 +298,8 @@ def simulate(
     html: Annotated[
         str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
     ] = None,
-    json_file: JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Say what a fleet of nodes would hit.
 
@@ -335,7 +322,7 @@ def simulate(
     from .views.lab import fleet_view
     from .views.progress import counting, reading
 
-    target = json_target(root_options(ctx), json_file)
+    check_new(output, html, force=force)
     with bad_input():
         requested = Fleet(
             nodes,
@@ -367,8 +354,8 @@ def simulate(
         )
     warn(reader.warnings())
     if html is not None:
-        write_text(html, render_fleet(data))
-    show(data, target, lambda: fleet_view(data))
+        write_text(html, render_fleet(data), force=force)
+    show_result(ctl, data, lambda: fleet_view(data), output, force=force)
 
 
 class _Timed:
@@ -391,64 +378,13 @@ class _Timed:
             yield request
 
 
-# ---- input and output of all commands over traces
+# ---- values of options
 
 
-@contextmanager
-def bad_input() -> Iterator[None]:
-    """Report a ValueError as bad input: one sentence, exit code 2."""
-    try:
-        yield
-    except ValueError as error:
-        fail(str(error), ExitCode.BAD_INPUT)
-
-
-def warn(notes: Iterable[str]) -> None:
-    """Print notes on the input on standard error."""
-    for note in notes:
-        typer.echo(f"prefixctl: note: {note}", err=True)
-
-
-def json_target(ctl: Ctl, json_file: str | None, *, taken: bool = False) -> str | None:
-    """The file for the JSON: the command's own `--json FILE`, or standard output for a `--json`
-    before its name.
-
-    `taken`: standard output is for the trace, so that the JSON cannot go there.
-    """
-    target = STDOUT if json_file is None and ctl.as_json else json_file
-    if taken and target == STDOUT:
+def _check_trace_output(ctl: Ctl, output: str, *, force: bool) -> None:
+    check_new(output, force=force)
+    if output == STDOUT and ctl.as_json:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)
-    return target
-
-
-def show(
-    data: dict[str, Any],
-    target: str | None,
-    view: Callable[[], RenderableType],
-    *,
-    stderr: bool = False,
-) -> None:
-    """Write the JSON to `target` and, unless that is standard output, show the view."""
-    if target == STDOUT:
-        print_json(data)
-        return
-    if target is not None:
-        write_text(target, json.dumps(data, indent=2) + "\n")
-    make_console(stderr=stderr).print(view())
-
-
-def write_text(path: str, text: str) -> None:
-    """Write a file. When that fails, exit with a sentence that says why."""
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        cannot_write(path, error)
-
-
-def cannot_write(path: str, error: OSError) -> NoReturn:
-    """Exit with a sentence that says why a file cannot be written."""
-    why = (error.strerror or str(error)).lower()
-    fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)
 
 
 def title_of(trace: str) -> str:

@@ -16,10 +16,8 @@ from .command import (
     REASON_NAMES,
     TIER_NAMES,
     Ctl,
-    ExitCode,
     TiersOption,
     chosen,
-    exit_if,
     make_console,
     parse_reason,
     parse_tier,
@@ -27,6 +25,8 @@ from .command import (
     size_option,
     time_option,
 )
+from .failures import ExitCode, bad_input, exit_if
+from .files import ForceOption, OutputOption, check_new, show_result, warn
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
@@ -84,7 +84,8 @@ def replay_live(
     reconnect_wait: Annotated[
         float, time_option("How long to wait, in all, for a daemon that went away.")
     ] = 60.0,
-    json_file: lab.JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Replay a trace through a running daemon, with real bytes.
 
@@ -96,7 +97,7 @@ def replay_live(
     from ..lab.trace import TraceReader
     from .views.lab import totals_view
 
-    target = lab.json_target(ctl, json_file)
+    check_new(output, force=force)
     with ctl.connect() as daemon:
         present = tuple(Tier(t.tier) for t in daemon.stats().tiers)
     tiers = present if tier == ALL_TIERS else (tier,)
@@ -116,9 +117,11 @@ def replay_live(
     )
     reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     totals = run_live(reader, options)
-    lab.warn(reader.warnings())
+    warn(reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}
-    lab.show(data, target, lambda: totals_view(totals, f"live replay of {trace}"))
+    show_result(
+        ctl, data, lambda: totals_view(totals, f"live replay of {trace}"), output, force=force
+    )
     exit_if(totals.gave_up, ExitCode.UNREACHABLE)
     exit_if(not totals.good)
     exit_if(totals.interrupted, ExitCode.INTERRUPTED)
@@ -155,7 +158,8 @@ def curve_live(
     capacity: Annotated[
         str | None, typer.Option(metavar="SIZE,...", help="The budgets to estimate: 64GiB,1TiB.")
     ] = None,
-    json_file: lab.JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show what the tiers of a running daemon would hit at other budgets.
 
@@ -165,12 +169,14 @@ def curve_live(
     from ...proto.units import parse_bytes
     from .views.lab import live_view
 
-    target = lab.json_target(ctl, json_file)
-    with lab.bad_input():
+    check_new(output, force=force)
+    with bad_input():
         budgets_bytes = [parse_bytes(size) for size in lab.parse_list("size", capacity, str)]
     with ctl.connect() as daemon:
         data = live_curves(daemon, chosen(tier), budgets_bytes)
-    lab.show(data, target, lambda: live_view(data, by_size=bool(budgets_bytes)))
+    show_result(
+        ctl, data, lambda: live_view(data, by_size=bool(budgets_bytes)), output, force=force
+    )
 
 
 def live_curves(
@@ -232,6 +238,7 @@ def demo(
     picture: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Also write the last screen as an SVG.")
     ] = None,
+    force: ForceOption = False,
 ) -> None:
     """Show prefixd at work: a private daemon, three tiers, real bytes, a crash.
 
@@ -241,6 +248,7 @@ def demo(
     """
     from .demo import DemoOptions, run_demo
 
+    check_new(picture, force=force)
     console = make_console(stderr=ctl.as_json)
     result = run_demo(DemoOptions(requests, workers, seed), console, picture)
     if ctl.as_json:

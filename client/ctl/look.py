@@ -17,17 +17,15 @@ from .command import (
     LONG_TIMEOUT_S,
     TABLE_ROWS,
     Ctl,
-    ExitCode,
     TierOption,
     TiersOption,
     chosen,
-    exit_if,
-    fail,
     make_console,
     print_json,
     size_option,
     time_option,
 )
+from .failures import ExitCode, exit_if, fail
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

@@ -10,7 +10,6 @@ The modules of this folder are groups of commands. What they print for people is
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Annotated, Final
 
 import typer
@@ -19,14 +18,13 @@ from . import bench, change, identity, lab, live, look, policies, transfer, watc
 from .command import (
     AddressOption,
     Ctl,
-    Group,
-    JsonFileCommand,
     JsonOption,
     TargetsOption,
     TimeoutOption,
     command,
     parse_targets,
 )
+from .failures import Group
 
 #: The panels of --help.
 START: Final = "Start here"
@@ -76,7 +74,8 @@ def root(
 
     A daemon at the default address is found without --address.
 
-    Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon answers.
+    Exit codes: 0 good, 1 something is wrong, 2 bad input, 3 no daemon answers. With --json, errors
+    are JSON too, on standard error.
     """
     ctx.obj = Ctl(address, as_json, timeout, parse_targets(targets))
 
@@ -109,18 +108,11 @@ def version(ctl: Ctl) -> None:
     )
 
 
-def _trace_command(
-    group: typer.Typer, name: str, function: Callable[..., None], *, panel: str | None = None
-) -> None:
-    """Register a command that needs no daemon. It has its own option `--json FILE`."""
-    group.command(name, cls=JsonFileCommand, rich_help_panel=panel)(function)
-
-
 # --help lists the panels, and the commands of each, in this order.
 command(app, "demo", live.demo, panel=START)
-_trace_command(app, "replay", policies.replay, panel=LAB)
-command(app, "replay-live", live.replay_live, panel=LAB, json_file=True)
-command(app, "bench", bench.bench, panel=START, json_file=True)
+command(app, "replay", policies.replay, panel=LAB, needs_daemon=False)
+command(app, "replay-live", live.replay_live, panel=LAB)
+command(app, "bench", bench.bench, panel=START)
 
 command(app, "stats", look.stats, panel=LOOK)
 command(app, "ls", look.ls, panel=LOOK)
@@ -148,11 +140,11 @@ command(app, "watch", watch.watch, panel=LOOK)
 command(app, "publish-kv-events", watch.publish_kv_events, panel=LOOK)
 command(app, "version", version, panel=LOOK)
 
-_trace_command(app, "analyze", lab.analyze, panel=LAB)
-_trace_command(app, "curve", policies.curve, panel=LAB)
-command(app, "curve-live", live.curve_live, panel=LAB, json_file=True)
-_trace_command(app, "advise", policies.advise, panel=LAB)
-_trace_command(app, "simulate", lab.simulate, panel=LAB)
+command(app, "analyze", lab.analyze, panel=LAB, needs_daemon=False)
+command(app, "curve", policies.curve, panel=LAB, needs_daemon=False)
+command(app, "curve-live", live.curve_live, panel=LAB)
+command(app, "advise", policies.advise, panel=LAB, needs_daemon=False)
+command(app, "simulate", lab.simulate, panel=LAB, needs_daemon=False)
 
 config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
 command(config, "show", change.show)
@@ -163,8 +155,8 @@ tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon."
 command(tier, "resize", change.resize)
 app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
 trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
-_trace_command(trace, "generate", lab.generate)
-_trace_command(trace, "convert", lab.convert)
+command(trace, "generate", lab.generate, needs_daemon=False)
+command(trace, "convert", lab.convert, needs_daemon=False)
 app.add_typer(trace, name="trace", rich_help_panel=LAB)
 
 

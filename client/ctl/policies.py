@@ -9,7 +9,9 @@ import typer
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
-from .command import STDOUT, root_options, size_option, time_option
+from .command import Ctl, size_option, time_option
+from .failures import bad_input
+from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
 
 if TYPE_CHECKING:
     from ..lab.curve import LruCurve
@@ -26,7 +28,7 @@ DEFAULT_FRACTIONS: Final = "0.01,0.05,0.1,0.2,0.5"
 
 
 def replay(
-    ctx: typer.Context,
+    ctl: Ctl,
     trace: lab.TraceArgument,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
@@ -41,7 +43,8 @@ def replay(
         bool, typer.Option("--per-request", help="Add the hits of every request to the JSON.")
     ] = False,
     jobs: lab.JobsOption = None,
-    json_file: lab.JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Replay a trace through the policies: what each hits at each capacity.
 
@@ -52,8 +55,8 @@ def replay(
     from .views.lab import replay_view
     from .views.progress import reading
 
-    target = lab.json_target(root_options(ctx), json_file)
-    with lab.bad_input():
+    check_new(output, force=force)
+    with bad_input():
         order = lab.parse_name("touch order", touch_order, TouchOrder)
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
@@ -61,12 +64,12 @@ def replay(
         results = _replays(columns, cells, block_tokens, per_request, jobs)
         document = replay_document(columns.summary(block_tokens), results)
         data = {"block_tokens": block_tokens, **document}
-    lab.warn(reader.warnings())
-    lab.show(data, target, lambda: replay_view(data, block_bytes))
+    warn(reader.warnings())
+    show_result(ctl, data, lambda: replay_view(data, block_bytes), output, force=force)
 
 
 def curve(
-    ctx: typer.Context,
+    ctl: Ctl,
     trace: lab.TraceArgument,
     block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
     block_bytes: lab.BlockBytesOption = None,
@@ -114,7 +117,8 @@ def curve(
             metavar="FILE", help="Write a page with all results.", rich_help_panel=PICTURES
         ),
     ] = None,
-    json_file: lab.JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Show the hit rate at every capacity.
 
@@ -131,11 +135,11 @@ def curve(
     from .views.lab import curve_view
     from .views.progress import reading
 
-    target = lab.json_target(root_options(ctx), json_file)
+    check_new(output, svg, html, force=force)
     if html is not None and not sample_only and not (capacity_blocks or capacity):
         capacity_fraction = capacity_fraction or DEFAULT_FRACTIONS
     with_replays = any((capacity_blocks, capacity, capacity_fraction))
-    with lab.bad_input():
+    with bad_input():
         samplings = _samplings(sample_rate, sample_blocks, seed)
         if sample_only and (len(samplings) != 1 or with_replays):
             raise ValueError("without the exact curve it takes one sample, and no capacities")
@@ -171,12 +175,12 @@ def curve(
             block_bytes=block_bytes,
             most_points=points,
         )
-    lab.warn(reader.warnings())
+    warn(reader.warnings())
     if svg is not None:
-        lab.write_text(svg, curve_picture(data))
+        write_text(svg, curve_picture(data), force=force)
     if html is not None:
-        lab.write_text(html, render_report(data))
-    lab.show(data, target, lambda: curve_view(data))
+        write_text(html, render_report(data), force=force)
+    show_result(ctl, data, lambda: curve_view(data), output, force=force)
 
 
 def _cells(
@@ -271,7 +275,7 @@ class _Stream:
 
 
 def advise(
-    ctx: typer.Context,
+    ctl: Ctl,
     trace: lab.TraceArgument,
     bytes_per_token: Annotated[
         str | None,
@@ -310,7 +314,8 @@ def advise(
     ] = 10.0,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
-    json_file: lab.JsonFileOption = None,
+    output: OutputOption = None,
+    force: ForceOption = False,
 ) -> None:
     """Say how much memory a hit rate takes, tier by tier.
 
@@ -324,9 +329,9 @@ def advise(
     from .views.lab import advice
     from .views.progress import Rereading, reading
 
-    target = lab.json_target(root_options(ctx), json_file)
+    check_new(output, force=force)
     limits = {"ram": ram, "shm": shm, "disk": disk}
-    with lab.bad_input():
+    with bad_input():
         token_bytes = _token_bytes(bytes_per_token, model_shape)
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         requests = (
@@ -345,8 +350,8 @@ def advise(
             window_ms=round(reorder_window * 1000),
         )
     data = {"path": trace, "model_shape": model_shape, **found.to_json()}
-    lab.warn(reader.warnings())
-    lab.show(data, target, lambda: advice(data))
+    warn(reader.warnings())
+    show_result(ctl, data, lambda: advice(data), output, force=force)
 
 
 def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:

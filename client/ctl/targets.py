@@ -19,8 +19,9 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
-from .command import DEFAULT_TIMEOUT_S, Ctl, ExitCode, exit_if, make_console
+from .command import DEFAULT_TIMEOUT_S, Ctl, make_console
 from .connection import AdminConnection
+from .failures import ExitCode, exit_if
 from .message_json import tier_label
 from .views.daemon import check_view
 from .views.progress import live_view

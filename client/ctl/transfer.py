@@ -26,7 +26,9 @@ import typer
 
 from ...proto.trust import why_no_source
 from ...proto.vocabulary import Tier
-from .command import LONG_TIMEOUT_S, STDOUT, Ctl, DiskTierOption, ExitCode, exit_if, fail
+from .command import LONG_TIMEOUT_S, Ctl, DiskTierOption
+from .failures import ExitCode, exit_if, fail
+from .files import STDOUT
 
 if TYPE_CHECKING:
     from ..client import Client

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ...proto.vocabulary import Tier
-from .command import Ctl, ExitCode, TiersOption, chosen, fail, print_json
+from .command import Ctl, TiersOption, chosen, print_json
+from .failures import ExitCode, fail
 
 if TYPE_CHECKING:
     from ..watch import Watch, WatchEvent

@@ -145,12 +145,20 @@ class AdminService(AdminViews):
         slices = Slices()
         for shard in core.state.tables.entries.shards:
             stored_bytes: dict[Key, int] = {}
+            pinned = 0
             for entry in shard.values():
                 if entry.tier in tiers:
                     if entry.label == label or entry.key.endswith(tag):
                         stored_bytes[entry.key] = entry.stored_bytes
+                        pinned += bool(entry.pins)
                     else:
                         response.unknown_entries += not entry.label
+            if request.dry_run:
+                response.entries += len(stored_bytes)
+                response.freed_bytes += sum(stored_bytes.values())
+                response.pinned_entries += pinned
+                await slices.pause()
+                continue
             # An engine that did not answer once is asked in the background.
             until_s = monotonic() + (0.0 if response.erasing else DELETE_WAIT_S)
             results, withdrawn = await drop_entries(core, None, tuple(stored_bytes), until_s)
@@ -161,6 +169,8 @@ class AdminService(AdminViews):
                     response.freed_bytes += stored_bytes[key]
                 response.pinned_entries += result is DeleteStatus.PINNED
             await slices.pause()
+        if request.dry_run:
+            return response
         until_s = monotonic() + DELETE_WAIT_S
         response.erasing |= not await durable_deletes(core, (), until_s)
         audit(

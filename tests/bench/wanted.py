@@ -1,6 +1,6 @@
 """The performance goals of prefixd: ratios within the rows of one run, and their limits.
 
-prefixctl bench --json rows.jsonl --compare peers.jsonl
+prefixctl bench -o rows.jsonl --peers peers.jsonl
 python -m tests.bench.wanted rows.jsonl peers.jsonl    # tables for BENCHMARKS.md
 """
 

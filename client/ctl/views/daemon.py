@@ -335,10 +335,13 @@ def resized_view(tier: str, response: pb.ResizeResponse) -> RenderableType:
     return Group(*lines)
 
 
-def cleared_view(namespace: str, response: pb.ClearResponse) -> RenderableType:
+def cleared_view(
+    namespace: str, response: pb.ClearResponse, *, dry_run: bool = False
+) -> RenderableType:
     """What was dropped, and which entries of the namespace may be left."""
     freed = size(response.freed_bytes)
-    lines = [Text(f"{namespace}: {response.entries:,} entries dropped ({freed})")]
+    done = "would be dropped" if dry_run else "dropped"
+    lines = [Text(f"{namespace}: {response.entries:,} entries {done} ({freed})")]
     if response.pinned_entries:
         lines.append(Text(f"{response.pinned_entries:,} stay: they are being read", "yellow"))
     if response.unknown_entries:

@@ -56,7 +56,7 @@ def peers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_everything_is_measured_and_nothing_is_left(temporary: Path) -> None:
-    result = ctl(*SMALL, "--json", "-")
+    result = ctl(*SMALL, "--json")
     assert result.exit_code == 0, result.output
     rows = rows_of(result.stdout)
     assert {row["peer"] for row in rows} == {
@@ -76,8 +76,8 @@ def test_a_table_beside_peers_and_rows_in_a_file(
 ) -> None:
     """On a running daemon."""
     file = tmp_path / "rows.jsonl"
-    result = ctl("ram", "walk", *SMALL, "--address", daemon.address, "--compare", peers,
-                 "--json", file)  # fmt: skip
+    result = ctl("ram", "walk", *SMALL, "--address", daemon.address, "--peers", peers,
+                 "-o", file)  # fmt: skip
     assert result.exit_code == 0, result.output
     rows = rows_of(file.read_text())
     restore = next(
@@ -93,7 +93,7 @@ def test_a_table_beside_peers_and_rows_in_a_file(
 
 
 def test_markdown(daemon: PrivateDaemon, peers: Path) -> None:
-    result = ctl("shm", *SMALL, "--address", daemon.address, "--compare", peers, "--markdown")
+    result = ctl("shm", *SMALL, "--address", daemon.address, "--peers", peers, "--markdown")
     assert result.exit_code == 0, result.output
     assert result.stdout.startswith("- ")
     headings = [line for line in result.stdout.splitlines() if line.startswith("### ")]
@@ -109,7 +109,7 @@ def test_of_smaller_blocks_the_largest_batch_is_measured_too(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     flags = ("--batches", "1,2", "--repeats", "1", "--block-bytes", "20KiB,8KiB")
-    result = ctl("ram", *flags, "--address", daemon.address, "--compare", peers, "--json", file)
+    result = ctl("ram", *flags, "--address", daemon.address, "--peers", peers, "-o", file)
     assert result.exit_code == 0, result.output
     measured = {(row["block_bytes"], row["blocks"]) for row in rows_of(file.read_text())}
     assert measured == {(20480, 1), (20480, 2), (8192, 2)}
@@ -154,10 +154,10 @@ def test_a_daemon_without_the_tier_says_so(daemon: PrivateDaemon) -> None:
         (["tape"], "no such part: tape; ram shm disk data grpc walk many evict"),
         (["ram", "--batches", "1,x"], "'1,x' is no list of numbers"),
         (["ram", "--batches", "0"], "a batch is at least 1"),
-        (["ram", "--verify", "sometimes"], "--verify is one of always, disk, never"),
+        (["ram", "--check-crc", "sometimes"], "--check-crc is one of always, disk, never"),
         (["ram", "--block-bytes", "5MB"], "unknown unit 'MB'"),
-        (["ram", "--compare", "/nowhere/at/all"], "can't be read"),
-        (["ram", "--json", "/nowhere/at/all"], "cannot be written"),
+        (["ram", "--peers", "/nowhere/at/all"], "can't be read"),
+        (["ram", "-o", "/nowhere/at/all"], "cannot be written"),
     ],
 )
 def test_what_makes_no_sense_is_bad_input(arguments: list[str], words: str) -> None:

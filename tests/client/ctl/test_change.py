@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.client import Client, SaveItem, Tier
-from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key
@@ -133,13 +133,20 @@ def test_what_a_namespace_saved_is_cleared(daemon: PrivateDaemon) -> None:
     with Client(daemon.address, label="reader") as client:
         with client.claim(keys["one"][3:4]) as hit:
             assert hit
-            said = run(daemon, "clear", "--namespace", "one", code=ExitCode.PROBLEM)
+            asked = run(daemon, "clear", "--namespace", "one", code=ExitCode.BAD_INPUT)
+            assert asked == "", "nobody can answer here"
+            said = run(daemon, "clear", "--namespace", "one", "--dry-run", code=ExitCode.PROBLEM)
+            assert said == "one: 5 entries would be dropped (20KiB)\n1 stay: they are being read\n"
+            assert client.exists(keys["one"]) == [True] * 5
+            said = run(daemon, "clear", "--namespace", "one", "--yes", code=ExitCode.PROBLEM)
             assert said == "one: 4 entries dropped (16KiB)\n1 stay: they are being read\n"
         assert client.exists(keys["one"]) == [False] * 3 + [True, False]
-        assert run(daemon, "clear", "--namespace", "one", "--tier", "ram").startswith("one: 0 ")
-        assert run(daemon, "clear", "--namespace", "one").startswith("one: 1 ")
+        assert run(daemon, "clear", "-y", "--namespace", "one", "--tier", "ram").startswith(
+            "one: 0 "
+        )
+        assert run(daemon, "clear", "-y", "--namespace", "one").startswith("one: 1 ")
         assert client.exists(keys["other"]) == [True] * 5
-    run(daemon, "clear", "--namespace", "no label", code=ExitCode.BAD_INPUT)
+    run(daemon, "clear", "-y", "--namespace", "no label", code=ExitCode.BAD_INPUT)
     run(daemon, "clear", code=ExitCode.BAD_INPUT)
 
 
@@ -149,6 +156,6 @@ def test_entries_of_an_earlier_start_are_of_no_known_namespace() -> None:
             client.save_many([SaveItem(KEY, b"bytes", 5)], tier=Tier.SHM)
         daemon.stop()
         daemon.start()
-        said = run(daemon, "clear", "--namespace", "one")
+        said = run(daemon, "clear", "-y", "--namespace", "one")
         assert "1 entries came back from an earlier start: whose they are is not known" in said
         assert "not known" in run(daemon, "inspect", KEY.hex())

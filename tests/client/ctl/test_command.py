@@ -13,13 +13,12 @@ from typing import Annotated, Any
 
 import pytest
 import typer
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import command as commands
 from prefixd.client.ctl.command import (
     Ctl,
-    ExitCode,
-    Group,
     chosen,
     command,
     parse_reason,
@@ -27,9 +26,11 @@ from prefixd.client.ctl.command import (
     parse_size,
     parse_tier,
 )
+from prefixd.client.ctl.failures import ExitCode, Group
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
 from prefixd.client.ctl.message_json import as_dict
+from prefixd.client.lab.trace import Request, write_trace
 from prefixd.client.lab.trace_file import TraceError
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -44,6 +45,8 @@ from prefixd.proto.errors import (
 from prefixd.proto.vocabulary import SaveReason, Tier
 
 seen: list[Any] = []
+#: prefixctl, as a process.
+WARM_CTL = [sys.executable, "-c", "from prefixd.client.ctl.main import main; main()"]
 
 
 def made(function: Any, **options: Any) -> typer.Typer:
@@ -108,12 +111,141 @@ def test_options_may_be_before_and_after_the_name(arguments: list[str], ctl: Ctl
     assert seen == [(ctl, 7)]
 
 
-def test_a_command_with_its_own_json_option_sees_the_one_before_its_name() -> None:
-    seen.clear()
-    app = made(note, json_file=True)
-    assert run(app, "--json", "it").exit_code == 0
-    assert seen == [(Ctl(as_json=True), 1)]
-    assert run(app, "it", "--json").exit_code == ExitCode.BAD_INPUT
+def test_a_command_without_a_daemon_takes_json_on_both_sides_and_no_address() -> None:
+    app = made(note, needs_daemon=False)
+    for arguments in (["--json", "it"], ["it", "--json"]):
+        seen.clear()
+        assert run(app, *arguments).exit_code == 0
+        assert seen == [(Ctl(as_json=True), 1)]
+    assert run(app, "it", "--address", "h:1").exit_code == ExitCode.BAD_INPUT
+
+
+def commands_of(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, each in group.commands.items():
+        if hasattr(each, "commands"):
+            yield from commands_of(each, *path, name)
+        else:
+            yield (*path, name), each
+
+
+COMMANDS = dict(commands_of(get_command(real_app)))
+
+
+@pytest.mark.parametrize("path", COMMANDS, ids=" ".join)
+def test_json_is_a_flag_of_every_command_and_files_are_named_by_o(path: tuple[str, ...]) -> None:
+    options = {name: each for each in COMMANDS[path].params for name in each.opts}
+    assert options["--json"].is_flag
+    if {"--output", "--html", "--svg", "--picture"} & options.keys():
+        assert options["--force"].is_flag
+
+
+def test_an_option_has_one_kind_of_value_in_all_commands() -> None:
+    kinds: dict[str, set[str]] = {}
+    for each in COMMANDS.values():
+        for option in each.params:
+            for name in option.opts:
+                if name.startswith("--"):
+                    flag = getattr(option, "is_flag", False)
+                    kinds.setdefault(name, set()).add("flag" if flag else "value")
+    assert {name for name, found in kinds.items() if len(found) > 1} == set()
+
+
+# ---- errors in words of ours
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["ls", "--limit", "x"], "--limit takes a whole number"),
+        (["ls", "--limit", "-1"], "--limit is at least"),
+        (["ls", "--nope"], "there is no option --nope"),
+        (["nope"], "there is no command nope"),
+        (["trace", "nope"], "there is no command nope"),
+        (["evict"], "--bytes is missing"),
+        (["log-level", "loud"], "level: 'loud' is not one of 'debug', 'info', 'warning', 'error'"),
+        (["ls", "--tier", "tape"], "--tier: 'tape' is none of ram, shm, disk"),
+        (["ls", "extra"], "it takes no more arguments: extra"),
+        (["ls", "--limit"], "--limit takes a value"),
+        (["replay-live", "t", "--speed", "fast"], "--speed takes a number"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(arguments: list[str], sentence: str) -> None:
+    result = run(real_app, *arguments)
+    assert result.exit_code == ExitCode.BAD_INPUT
+    said, hint = result.stderr.splitlines()
+    assert said.startswith(f"prefixctl: {sentence}")
+    assert hint.endswith("--help shows what it takes")
+    error = json.loads(run(real_app, "--json", *arguments).stderr)
+    assert (error["exit_code"], error["error"]) == (2, said.removeprefix("prefixctl: "))
+
+
+def test_a_failure_is_json_with_json(tmp_path: Path) -> None:
+    result = run(real_app, "stats", "--json", "--address", f"{tmp_path}/no.sock")
+    assert result.exit_code == ExitCode.UNREACHABLE
+    assert result.stdout == ""
+    error = json.loads(result.stderr)
+    assert error["exit_code"] == 3
+    assert f"{tmp_path}/no.sock" in error["error"]
+
+
+@pytest.mark.parametrize("arguments", ["--help", "trace generate --profile code -o - -n 9000"])
+def test_a_full_device_is_a_sentence(arguments: str) -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*WARM_CTL, *arguments.split()], stdout=full, stderr=subprocess.PIPE, check=False
+        )
+    assert done.returncode == ExitCode.PROBLEM
+    assert done.stderr.decode().endswith("can't be written: no space left on device\n")
+    assert b"Traceback" not in done.stderr
+
+
+def test_a_closed_output_is_a_sentence() -> None:
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" >&-', "sh", *WARM_CTL, "--help"],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ExitCode.PROBLEM
+    assert done.stderr == "prefixctl: standard output is closed\n"
+
+
+# ---- files
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["analyze", "{trace}", "-o", "{old}"],
+        ["replay", "{trace}", "-o", "{old}"],
+        ["curve", "{trace}", "--svg", "{old}"],
+        ["curve", "{trace}", "--html", "{old}"],
+        ["simulate", "{trace}", "--html", "{old}"],
+        ["trace", "generate", "--profile", "code", "-n", "5", "-o", "{old}"],
+        ["trace", "convert", "{trace}", "-o", "{old}"],
+        ["demo", "--picture", "{old}"],
+        ["bench", "-o", "{old}"],
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_no_file_is_replaced_without_force(tmp_path: Path, arguments: list[str]) -> None:
+    trace, old = tmp_path / "trace.jsonl", tmp_path / "old"
+    write_trace(trace, [Request(0, 512, 1, (1,))])
+    old.write_text("mine")
+    given = [each.format(trace=trace, old=old) for each in arguments]
+    result = run(real_app, *given)
+    assert result.exit_code == ExitCode.BAD_INPUT
+    assert result.stderr == f"prefixctl: {old} exists already; --force replaces it\n"
+    assert old.read_text() == "mine"
+    if arguments[0] not in ("demo", "bench"):
+        assert run(real_app, *given, "--force").exit_code == 0
+        assert old.read_text() != "mine"
+
+
+def test_what_cannot_be_replaced_may_be_written_to(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    write_trace(trace, [Request(0, 512, 1, (1,))])
+    assert run(real_app, "analyze", str(trace), "-o", "/dev/null").exit_code == 0
 
 
 def test_help_lists_what_all_commands_share() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from prefixd.client.client import Client
-from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.ctl.views.identity import identities_table, identity_view, saver_view

@@ -18,7 +18,7 @@ def ctl(*arguments: object, stdin: bytes | None = None) -> Result:
 
 
 def json_of(*arguments: object) -> Any:
-    result = ctl(*arguments, "--json", "-")
+    result = ctl(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -49,7 +49,7 @@ def test_generate(tmp_path: Path, name: str) -> None:
     assert found["trace"]["blocks"] == sum(len(r.hash_ids) for r in requests)
     assert found["trace"]["unique_blocks"] == len({i for r in requests for i in r.hash_ids})
     assert (found["profile"], found["seed"], found["block_tokens"]) == (name, 3, 512)
-    result = ctl(*arguments)
+    result = ctl(*arguments, "--force")
     assert result.exit_code == 0
     assert "60 in " in result.stdout
     assert path.read_bytes() == once
@@ -61,7 +61,7 @@ def test_generate_to_standard_output_leaves_the_table_to_standard_error() -> Non
     assert len(result.stdout.splitlines()) == 5
     assert all(json.loads(line)["hash_ids"] for line in result.stdout.splitlines())
     assert "requests" in result.stderr
-    both = ctl("trace", "generate", "--profile", "code", "-n", 5, "-o", "-", "--json", "-")
+    both = ctl("trace", "generate", "--profile", "code", "-n", 5, "-o", "-", "--json")
     assert both.exit_code == 2
     assert both.stdout == ""
     assert "cannot both go to standard output" in both.stderr
@@ -75,7 +75,7 @@ def test_convert(tmp_path: Path) -> None:
     assert found["shapes"] == {"token_ids": 2}
     assert found["bad_records"] == 1
     assert [r.hash_ids for r in TraceReader(output)] == [(0, 1), (0,)]
-    result = ctl(*arguments)
+    result = ctl(*arguments, "--force")
     assert "2 by token_ids" in result.stdout
     assert "note: 1 bad record skipped" in result.stderr
 
@@ -92,7 +92,7 @@ def test_analyze(trace: Path, tmp_path: Path) -> None:
     assert found["trace"]["requests"] == 40
     assert found["sharing"]["common_prefix_blocks"] == 1
     assert found["saving"]["infinite_hit_tokens"] == 39 * 512 + 35 * 512
-    result = ctl("analyze", trace, "--json", tmp_path / "a.json")
+    result = ctl("analyze", trace, "-o", tmp_path / "a.json")
     assert json.loads((tmp_path / "a.json").read_text()) == found
     assert f"{39 * 512 + 35 * 512:,} tokens" in result.stdout
     assert "shared prefix, tokens" in result.stdout
@@ -121,12 +121,12 @@ def test_json_may_stand_alone(trace: Path) -> None:
         (("analyze", "absent.jsonl"), "absent.jsonl: cannot be opened: no such file"),
         (("analyze", "{bad}"), "bad.jsonl:1: the line is not JSON (Expecting value at column 1)"),
         (("analyze", "{bad}", "--skip-bad"), "no request in it, all lines are bad; the first: "),
-        (("analyze", "{trace}", "--json", "{absent}/x"), "cannot be written: no such file"),
-        (("analyze", "{trace}", "--block-tokens", "0"), "'--block-tokens'"),
+        (("analyze", "{trace}", "-o", "{absent}/x"), "cannot be written: no such file"),
+        (("analyze", "{trace}", "--block-tokens", "0"), "--block-tokens is at least 1"),
         (("trace", "generate", "--profile", "x", "-o", "-"), "there is no profile 'x'"),
         (("trace", "generate", "--profile", "rag", "-o", "{absent}/t"), "cannot be written"),
         (("trace", "convert", "{bad}", "-o", "{out}"), "bad.jsonl:1: the line is not JSON"),
-        (("trace", "convert", "{trace}", "-o", "{trace}"), "is the file to read"),
+        (("trace", "convert", "{trace}", "-o", "{trace}", "--force"), "is the file to read"),
         (("trace", "convert", "{trace}", "-o", "-", "--time-unit", "h"), "the time unit is s, ms"),
     ],
 )

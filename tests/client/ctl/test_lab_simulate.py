@@ -23,7 +23,7 @@ def ctl(*arguments: object) -> Result:
 
 
 def json_of(*arguments: object) -> Any:
-    result = ctl("simulate", *arguments, "--json", "-")
+    result = ctl("simulate", *arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -78,7 +78,7 @@ def test_compare(trace: Path) -> None:
 
 def test_the_page_and_the_json_hold_the_same(trace: Path, tmp_path: Path) -> None:
     html, target = tmp_path / "r.html", tmp_path / "r.json"
-    result = ctl("simulate", trace, "--html", html, "--json", target, "--compare")
+    result = ctl("simulate", trace, "--html", html, "-o", target, "--compare")
     assert result.exit_code == 0, result.output
     assert Page(html.read_text(encoding="utf-8")).data == json.loads(target.read_text())
 
@@ -132,7 +132,7 @@ def test_what_people_see(trace: Path) -> None:
         (("{trace}", "--bytes-per-token", "1GB"), "unknown unit 'GB'"),
         (("{trace}", "--bytes-per-token", "0"), "at least one byte, got 0"),
         (("{trace}", "--html", "{absent}/x"), "cannot be written: no such file"),
-        (("{trace}", "--json", "{absent}/x"), "cannot be written: no such file"),
+        (("{trace}", "-o", "{absent}/x"), "cannot be written: no such file"),
         (("{bad}",), "bad.jsonl:1: the line is not JSON"),
         (("{absent}",), "absent"),
     ],

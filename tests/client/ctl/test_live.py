@@ -53,7 +53,7 @@ def test_a_live_replay_ends_with_its_tables(daemon: PrivateDaemon, trace: Path) 
         assert any(line.strip().startswith(step) for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [["--json"], ["--json", "-"], ["--json", "--workers", "1"]])
+@pytest.mark.parametrize("arguments", [["--json"], ["--json", "--workers", "1"]])
 def test_json_on_standard_output(daemon: PrivateDaemon, trace: Path, arguments: list[str]) -> None:
     result = run(daemon, trace, "--limit", 10, "--salt", "json", *arguments)
     assert result.exit_code == 0, result.output
@@ -72,7 +72,7 @@ def test_json_before_the_name_and_into_a_file(
     )
     assert json.loads(before.stdout)["requests"] == 3
     file = tmp_path / "result.json"
-    shown = run(daemon, trace, "--limit", 3, "--json", file)
+    shown = run(daemon, trace, "--limit", 3, "-o", file)
     assert json.loads(file.read_text())["requests"] == 3
     assert shown.stdout.endswith("0 mismatches\n")
 
@@ -80,7 +80,7 @@ def test_json_before_the_name_and_into_a_file(
 def test_the_policies_need_no_daemon(trace: Path) -> None:
     result = CliRunner().invoke(
         app,
-        ["--address", "/nowhere/at/all", "replay", str(trace), "--json", "-", "--policy", "lru",
+        ["--address", "/nowhere/at/all", "replay", str(trace), "--json", "--policy", "lru",
          "--capacity-blocks", "100"],
     )  # fmt: skip
     assert result.exit_code == 0, result.output

@@ -61,7 +61,7 @@ def ctl(daemon: PrivateDaemon, *arguments: str) -> Result:
 
 def curve_of(daemon: PrivateDaemon, *arguments: str) -> Any:
     """The curve of the RAM tier."""
-    result = ctl(daemon, "--tier", "ram", "--json", "-", *arguments)
+    result = ctl(daemon, "--tier", "ram", "--json", *arguments)
     assert result.exit_code == 0, result.output
     (tier,) = json.loads(result.stdout)["tiers"]
     return tier

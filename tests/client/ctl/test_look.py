@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.client import Client
 from prefixd.client.ctl import look
-from prefixd.client.ctl.command import ExitCode
 from prefixd.client.ctl.connection import AdminConnection
+from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.look import find_key
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon

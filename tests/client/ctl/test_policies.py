@@ -17,7 +17,7 @@ def ctl(*arguments: object) -> Result:
 
 
 def json_of(*arguments: object) -> Any:
-    result = ctl(*arguments, "--json", "-")
+    result = ctl(*arguments, "--json")
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -64,7 +64,7 @@ def test_curve_with_everything(trace: Path, tmp_path: Path) -> None:
     result = ctl(
         "curve", trace, "--policy", "lru,arc", "--capacity-blocks", "3,20", "--sample-rate", "1",
         "--block-bytes", "1MiB", "--jobs", 1,
-        *(part for name, path in files.items() for part in (f"--{name}", path)),
+        "--html", files["html"], "--svg", files["svg"], "-o", files["json"],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     found = json.loads(files["json"].read_text())
@@ -85,7 +85,7 @@ def test_curve_with_everything(trace: Path, tmp_path: Path) -> None:
 def test_a_page_compares_all_policies_without_being_asked(trace: Path, tmp_path: Path) -> None:
     found = json_of("curve", trace, "--html", tmp_path / "r.html", "--jobs", 1)
     assert {r["policy"] for r in found["results"]} == {"lru", "lfu", "fifo", "s3fifo", "arc"}
-    named = json_of("curve", trace, "--html", tmp_path / "r.html", "--capacity-blocks", 7)
+    named = json_of("curve", trace, "--html", tmp_path / "n.html", "--capacity-blocks", 7)
     assert {r["capacity_blocks"] for r in named["results"]} == {7}
 
 

@@ -25,7 +25,7 @@ def run(command: str, trace: str, **options: Any) -> tuple[dict[str, Any], list[
     for name, value in options.items():
         flag = f"--{name.replace('_', '-')}"
         flags += [flag] if value is True else [flag, str(value)]
-    result = CliRunner().invoke(app, [command, trace, *flags, "--json", "-"])
+    result = CliRunner().invoke(app, [command, trace, *flags, "--json"])
     if result.exit_code:
         assert result.exit_code == 2, result.output
         raise ValueError(" ".join(result.stderr.replace("│", " ").split()))
@@ -119,7 +119,7 @@ def test_touch_order_block_tokens_and_limit_reach_the_replay(trace: str) -> None
         ({"capacity_fraction": "-0.5"}, "must not be negative, got -0.5"),
         ({"capacity_fraction": "inf"}, "must not be negative"),
         ({"touch_order": "leaf"}, "unknown touch order 'leaf', known are in-order, root-mru"),
-        ({"block_tokens": 0}, "Input should be greater than or equal to 1"),
+        ({"block_tokens": 0}, "--block-tokens is at least 1"),
     ],
 )
 def test_bad_options_are_told_before_anything_is_read(

@@ -13,8 +13,8 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.client import Client, SaveItem, SaveReason, Tier
-from prefixd.client.ctl.command import ExitCode
 from prefixd.client.ctl.entry_stream import HEADER_BYTES, MAGIC, StreamReader
+from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key

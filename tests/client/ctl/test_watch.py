@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from prefixd.client import Client, SaveItem, SaveReason, Tier
-from prefixd.client.ctl.command import ExitCode
+from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.keys import Key

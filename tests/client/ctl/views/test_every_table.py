@@ -203,7 +203,7 @@ def from_lab(directory: Path) -> dict[str, RenderableType]:
     write_trace(trace, list(generate("multi-turn", requests=60, seed=3)))
 
     def data(*arguments: object) -> Any:
-        command = [str(argument) for argument in (*arguments, "--json", "-")]
+        command = [str(argument) for argument in (*arguments, "--json")]
         result = CliRunner().invoke(main.app, command)
         assert result.exit_code == 0, result.output
         return json.loads(result.stdout)
