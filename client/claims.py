@@ -48,12 +48,14 @@ class Pins:
         if self.given_back or (self._gone and not self._gone.isdisjoint(indices)):
             raise CallerError("this hit was released: its entries may be gone")
 
-    def by_claim(self, indices: Sequence[int]) -> list[tuple[Holding, list[int], list[int]]]:
+    def by_claim(
+        self, indices: Sequence[int]
+    ) -> list[tuple[Holding, Sequence[int], Sequence[int]]]:
         """The claims that pin entries `indices`, each with positions in `indices` and places in the
         claim."""
         if len(self._first) == 1 and self.claims is self._first:
             # Nearly every hit: one claim, and nothing given up.
-            return [(self._first[0], list(range(len(indices))), list(indices))]
+            return [(self._first[0], range(len(indices)), indices)]
         groups: dict[Holding, tuple[list[int], list[int]]] = {}
         for number, index in enumerate(indices):
             claim, place = self._places[index]

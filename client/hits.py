@@ -317,7 +317,7 @@ class Reader:
         views: list[list[memoryview]] = []
         try:
             for claim, numbers, _ in hit._pins.by_claim(indices):
-                entries = hit._found.some([indices[number] for number in numbers])
+                entries = hit._found.some(indices).some(numbers)
                 found = self.transport.views(claim, entries)
                 if found is None:
                     return None
