@@ -127,11 +127,19 @@ def test_every_public_name_exists() -> None:
     assert set(prefixd.client.__all__) <= names.keys()
 
 
-#: A test file, with or without the name of a test. `ARCHITECTURE.md` names folders as well.
+#: A test file, with or without the name of a test.
 NAMED = re.compile(r"`((?:[a-z_]+/)*test_[a-z_]+\.py)(?:::([A-Za-z_]+))?`")
 
 
-@pytest.mark.parametrize("page", ["RELIABILITY.md", "ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "RELIABILITY.md",
+        "ARCHITECTURE.md",
+        "CONTRIBUTING.md",
+        *(str(p.relative_to(ROOT)) for p in PAGES),
+    ],
+)
 def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = NAMED.findall((ROOT / page).read_text())
     missing = []
