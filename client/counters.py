@@ -187,6 +187,16 @@ class Counters:
             for (status, (tier, reason)), entries in ended.items():
                 self._amounts["saves", tier, reason, status.label] += entries
 
+    @property
+    def to_report(self) -> bool:
+        """Whether `take_report` has something to take."""
+        with self._lock:
+            reported = self._reported
+            return any(
+                name[0] in _REPORTED and amount != reported[name]
+                for name, amount in self._amounts.items()
+            )
+
     def take_report(self) -> Report:
         """What was counted since the last call, as of one moment."""
         with self._lock:

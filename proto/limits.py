@@ -57,6 +57,8 @@ MAX_TOLD_KEYS: Final = 8
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000
 #: A session that is silent for this many heartbeat intervals is lost.
 SESSION_LOST_AFTER_INTERVALS: Final = 2
+#: The same for one that holds nothing: no claim, no reservation and no waiting request.
+IDLE_SESSION_LOST_AFTER_INTERVALS: Final = 10
 DEFAULT_CLAIM_LEASE_MS: Final = 300_000
 DEFAULT_RESERVATION_TTL_MS: Final = 60_000
 MAX_LEASE_MS: Final = 3_600_000

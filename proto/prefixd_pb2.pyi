@@ -885,6 +885,7 @@ class Welcome(google.protobuf.message.Message):
     SHARES_FIELD_NUMBER: builtins.int
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     DATA_PORT_FIELD_NUMBER: builtins.int
+    IDLE_HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
     heartbeat_interval_ms: builtins.int
@@ -905,6 +906,8 @@ class Welcome(google.protobuf.message.Message):
     """The TCP port of the data socket (see DataRequest), on the host at which the client reached the
     daemon; 0: there is none.
     """
+    idle_heartbeat_interval_ms: builtins.int
+    """0: heartbeat_interval_ms"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
     def __init__(
@@ -924,8 +927,9 @@ class Welcome(google.protobuf.message.Message):
         shares: builtins.bool = ...,
         session_secret: builtins.bytes = ...,
         data_port: builtins.int = ...,
+        idle_heartbeat_interval_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_heartbeat_interval_ms", b"idle_heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -966,16 +970,23 @@ class HeartbeatAck(google.protobuf.message.Message):
 
     SEQUENCE_FIELD_NUMBER: builtins.int
     UNDER_PRESSURE_FIELD_NUMBER: builtins.int
+    HOLDS_FIELD_NUMBER: builtins.int
     sequence: builtins.int
+    """of the heartbeat; 0: it answers none, and tells that under_pressure changed"""
     under_pressure: builtins.bool
     """the node is short of memory: better save and free what can be freed"""
+    holds: builtins.bool
+    """The session holds claims or reservations, or requests of it wait: it is not idle, whatever the
+    client knows of them.
+    """
     def __init__(
         self,
         *,
         sequence: builtins.int = ...,
         under_pressure: builtins.bool = ...,
+        holds: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["holds", b"holds", "sequence", b"sequence", "under_pressure", b"under_pressure"]) -> None: ...
 
 Global___HeartbeatAck: typing_extensions.TypeAlias = HeartbeatAck
 

@@ -335,8 +335,10 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
 
     Session: _CacheSessionType
     """The session of one client. The first message is Hello, and the daemon answers Welcome. A
-    Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. The end of
-    the stream, for whatever reason, releases the claims and reservations of the session.
+    Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. While the
+    session holds nothing, the client makes no call and has nothing to report, it is due every
+    idle_heartbeat_interval_ms. The end of the stream, for whatever reason, releases the claims and
+    reservations of the session.
     Errors: INVALID_ARGUMENT (the first message is no Hello), RESOURCE_EXHAUSTED (too many sessions).
     """
 
@@ -467,8 +469,10 @@ class CacheServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.SessionEvent], collections.abc.AsyncIterator[prefixd_pb2.SessionEvent]]:
         """The session of one client. The first message is Hello, and the daemon answers Welcome. A
-        Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. The end of
-        the stream, for whatever reason, releases the claims and reservations of the session.
+        Heartbeat is due every heartbeat_interval_ms and renews every claim of the session. While the
+        session holds nothing, the client makes no call and has nothing to report, it is due every
+        idle_heartbeat_interval_ms. The end of the stream, for whatever reason, releases the claims and
+        reservations of the session.
         Errors: INVALID_ARGUMENT (the first message is no Hello), RESOURCE_EXHAUSTED (too many sessions).
         """
 

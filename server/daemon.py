@@ -122,6 +122,7 @@ async def serve(plan: Plan, load: Callable[[], Config], fds: Descriptors) -> Non
         pressure = assembly.make_pressure(config, core, front.stagings)
         if pressure is not None:
             front.sessions.under_pressure = lambda: pressure.under
+            pressure.when_changed = front.sessions.tell_pressure
             core.supervisor.task("pressure", pressure.watch(config.pressure.interval_ns / 1e9))
         stack.push_async_callback(_within, front.local.close())
         stack.push_async_callback(_within, front.data.close())
@@ -230,6 +231,7 @@ def service_config(
         incarnation=incarnation,
         daemon_version=__version__,
         heartbeat_interval_ms=sessions.heartbeat_ns // 1_000_000,
+        idle_heartbeat_interval_ms=sessions.idle_heartbeat_ns // 1_000_000,
         claim_lease_ms=sessions.claim_lease_ns // 1_000_000,
         reservation_ttl_ms=sessions.reservation_ttl_ns // 1_000_000,
         local_socket=f"{_path_of(server.address)}{LOCAL_SUFFIX}",

@@ -461,7 +461,8 @@ class GrpcTransport(Transport):
         self._counters.rpc(name)
         silent = False
         try:
-            return ask() if self.spans is None else self.spans.call(name, ask)
+            with link.calling():
+                return ask() if self.spans is None else self.spans.call(name, ask)
         except grpc.RpcError as problem:
             error, silent = from_grpc(problem), unanswered(problem)
         except PrefixdError as problem:  # from the local or data socket

@@ -5,6 +5,11 @@ gRPC pulls the outgoing messages from an iterator, in a thread of its own. That 
 the next message or the next heartbeat, whichever comes first, so heartbeats need no timer. It also
 notices when the daemon has stopped answering.
 
+An idle client sends a heartbeat only now and then: one that holds nothing, makes no call, has
+nothing to report, and has its last heartbeat answered. The daemon has as much more patience with
+it. So thousands of idle clients cost the daemon little, and nothing is held any longer by a client
+that is gone.
+
 A call that got no answer in time makes the link suspect: a heartbeat goes out at once, and until it
 is answered, every other call fails at once. So a daemon that hangs costs one call its deadline, and
 a slow one costs the others a round trip.
@@ -12,9 +17,12 @@ a slow one costs the others a round trip.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final
 from weakref import WeakValueDictionary
@@ -80,6 +88,10 @@ class Holdings:
             holding.why_lost = why
             return True
 
+    def __bool__(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._held)
+
     def end(self, why: str) -> None:
         """The session has ended: everything in it is lost."""
         with self._lock:
@@ -128,6 +140,12 @@ class Link:
         self._outbox: SimpleQueue[pb.SessionRequest | None] = SimpleQueue()
         self._welcomed = threading.Event()
         self._unanswered = 0
+        #: An entry for each call in progress.
+        self._calling: deque[None] = deque()
+        #: Something was called or granted since the last look.
+        self._active = False
+        #: As the daemon last said: it holds something for the session.
+        self._holds = False
         self._sequence = 0
         #: The heartbeat whose answer proves that the daemon is alive again.
         self._proof = 0
@@ -167,7 +185,7 @@ class Link:
             for event in self._events:
                 if event.WhichOneof("kind") == "heartbeat_ack":
                     self.under_pressure = event.heartbeat_ack.under_pressure
-                    self._answered(event.heartbeat_ack.sequence)
+                    self._answered(event.heartbeat_ack.sequence, event.heartbeat_ack.holds)
                 yield event
             self.close("the daemon ended the session")
         except grpc.RpcError as problem:
@@ -187,9 +205,37 @@ class Link:
             self.suspect = True
         self._outbox.put(_BEAT)
 
-    def _answered(self, sequence: int) -> None:
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around each call that may begin to hold something: the link is not idle meanwhile."""
+        self._active = True
+        self._calling.append(None)
+        try:
+            yield
+        finally:
+            self._calling.pop()
+            self._active = True  # what was granted is only now entered into `claims`
+
+    def _idle(self) -> bool:
+        """Whether no heartbeat is needed for a while. Called once an interval."""
+        active, self._active = self._active, False
+        counters = self._counters
+        return not (
+            active
+            or self._calling
+            or self._unanswered
+            or self.suspect
+            or self._holds
+            or self.claims
+            or self.reservations
+            or (counters is not None and counters.to_report)
+        )
+
+    def _answered(self, sequence: int, holds: bool) -> None:
         with self._suspecting:
             self._unanswered = 0
+            if sequence:
+                self._holds = holds
             if sequence >= self._proof:
                 self.suspect = False
             if self._report is not None and sequence >= self._report[0]:
@@ -232,7 +278,9 @@ class Link:
             self._give_up("the daemon did not answer in time")
             return
         interval_s = max(self.welcome.heartbeat_interval_ms, 1) / 1e3 / BEATS_PER_INTERVAL
+        idle_s = self.welcome.idle_heartbeat_interval_ms / 1e3 / BEATS_PER_INTERVAL
         due_s = time.monotonic()
+        beat_s = -math.inf  # when the last heartbeat was sent
         while True:
             left_s = due_s - time.monotonic()
             if left_s > 0:
@@ -255,10 +303,14 @@ class Link:
                 self._give_up("the daemon stopped answering")
                 return
             else:
-                self._unanswered += 1
-                due_s = time.monotonic() + interval_s
+                now_s = time.monotonic()
+                due_s = now_s + interval_s
                 if self.before_heartbeat is not None:
                     self.before_heartbeat()
+                if self._idle() and due_s < beat_s + idle_s:
+                    continue
+                self._unanswered += 1
+                beat_s = now_s
             yield pb.SessionRequest(heartbeat=self._beat())
 
     def _beat(self, *, last: bool = False) -> pb.Heartbeat:

@@ -53,6 +53,8 @@ Q = TypeVar("Q")
 _MAX_UNREAD_EVENTS = 4096
 #: A client that opened a session says hello within this time.
 _PATIENCE_S = 5.0
+#: Sessions that are told of pressure in one turn of the loop: each sends a message then.
+_TOLD_AT_ONCE: Final = 16
 #: 128 random bits: too many to guess.
 _SECRET_BYTES: Final = 16
 
@@ -66,6 +68,8 @@ class ServiceConfig:
     heartbeat_interval_ms: int
     claim_lease_ms: int
     reservation_ttl_ms: int
+    #: 0: `heartbeat_interval_ms`.
+    idle_heartbeat_interval_ms: int = 0
     local_socket: str = ""
     #: Concurrent calls over gRPC, not counting the streams of sessions.
     max_rpcs: int = 512
@@ -95,7 +99,7 @@ class ServiceConfig:
 class Membership:
     """One open session."""
 
-    __slots__ = ("access", "ended", "holder", "number", "process", "secret")
+    __slots__ = ("access", "ended", "holder", "number", "process", "secret", "tell")
 
     def __init__(self, number: int, access: Access | None = None, tenant: str = HOST) -> None:
         self.number = number
@@ -109,6 +113,8 @@ class Membership:
         self.process: Process | None = None
         #: Done when the session is over.
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: Sends its client an event, unless that reads none. Set by its stream.
+        self.tell: Callable[[pb.SessionEvent], None] = lambda _event: None
 
 
 class Sessions:
@@ -129,7 +135,8 @@ class Sessions:
         self.latencies: Final = Latencies(Clock())
         #: The port of the data socket. 0: there is none.
         self.data_port = 0
-        #: Whether memory is short. Each answer to a heartbeat says so. Set by the daemon.
+        #: Whether memory is short. Each answer to a heartbeat says so, and `tell_pressure` when it
+        #: changes. Set by the daemon.
         self.under_pressure: Callable[[], bool] = lambda: False
         #: Called with the number of each session that ends.
         self.when_closed: list[Callable[[int], None]] = []
@@ -172,6 +179,14 @@ class Sessions:
         membership.ended.set_result(None)
         for callback in self.when_closed:
             callback(number)
+
+    async def tell_pressure(self) -> None:
+        """Tell all sessions whether memory is short: idle ones don't ask for a while."""
+        event = pb.SessionEvent(heartbeat_ack=pb.HeartbeatAck(under_pressure=self.under_pressure()))
+        for number, membership in enumerate(list(self._open.values())):
+            if number % _TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)  # each stream sends it in the next turn of the loop
+            membership.tell(event)
 
     def prove(self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ) -> Membership:
         """The session that `caller` acts for, if it may do what takes the role `needed`.
@@ -255,6 +270,7 @@ class SessionStream:
         core = self._core
         self._task = asyncio.current_task()
         membership = self._sessions.open(session, self._access, self._tenant)
+        membership.tell = self._tell
         core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
         why, closed = "its connection broke", False
@@ -307,6 +323,7 @@ class SessionStream:
             session_id=membership.number,
             session_secret=membership.secret,
             heartbeat_interval_ms=config.heartbeat_interval_ms,
+            idle_heartbeat_interval_ms=config.idle_heartbeat_interval_ms,
             claim_lease_ms=config.claim_lease_ms,
             reservation_ttl_ms=config.reservation_ttl_ms,
             max_batch_keys=limits.MAX_BATCH_KEYS,
@@ -364,6 +381,9 @@ class SessionStream:
                 lost = pb.ReservationLost(key=note.key, token=note.token, why=note.why)
                 event = pb.SessionEvent(reservation_lost=lost)
         # A client that reads no events misses this one, and learns of it with its next call.
+        self._tell(event)
+
+    def _tell(self, event: pb.SessionEvent) -> None:
         if not self._events.full():
             self._events.put_nowait(event)
 
@@ -394,9 +414,11 @@ class SessionStream:
                         self._sessions.usage.sessions[session].add(usage)
                     self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
+                its = core.state.tables.sessions.get(session)
                 ack = pb.HeartbeatAck(
                     sequence=request.heartbeat.sequence,
                     under_pressure=self._sessions.under_pressure(),
+                    holds=its is not None and its.holds,
                 )
                 try:
                     self._events.put_nowait(pb.SessionEvent(heartbeat_ack=ack))

@@ -219,7 +219,8 @@ class Sessions(Section):
     heartbeat_ns: Duration = Field(
         limits.DEFAULT_HEARTBEAT_INTERVAL_MS * _MS, alias="heartbeat", ge=50 * _MS, le=60_000 * _MS
     )
-    """How often a client sends a heartbeat; after two intervals without one its session is lost."""
+    """How often a client sends a heartbeat; after two intervals without one its session is lost. A
+    client that holds nothing sends a fifth of them, and has five times as long."""
     claim_lease_ns: Duration = Field(
         limits.DEFAULT_CLAIM_LEASE_MS * _MS, alias="claim_lease", le=limits.MAX_LEASE_MS * _MS
     )
@@ -258,6 +259,12 @@ class Sessions(Section):
     )
     """How long a reservation lasts without its first byte, whatever time its client requested. The
     client may compute the prompt in between."""
+
+    @property
+    def idle_heartbeat_ns(self) -> int:
+        """How often a client sends a heartbeat whose session holds nothing."""
+        factor = limits.IDLE_SESSION_LOST_AFTER_INTERVALS // limits.SESSION_LOST_AFTER_INTERVALS
+        return factor * self.heartbeat_ns
 
     def state_config(self) -> StateConfig:
         """The part that `MetaState` needs: the options that have the same names there."""

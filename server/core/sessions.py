@@ -163,6 +163,9 @@ class Session:
     owner: str
     opened_ns: int
     heartbeat_ns: int
+    #: When its client last asked for something to hold, which shows that it lives as well as a
+    #: heartbeat does.
+    asked_ns: int = 0
     #: Numbers, in the order in which they were given out. So are `tokens`.
     claims: dict[int, None] = field(default_factory=dict)
     tokens: dict[int, None] = field(default_factory=dict)
@@ -187,3 +190,8 @@ class Session:
     #: Its saves that were published, and their payload bytes.
     saves: int = 0
     saved_bytes: int = 0
+
+    @property
+    def holds(self) -> bool:
+        """Whether something is kept from others for it, or about to be."""
+        return bool(self.claims or self.tokens or self.waits or self.reserving)

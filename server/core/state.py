@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Final, assert_never
 
+from ...proto import limits
 from ...proto.errors import LimitReached, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.stack_distance import SampledCurve, position_of_bytes
@@ -43,6 +44,11 @@ from .transition import Refusal, Transition
 
 #: Finding room for one item of a save takes as long as this many other steps.
 _STEPS_OF_AN_ITEM: Final = 16
+
+#: How much longer a session may be silent that holds nothing.
+_IDLE_FACTOR: Final = (
+    limits.IDLE_SESSION_LOST_AFTER_INTERVALS // limits.SESSION_LOST_AFTER_INTERVALS
+)
 
 
 class MetaState:
@@ -115,6 +121,10 @@ class MetaState:
     def _happen(self, transition: Transition, event: ev.Event) -> None:
         t = transition.tables
         if isinstance(event, ev.Question):
+            if isinstance(event, ev.ClaimAsked | ev.ReserveAsked):
+                asking = t.sessions.get(event.session)
+                if asking is not None:
+                    asking.asked_ns = max(asking.asked_ns, transition.served_ns)
             self._answer(transition, event)
             waiting = t.waiting.get(event.request)
             if waiting is not None:
@@ -386,8 +396,15 @@ class MetaState:
         match timer:
             case Timer.SESSION:
                 session = t.sessions.get(number)
+                if session is None:
+                    return None
+                heard_ns = max(session.heartbeat_ns, session.asked_ns)
                 lost_after_ns = t.config.session_lost_after_ns
-                return None if session is None else session.heartbeat_ns + lost_after_ns
+                if session.holds:
+                    return heard_ns + lost_after_ns
+                # It may begin to hold something: the timer is set again as often as if it did.
+                idle_after_ns = _IDLE_FACTOR * lost_after_ns
+                return min(heard_ns + idle_after_ns, at_ns + lost_after_ns)
             case Timer.CLAIM:
                 claim = t.claims.get(number)
                 session = None if claim is None else t.sessions.get(claim.session)

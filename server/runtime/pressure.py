@@ -4,8 +4,8 @@ A *source* says how much memory is used, how much there is, and for which part o
 some process waited for memory. From the high watermark on, or when waits are as long as configured,
 the machine is *under pressure*, until its use is back at the low watermark. Meanwhile:
 
-- Each answer to a heartbeat says so, so that an engine can save what it does not need at once
-  (`evict` saves) and free its own memory.
+- Sessions are told at once, and with each answer to a heartbeat, so that an engine can save what
+  it does not need at once (`evict` saves) and free its own memory.
 - The configured tiers evict as many bytes as the machine uses above the low watermark, once: if
   that does not help, more of it does not either. If the pressure grows, they evict the difference.
 - Idle staging memory and free heap go back to the machine.
@@ -17,7 +17,7 @@ saves of the engines, which then free memory. The slabs of the disk tier are a f
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, TypeAlias
 
@@ -86,6 +86,8 @@ class Pressure:
         self._relieve = relieve
         self._answered_within_s = answered_within_s
         self.under = False
+        #: Called when `under` has changed.
+        self.when_changed: Callable[[], Awaitable[None]] = _nothing
         #: the highest used part in this episode, and the bytes that were evicted in it
         self._peak = 0.0
         self._freed_bytes = 0
@@ -104,11 +106,19 @@ class Pressure:
 
     async def look(self) -> None:
         """Read the source once, and act on it. A source that fails ends the pressure."""
+        before = self.under
+        evict_bytes = await self._judge()
+        if self.under != before:
+            await self.when_changed()
+        await self._evict(evict_bytes)
+
+    async def _judge(self) -> int:
+        """Returns how many bytes are to be evicted."""
         try:
             used_bytes, total_bytes, stalled = await self._read()
         except Exception as problem:
             self._failed(problem)
-            return
+            return 0
         used = used_bytes / total_bytes
         marks = self._watermarks
         self._note(used_ratio=used, stalled_ratio=stalled)
@@ -119,10 +129,11 @@ class Pressure:
             self._end(f"{used:.1%} of the memory in use")
         elif not self.under:
             self._core.health.notices.pop(PART, None)  # the source works again
-        if self.under:
-            # Processes that wait for memory lack it, even if use is below the watermark.
-            self._peak = max(self._peak, used, marks.high if stalls else 0.0)
-            await self._evict(round((self._peak - marks.low) * total_bytes) - self._freed_bytes)
+        if not self.under:
+            return 0
+        # Processes that wait for memory lack it, even if use is below the watermark.
+        self._peak = max(self._peak, used, marks.high if stalls else 0.0)
+        return round((self._peak - marks.low) * total_bytes) - self._freed_bytes
 
     async def _read(self) -> Measurement:
         """Raises what the source raises, ValueError for an impossible reading, TimeoutError."""
@@ -191,6 +202,10 @@ class Pressure:
 
     def _note(self, **changes: float) -> None:
         self._counts = self._counts._replace(**changes)  # type: ignore[arg-type]
+
+
+async def _nothing() -> None:
+    """For a daemon without sessions."""
 
 
 def check_reading(reading: Measurement) -> Measurement:

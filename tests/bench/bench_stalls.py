@@ -9,7 +9,10 @@ GiB. Each line is printed as soon as it is measured.
 One client continuously claims and releases a batch of 48 keys. Meanwhile the daemon recounts its
 state, verifies all payloads, lists all entries, wakes 1,000 waiters, ends a session that holds
 much, sweeps, and evicts all entries. The results are the longest claim, the longest delay of the
-loop's pulse, and whether a session was lost.
+loop's pulse since the start, and whether a session was lost.
+
+With --daemon, every call of operators is tried, on entries whose order of eviction is not that of
+their places: forecasts, lists, an export, a reload, a drain, and a resize to a tenth and back.
 
 In this process, the claims run on the same loop as the work, without a connection between, so the
 loop itself is measured. With --daemon, the operations use a connection of their own.
@@ -21,13 +24,18 @@ import argparse
 import asyncio
 import gc
 import json
+import multiprocessing
 import os
+import random
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Final, cast
 
 from prefixd.client.bench.run import wait_until_secured
@@ -328,40 +336,85 @@ async def inside(entries: int, found: Callable[[Row], None]) -> None:
 
 
 def outside(entries: int, found: Callable[[Row], None]) -> None:
-    flags = (
-        f"--ram.budget={(entries + 4 * WAITERS) * SLAB_BYTES}",
-        f"--ram.slab={SLAB_BYTES}",
-        "--shm.budget=0",
-        "--disk.budget=0",
-    )
+    budget_bytes = (entries + 4 * WAITERS) * SLAB_BYTES
     with ExitStack() as stack:
         directories = stack.enter_context(temporary_directories("stalls"))
+        configuration = directories[0] / "prefixd.toml"
+        configuration.write_text("[sessions]\nmax_waiters = 4096\n")
+        flags = (
+            f"--config={configuration}",
+            f"--ram.budget={budget_bytes}",
+            f"--ram.slab={SLAB_BYTES}",
+            "--server.curve_keys=65536",
+            "--shm.budget=0",
+            "--disk.budget=0",
+        )
         daemon = stack.enter_context(PrivateDaemon(*directories, flags))
         admin = stack.enter_context(daemon.admin())
         admin.timeout_s = 600.0
         wait_until_secured(admin)
-        client = stack.enter_context(Client(daemon.address))
+        client = stack.enter_context(Client(daemon.address, label=LABEL))
         assert client.wait_connected()
         keys = fill(client, entries)
-        for name, work in operations(admin):
-            found(measure(client, keys, admin, name, work))
+        shuffle(client, keys)
+        prober = stack.enter_context(Prober(daemon.address, keys[:: max(1, entries // 10_000)]))
+        tenth_bytes = budget_bytes // 10 // SLAB_BYTES * SLAB_BYTES
+
+        def reload() -> None:
+            configuration.write_text("[sessions]\nmax_waiters = 4095\n")
+            admin.configure(apply=True)
+
+        def export() -> None:
+            run_ctl(daemon.address, "export", str(directories[0] / "exported"), "--tier", "ram")
+
+        def list_all() -> None:
+            run_ctl(daemon.address, "ls", "--tier", "ram", "--limit", "0", "--json")
+
+        for name, work in (
+            ("nothing", lambda: threading.Event().wait(QUIET_S)),
+            ("stats", lambda: [admin.stats() for _ in range(50)]),
+            ("curve", lambda: [admin.curve(Tier.RAM) for _ in range(10)]),
+            ("preview of 4,096", lambda: [preview(admin) for _ in range(10)]),
+            ("ls", lambda: [admin.next_victims(Tier.RAM, 20) for _ in range(20)]),
+            ("why", lambda: [admin.why(keys[0][:2]) for _ in range(5)]),
+            ("claims", lambda: [admin.claims() for _ in range(20)]),
+            ("config reload", reload),
+            ("check", admin.check),
+            ("gc", admin.gc),
+            ("ls of everything", list_all),
+            ("export", export),
+            ("verify", lambda: list(admin.verify())),
+            ("drain", lambda: admin.drain(QUIET_S, stop=False, resume=False)),
+            ("resume", lambda: admin.drain(0, stop=False, resume=True)),
+            ("resize to a tenth", lambda: admin.resize(Tier.RAM, tenth_bytes)),
+            ("resize back", lambda: admin.resize(Tier.RAM, budget_bytes)),
+            ("fill", lambda: fill(client, entries)),
+            ("clear", lambda: admin.clear(LABEL, [Tier.RAM])),
+            ("fill again", lambda: fill(client, entries)),
+            ("evict everything", lambda: admin.evict(2**62, [Tier.RAM])),
+        ):
+            found(measure(prober, admin, name, work))
         assert admin.stats().counters["prefixd_sessions_lost_total"] == 0
 
 
-def operations(admin: AdminConnection) -> list[tuple[str, Callable[[], object]]]:
-    def all_entries() -> None:
-        for _ in admin.all_entries(Tier.RAM):
-            pass
+#: The label of the client that saves everything.
+LABEL: Final = "bench"
 
-    return [
-        ("nothing", lambda: threading.Event().wait(QUIET_S)),
-        ("check", lambda: admin.check()),
-        ("verify", lambda: list(admin.verify())),
-        ("ls of everything", all_entries),
-        ("claims", admin.claims),
-        ("gc", admin.gc),
-        ("evict everything", lambda: admin.evict(2**62, [Tier.RAM])),
-    ]
+
+def preview(admin: AdminConnection) -> None:
+    assert admin.preview(Tier.RAM, SLAB_BYTES, 4_096).admissible
+
+
+def run_ctl(address: str, *arguments: str) -> None:
+    """Run prefixctl in a process of its own, which does not take the time of this one."""
+    command = [sys.executable, "-c", "from prefixd.client.ctl.main import main; main()"]
+    ended = subprocess.run(
+        [*command, "--address", address, *arguments],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def fill(client: Client, entries: int) -> list[Key]:
@@ -375,34 +428,70 @@ def fill(client: Client, entries: int) -> list[Key]:
     return keys
 
 
-@contextmanager
-def doing(work: Callable[[], object]) -> Iterator[threading.Thread]:
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield thread
-    finally:
-        thread.join()
+def shuffle(client: Client, keys: list[Key]) -> None:
+    """Use all entries in an order that is not that of their places, as on any real tier: a tier
+    that gets smaller then retires as many pieces as it has entries."""
+    order = random.Random(1).sample(keys, len(keys))
+    for at in range(0, len(order), 1_024):
+        client.claim(order[at : at + 1_024]).release()
 
 
-def measure(
-    client: Client,
-    keys: list[Key],
-    admin: AdminConnection,
-    name: str,
-    work: Callable[[], object],
-) -> Row:
-    claims_s: list[float] = []
-    at = 0
-    start = time.perf_counter()
-    with doing(work) as thread:
-        while thread.is_alive() or not claims_s:
-            some = keys[at : at + BATCH_KEYS]
-            at = (at + BATCH_KEYS) % (len(keys) - BATCH_KEYS)
-            began = time.perf_counter()
-            with client.claim(some):
+class Prober:
+    """Another client, in a process of its own. It claims and releases while it is asked to."""
+
+    def __init__(self, address: str, keys: list[Key]) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, pipe = context.Pipe()
+        self._process = context.Process(target=probe, args=(address, keys, pipe), daemon=True)
+
+    def __enter__(self) -> Prober:
+        self._process.start()
+        assert self._pipe.recv() == "connected"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def begin(self) -> None:
+        self._pipe.send("begin")
+        self._pipe.recv()
+
+    def end(self) -> list[float]:
+        """The seconds of each claim."""
+        self._pipe.send("end")
+        return cast("list[float]", self._pipe.recv())
+
+
+def probe(address: str, keys: list[Key], pipe: Connection) -> None:
+    gc.disable()
+    with Client(address) as client:
+        assert client.wait_connected()
+        pipe.send("connected")
+        while pipe.recv():
+            pipe.send("begun")
+            claims_s: list[float] = []
+            at = 0
+            while not pipe.poll():
+                some = keys[at : at + BATCH_KEYS]
+                at = (at + BATCH_KEYS) % max(1, len(keys) - BATCH_KEYS)
+                began = time.perf_counter()
+                hit = client.claim(some)
+                if not hit:  # answered in place; only who waits asks the daemon
+                    client.probe(some[:1], wait_ms=1)
                 claims_s.append(time.perf_counter() - began)
+                hit.release()
+            pipe.recv()
+            pipe.send(claims_s)
+
+
+def measure(prober: Prober, admin: AdminConnection, name: str, work: Callable[[], object]) -> Row:
+    admin.stats()  # the lag is the longest since the last time
+    prober.begin()
+    start = time.perf_counter()
+    work()
     took_s = time.perf_counter() - start
+    claims_s = prober.end()
     lag_us = admin.stats().counters["prefixd_loop_lag_max_us"]
     return row_of(name, took_s, claims_s, lag_us)
 

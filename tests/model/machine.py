@@ -302,6 +302,7 @@ class MetaStateMachine(RuleBasedStateMachine):
             if session in self.twin.sessions:
                 one = self.twin.sessions[session]
                 one["heard"] = max(one["heard"], self.twin.served)
+                one["alive"] = max(one["alive"], self.twin.served)
 
         self.happens(ev.HeartbeatCame(session, self.now), twin)
 

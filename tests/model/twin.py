@@ -85,6 +85,9 @@ class Twin(TwinShares):
     # ---- requests
 
     def ask(self, request: int, until: int, session: int | None, attempt: Attempt) -> None:
+        if session in self.sessions:
+            one = self.sessions[session]
+            one["alive"] = max(one["alive"], self.served)
         answer = attempt(self.now < until)
         if not isinstance(answer, tuple) or answer[0] != "wait":
             self.emit("reply", request, answer)
@@ -115,7 +118,8 @@ class Twin(TwinShares):
             self.emit("reply", request, ("refused", "limit_reached"))
             return
         self.opened += 1
-        self.sessions[self.opened] = {"owner": owner, "heard": self.served, "lost": []}
+        new = {"owner": owner, "heard": self.served, "alive": self.served, "lost": []}
+        self.sessions[self.opened] = new
         self.emit("reply", request, ("opened", self.opened))
 
     def saver_of(self, key: str) -> dict[str, Any] | None:
@@ -515,7 +519,12 @@ class Twin(TwinShares):
     def due(self) -> list[tuple[int, int, int]]:
         """Every deadline: time, kind (in this order at equal times), number."""
         after = self.limits.lost_after
-        due = [(s["heard"] + after, 0, n) for n, s in self.sessions.items()]
+        holding = {one["session"] for one in (*self.saves.values(), *self.claims.values())}
+        holding |= {parked["session"] for parked in self.parked.values()}
+        due = [
+            (s["alive"] + (after if n in holding else 5 * after), 0, n)
+            for n, s in self.sessions.items()
+        ]
         for number, claim in self.claims.items():
             renewed = max(claim["taken"], self.sessions[claim["session"]]["heard"])
             due.append((renewed + claim["lease"], 1, number))

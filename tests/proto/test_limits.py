@@ -159,6 +159,7 @@ def test_times_are_ordered() -> None:
     # A live session renews its claims long before they run out, and a dead session is noticed
     # before its reservations time out.
     assert limits.SESSION_LOST_AFTER_INTERVALS >= 2
+    assert limits.IDLE_SESSION_LOST_AFTER_INTERVALS % limits.SESSION_LOST_AFTER_INTERVALS == 0
     assert 10 * limits.DEFAULT_HEARTBEAT_INTERVAL_MS <= limits.DEFAULT_CLAIM_LEASE_MS
     assert session_lost_ms < limits.DEFAULT_RESERVATION_TTL_MS
     assert limits.DEFAULT_CLAIM_LEASE_MS <= limits.MAX_LEASE_MS
@@ -196,6 +197,7 @@ COUNTS = {
     "MAX_TOLD_MISSES",
     "MAX_REPORTED",
     "SESSION_LOST_AFTER_INTERVALS",
+    "IDLE_SESSION_LOST_AFTER_INTERVALS",
     "MAX_SESSIONS",
     "MAX_IDENTITIES_PER_SESSION",
     "MAX_ENGINE_CHARS",

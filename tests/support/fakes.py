@@ -39,9 +39,18 @@ class FakeReservation:
 class FakeDaemon:
     """Serves `address` from `start()` to `stop()`. Its attributes show what it received and has."""
 
-    def __init__(self, address: str, *, heartbeat_interval_ms: int = 2_000) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        heartbeat_interval_ms: int = 2_000,
+        idle_heartbeat_interval_ms: int = 0,
+    ) -> None:
         self.address = address
         self.heartbeat_interval_ms = heartbeat_interval_ms
+        self.idle_heartbeat_interval_ms = idle_heartbeat_interval_ms
+        #: What its answers to heartbeats say.
+        self.holds = False
         self.port = 0
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self.chunk_bytes = CHUNK_BYTES

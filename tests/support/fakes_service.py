@@ -84,6 +84,7 @@ class FakeService(rpc.CacheServicer):
             incarnation=d.incarnation,
             session_id=number,
             heartbeat_interval_ms=d.heartbeat_interval_ms,
+            idle_heartbeat_interval_ms=d.idle_heartbeat_interval_ms,
             claim_lease_ms=300_000,
             reservation_ttl_ms=60_000,
             max_batch_keys=MAX_BATCH_KEYS,
@@ -117,7 +118,9 @@ class FakeService(rpc.CacheServicer):
                         case "heartbeat":
                             d.heartbeats += 1
                             if d.answers_heartbeats:
-                                ack = pb.HeartbeatAck(sequence=request.heartbeat.sequence)
+                                ack = pb.HeartbeatAck(
+                                    sequence=request.heartbeat.sequence, holds=d.holds
+                                )
                                 events.put(pb.SessionEvent(heartbeat_ack=ack))
                         case "suspect":
                             d.suspects += request.suspect.keys

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from prefixd.client.counters import Counters
+from prefixd.client.wire import link as link_module
 from prefixd.client.wire.connection import Connection
 from prefixd.client.wire.link import Holdings, Link
 from prefixd.proto import prefixd_pb2 as pb
@@ -140,3 +144,112 @@ def test_closing_a_link_loses_what_it_holds(link: Link) -> None:
     claim, reservation = link.claims.hold(link, 1), link.reservations.hold(link, 1)
     link.close("gone")
     assert claim.why_lost == reservation.why_lost == "gone"
+
+
+class Idle:
+    """A link to a daemon that wants heartbeats every millisecond, and of idle clients none."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        daemon.heartbeat_interval_ms = 2
+        daemon.idle_heartbeat_interval_ms = 10**9
+        self.daemon = daemon
+        self.counters = Counters()
+        self.link = Link(Connection(daemon.address, 5_000), pb.Hello(), 5.0, self.counters)
+        self.looks = 0
+        self.link.before_heartbeat = self.looked
+        self.link.open()
+        self.reader = threading.Thread(target=lambda: deque(self.link.events(), 0))
+        self.reader.start()
+
+    def looked(self) -> None:
+        with self.daemon.changed:
+            self.looks += 1
+            self.daemon.changed.notify_all()
+
+    def wait_until_idle(self) -> None:
+        """Wait until ten intervals in a row bring no heartbeat."""
+        sent = looked = -1
+        while sent != self.daemon.heartbeats:
+            sent, looked = self.daemon.heartbeats, self.looks
+            self.daemon.wait_until(lambda looked=looked: self.looks >= looked + 10)
+
+    def wait_until_it_beats(self) -> None:
+        sent = self.daemon.heartbeats
+        self.daemon.wait_until(lambda: self.daemon.heartbeats >= sent + 5)
+
+    def close(self) -> None:
+        self.link.close("the test is over")
+        self.reader.join()
+
+
+@pytest.fixture
+def idle(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Idle]:
+    monkeypatch.setattr(link_module, "MAX_UNANSWERED", 10**9)  # a busy machine is late
+    idle = Idle(daemon)
+    yield idle
+    idle.close()
+
+
+def test_a_client_that_holds_nothing_is_quiet(idle: Idle) -> None:
+    idle.wait_until_idle()
+    assert idle.daemon.heartbeats >= 1
+
+
+@pytest.mark.parametrize("what", ["claims", "reservations"])
+def test_heartbeats_come_as_long_as_something_is_held(idle: Idle, what: str) -> None:
+    idle.wait_until_idle()
+    held = getattr(idle.link, what).hold(idle.link, 1)
+    idle.wait_until_it_beats()
+    assert held.why_lost is None
+    del held
+    idle.wait_until_idle()
+
+
+def test_heartbeats_come_during_calls(idle: Idle) -> None:
+    idle.wait_until_idle()
+    with idle.link.calling():
+        idle.wait_until_it_beats()
+        with idle.link.calling():
+            pass
+        idle.wait_until_it_beats()
+    idle.wait_until_idle()
+
+
+def test_heartbeats_come_as_long_as_the_daemon_holds_something(idle: Idle) -> None:
+    """Such as a claim that was granted to a call whose answer never came."""
+    idle.wait_until_idle()
+    idle.daemon.holds = True
+    idle.link.call_timed_out()  # which a heartbeat follows
+    idle.wait_until_it_beats()
+    idle.daemon.holds = False
+    idle.wait_until_idle()
+
+
+def test_what_was_counted_is_reported_as_soon_as_by_others(idle: Idle) -> None:
+    idle.wait_until_idle()
+    sent = idle.daemon.heartbeats
+    idle.counters.add("lookups")
+    idle.daemon.wait_until(lambda: idle.daemon.heartbeats > sent)
+    idle.wait_until_idle()
+    assert not idle.counters.to_report
+
+
+def test_unanswered_heartbeats_are_repeated_until_the_daemon_counts_as_gone(
+    idle: Idle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle.wait_until_idle()
+    monkeypatch.setattr(link_module, "MAX_UNANSWERED", 4)
+    idle.daemon.answers_heartbeats = False
+    idle.link.call_timed_out()
+    idle.reader.join()
+    assert idle.link.why_ended == "the daemon stopped answering"
+
+
+def test_a_change_of_pressure_is_heard_without_a_heartbeat(idle: Idle) -> None:
+    idle.wait_until_idle()
+    (events,) = idle.daemon.sessions.values()
+    sent = idle.daemon.heartbeats
+    events.put(pb.SessionEvent(heartbeat_ack=pb.HeartbeatAck(under_pressure=True, holds=True)))
+    idle.daemon.wait_until(lambda: idle.link.under_pressure)
+    idle.wait_until_idle()
+    assert idle.daemon.heartbeats == sent, "it says nothing else: it answers no heartbeat"

@@ -49,6 +49,7 @@ async def test_the_welcome_says_what_a_client_has_to_know(tmp_path: Path) -> Non
         assert welcome.incarnation == daemon.config.incarnation
         assert len(welcome.incarnation) == 16
         assert welcome.heartbeat_interval_ms == HEARTBEAT_NS // 1_000_000
+        assert welcome.idle_heartbeat_interval_ms == 5 * HEARTBEAT_NS // 1_000_000
         assert welcome.claim_lease_ms == CLAIM_LEASE_MS
         assert welcome.reservation_ttl_ms == RESERVATION_TTL_MS
         assert welcome.max_batch_keys == limits.MAX_BATCH_KEYS
@@ -86,6 +87,29 @@ async def test_two_silent_intervals_end_a_session_and_heartbeats_keep_it(tmp_pat
         await daemon.assert_idle()
 
 
+@in_loop
+async def test_the_answer_to_a_heartbeat_says_whether_the_session_holds_something(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA})
+
+        async def holds() -> bool:
+            await session.send(heartbeat={"sequence": 7})
+            return (await session.event()).heartbeat_ack.holds
+
+        assert not await holds()
+        claim = (await session.claim([key(1)])).claim_id
+        assert await holds()
+        await session.release(claim)
+        assert not await holds()
+        (token,) = await session.granted([item(key(2), DATA)])
+        assert await holds()
+        await session.send(give_back={"tokens": [token]})
+        assert not await holds()
+
+
 @pytest.mark.parametrize("how", ["in order", "cancelled", "connection gone", "without a word"])
 @in_loop
 async def test_whatever_a_session_held_is_free_when_it_ends(tmp_path: Path, how: str) -> None:
@@ -120,7 +144,9 @@ async def test_a_session_that_fell_silent_is_told_so_and_its_stream_ended(tmp_pa
     staging memory."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        daemon.forward(4)
+        daemon.forward(19.999)
+        assert len(await sessions_of(daemon)) == 1, "it holds nothing, which nobody waits for"
+        daemon.forward(0.001)
         with pytest.raises(Refused) as refused:
             await rest_of(session.call)
         assert refused.value.name == "unknown_session"
@@ -145,7 +171,7 @@ async def test_a_silent_client_that_reads_nothing_is_cut_off(
             listener.told(loop.TellClaimLost(session.number, claim, why))
             await daemon.presence(key(1))
         assert listener._events.full()
-        daemon.forward(4)
+        daemon.forward(20)
         await daemon.until(lambda: not core._listeners)
         with pytest.raises(Refused) as refused:
             await rest_of(session.call)

@@ -29,6 +29,7 @@ def test_only_so_many_sessions() -> None:
 def test_a_session_is_lost_by_silence_and_not_a_moment_earlier() -> None:
     driver = Driver()
     session = driver.open()
+    driver.reserve(session, "a", ttl_ns=10 * LOST_AFTER_NS)
     driver.now_ns = 400
     driver.hear(session)
     driver.now_ns = 400 + LOST_AFTER_NS - 1

@@ -42,6 +42,46 @@ def test_after_a_tick_the_next_deadline_is_later() -> None:
     assert driver.counters.claims_lost == 1
 
 
+def test_a_session_that_holds_nothing_may_be_silent_for_longer() -> None:
+    driver = Driver()
+    idle, holder = driver.open("idle"), driver.open("holder")
+    driver.save(holder, "a")
+    driver.claim(holder, "a", lease_ns=10 * LOST_AFTER_NS)
+    driver.now_ns = LOST_AFTER_NS - 1
+    driver.tick()
+    assert set(driver.state.tables.sessions) == {idle, holder}
+    driver.now_ns += 1
+    driver.tick()
+    assert set(driver.state.tables.sessions) == {idle}
+    assert driver.state.next_deadline_ns() == 2 * LOST_AFTER_NS, "it may begin to hold something"
+    driver.now_ns = 5 * LOST_AFTER_NS - 1
+    driver.tick()
+    assert set(driver.state.tables.sessions) == {idle}
+    driver.now_ns += 1
+    driver.tick()
+    assert not driver.state.tables.sessions
+
+
+@pytest.mark.parametrize("asks", ["claim", "reserve"])
+def test_who_begins_to_hold_something_is_alive_then_and_lost_as_soon_as_ever(asks: str) -> None:
+    driver = Driver()
+    idle, other = driver.open("idle"), driver.open("other")
+    driver.save(other, "a")
+    driver.now_ns = LOST_AFTER_NS + 300  # without any heartbeat so far
+    driver.tick()
+    if asks == "claim":
+        driver.claim(idle, "a", lease_ns=10 * LOST_AFTER_NS)
+    else:
+        driver.reserve(idle, "b", ttl_ns=10 * LOST_AFTER_NS)
+    driver.now_ns += LOST_AFTER_NS - 1
+    driver.tick()
+    assert idle in driver.state.tables.sessions
+    driver.now_ns += 1
+    driver.tick()
+    assert idle not in driver.state.tables.sessions
+    assert other in driver.state.tables.sessions
+
+
 def test_however_late_a_tick_comes_things_happen_in_the_order_in_which_they_were_due() -> None:
     """The last heartbeat was at 5: the session ends before the wait at 1,200, not after it."""
     driver = Driver()

@@ -471,6 +471,7 @@ def test_a_daemon_that_was_late_loses_nothing() -> None:
     driver.tick()
     assert order.token not in driver.tables.sessions[session].tokens
     assert driver.release(session, claim) == "released"
+    driver.reserve(session, "c", ttl_ns=10 * LOST_AFTER_NS)
     driver.now_ns += LOST_AFTER_NS
     driver.tick()
     assert session not in driver.tables.sessions, "its own silence counts as before"

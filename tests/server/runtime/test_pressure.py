@@ -152,6 +152,22 @@ async def test_every_session_hears_it_with_its_heartbeat(tmp_path: Path) -> None
 
 
 @in_loop
+async def test_every_session_hears_of_a_change_at_once(tmp_path: Path) -> None:
+    """Idle clients send few heartbeats."""
+    async with running(tmp_path, tiers=[Tier.RAM]) as daemon:
+        memory = Memory()
+        pressure = Pressure(daemon.core, memory, MARKS, [])
+        daemon.front.sessions.under_pressure = lambda: pressure.under
+        pressure.when_changed = daemon.front.sessions.tell_pressure
+        opened = [await daemon.open(f"client {number}") for number in range(20)]
+        for memory.used in (0.5, 0.95, 0.96, 0.5, 0.5):
+            await pressure.look()
+        for session in opened:
+            events = [(await session.event()).heartbeat_ack for _ in range(2)]
+            assert [(ack.sequence, ack.under_pressure) for ack in events] == [(0, True), (0, False)]
+
+
+@in_loop
 async def test_a_source_that_fails_is_no_pressure(tmp_path: Path) -> None:
     async with running(tmp_path, tiers=[Tier.RAM]) as daemon:
         memory = Memory()
