@@ -45,13 +45,14 @@ MAY_IMPORT = {
     # The programs on top of it.
     "client/lab": {"proto", "tiers.eviction", "client"},
     "client/bench": {"proto", "client"},
+    "client/llama_server": {"proto", "client"},
     "client/ctl": {"proto", "tiers.eviction", "client"},
     # What engines attach, on top of it as well.
     "connectors": {"proto", "client"},
     "client": {"proto"},
 }
 #: Programs, which the library must not import.
-PROGRAMS = ("client/ctl", "client/lab", "client/bench", "connectors")
+PROGRAMS = ("client/ctl", "client/lab", "client/bench", "client/llama_server", "connectors")
 #: The library that engines import, and what it may need. `typing_extensions` is for type checkers.
 LIBRARY = ("proto/", "client/")
 LIBRARY_NEEDS = {"prefixd", "grpc", "google", "fastcrc", "typing_extensions"}
@@ -64,6 +65,12 @@ PURE = [
     "tiers/order.py",
     "tiers/extents.py",
     "tiers/eviction/*.py",
+    # What the proxy before llama-server decides, apart from its I/O.
+    "client/llama_server/arguments.py",
+    "client/llama_server/decisions.py",
+    "client/llama_server/requests.py",
+    "client/llama_server/slot_file.py",
+    "client/llama_server/slots.py",
 ]
 IMPURE_MODULES = {
     "asyncio",
