@@ -58,14 +58,22 @@ def test_the_client_works_where_only_the_client_is_installed() -> None:
     assert (finished.returncode, finished.stderr) == (0, "")
 
 
-@pytest.mark.parametrize(("command", "missing"), [("prefixd", "structlog"), ("prefixctl", "typer")])
-def test_the_commands_say_what_to_install(command: str, missing: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "missing", "extra"),
+    [
+        ("prefixd", "structlog", "server"),
+        ("prefixctl", "typer", "server"),
+        ("prefixd-llama-server", "aiohttp", "llama-server"),
+    ],
+)
+def test_the_commands_say_what_to_install(command: str, missing: str, extra: str) -> None:
+    function = command.replace("-", "_")
     finished = run(
-        f"from prefixd.commands import {command}; sys.argv[1:] = ['--help']; {command}()"
+        f"from prefixd.commands import {function}; sys.argv[1:] = ['--help']; {function}()"
     )
     assert finished.returncode == 1
     expected = (
-        f"{command}: {missing} is not installed: pip install '.[server]' in a clone of prefixd"
+        f"{command}: {missing} is not installed: pip install '.[{extra}]' in a clone of prefixd"
     )
     assert finished.stderr.strip() == expected
 

@@ -17,7 +17,13 @@ def prefixctl() -> None:
     _run("prefixctl", ".client.ctl.main")
 
 
-def _run(command: str, module: str) -> None:
+def prefixd_llama_server() -> None:
+    """llama.cpp's server, with its prompts kept."""
+    install = "pip install '.[llama-server]'"
+    _run("prefixd-llama-server", ".client.llama_server.main", install)
+
+
+def _run(command: str, module: str, install: str = "pip install '.[server]'") -> None:
     # Imported modules stay, so collecting garbage while they are imported would find nothing.
     gc.disable()
     try:
@@ -25,10 +31,7 @@ def _run(command: str, module: str) -> None:
     except ModuleNotFoundError as missing:
         if (missing.name or "").startswith(f"{__package__}."):
             raise
-        sys.exit(
-            f"{command}: {missing.name} is not installed: pip install '.[server]' in a clone of "
-            "prefixd"
-        )
+        sys.exit(f"{command}: {missing.name} is not installed: {install} in a clone of prefixd")
     gc.freeze()
     gc.enable()
     main()

@@ -1,0 +1,150 @@
+"""The folder through which slot files go, in memory.
+
+Only this process and llama-server, which runs as the same user, can look into it. A file has a
+random name and is gone once it was read: what llama-server is given was written here, and what it
+wrote is mapped before anything else can change it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+_BEGINS: Final = "prefixd-"
+_OWN: Final = "prefixd-llama-server-"
+_LOCK: Final = "lock"
+MEMORY: Final = Path("/dev/shm")
+
+
+class UnsafeFolder(Exception):
+    """Other users could write what llama-server reads, or another proxy uses the folder."""
+
+
+class SlotFolder:
+    """A folder that llama-server has as `--slot-save-path`. Removes what an earlier proxy left."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UnsafeFolder, OSError."""
+        self.path = path
+        self._remove = False
+        self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            found = os.fstat(self._lock)
+            if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+                raise UnsafeFolder(
+                    f"{path} has to belong to this user, and only this user may write to it"
+                )
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UnsafeFolder(f"another prefixd-llama-server uses {path}") from None
+        except BaseException:
+            os.close(self._lock)
+            raise
+        for each in path.iterdir():
+            if each.name.startswith(_BEGINS) and each.suffix == ".bin":
+                each.unlink(missing_ok=True)
+
+    @classmethod
+    def temporary(cls, within: Path = MEMORY) -> SlotFolder:
+        """A folder of its own in memory, removed by `close`. Removes those of this user that no
+        process holds any more. Raises OSError."""
+        own = within / f"{_OWN}{os.geteuid()}"
+        own.mkdir(mode=0o700, exist_ok=True)
+        with _locked(own):
+            for each in own.iterdir():
+                if each.is_dir() and not _held(each):
+                    shutil.rmtree(each, ignore_errors=True)
+            path = own / secrets.token_hex(8)
+            path.mkdir(mode=0o700)
+            folder = cls(path)
+        folder._remove = True
+        return folder
+
+    @property
+    def free_bytes(self) -> int:
+        """Room for slot files."""
+        found = os.fstatvfs(self._lock)
+        return found.f_bavail * found.f_frsize
+
+    def create(self, size_bytes: int) -> tuple[str, memoryview]:
+        """A new zeroed file to write: its name, and its memory. The room is there: without it
+        raises OSError, and no write ends this process. Unlink it after use."""
+        name = self._new_name()
+        descriptor = self._open(name)
+        try:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            return name, memoryview(mmap.mmap(descriptor, size_bytes))
+        except BaseException:
+            self.unlink(name)
+            raise
+        finally:
+            os.close(descriptor)
+
+    def offer(self) -> str:
+        """The name of a new empty file that llama-server is to fill, and nobody else can open."""
+        name = self._new_name()
+        os.close(self._open(name))
+        return name
+
+    def take(self, name: str) -> memoryview:
+        """What llama-server wrote, read-only; the file has no name any more."""
+        descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            self.unlink(name)
+            if not os.fstat(descriptor).st_size:
+                return memoryview(b"")
+            return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
+        finally:
+            os.close(descriptor)
+
+    def unlink(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Leave the folder, and remove it if it was made here."""
+        if self._remove:
+            shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    def _open(self, name: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        return os.open(self.path / name, flags, 0o600)
+
+    @staticmethod
+    def _new_name() -> str:
+        return f"{_BEGINS}{secrets.token_hex(16)}.bin"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise UnsafeFolder(f"{folder} has to be a folder of this user alone (mode 0700)")
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _held(folder: Path) -> bool:
+    """Whether a process uses the folder."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False

@@ -1,0 +1,309 @@
+"""`prefixd-llama-server`: in the place of llama-server's command, or before a server that runs.
+
+prefixd-llama-server [options] -- llama-server -m model.gguf --port 8080
+prefixd-llama-server --upstream http://127.0.0.1:8081 --slots DIR --listen 127.0.0.1:8080
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import ssl
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from ...proto.errors import CallerError, ConfigError
+from ...proto.limits import (
+    DEFAULT_COLD_MAX_TOKENS,
+    DEFAULT_COLD_MIN_TOKENS,
+    DEFAULT_MIN_TOKENS,
+    DEFAULT_SAVE_TIMEOUT_MS,
+)
+from ...proto.vocabulary import Tier
+from ..aio import AsyncClient
+from ..client import Client
+from ..policy import SavePolicy
+from .arguments import ServerCommand, parse_command
+from .folder import SlotFolder, UnsafeFolder
+from .gateway import Gateway, Settings
+from .process import POLL_S, ServerProcess
+from .upstream import FAILURES, Upstream
+
+logger = logging.getLogger("prefixd.llama_server")
+
+#: A call of the cache takes no longer; a daemon that hangs costs a request this once.
+_DEADLINE_MS: Final = 2_000
+#: The exit statuses of a mistake on the command line, and of a start that failed.
+_BAD_INPUT, _PROBLEM = 2, 1
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+_PASSED_ON: Final = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run until the server ends or a signal comes. Returns the exit status."""
+    try:
+        options = _parse(arguments)
+    except ValueError as why:
+        _say(str(why))
+        return _BAD_INPUT
+    logging.basicConfig(
+        level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        return asyncio.run(_run(options))
+    except (OSError, UnsafeFolder, CallerError, ConfigError, ssl.SSLError) as why:
+        _say(str(why))
+        return _PROBLEM
+
+
+def _say(problem: str) -> None:
+    sys.stderr.write(f"prefixd-llama-server: {problem}\n")
+
+
+# ---- options
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line says."""
+
+    address: str | None
+    label: str
+    settings: Settings
+    log_level: str
+    #: The server to start, or the one that runs.
+    server: ServerCommand | None
+    upstream: str
+    slots: Path | None
+    listen: str
+
+
+def _parse(arguments: Sequence[str]) -> Options:
+    """Raises ValueError, in words for the user; exits for --help."""
+    own, dashes, command = _split(arguments)
+    parser = _parser()
+    found = parser.parse_args(own)
+    server = parse_command(command, os.environ) if dashes else None
+    if (server is None) == (found.upstream is None):
+        raise ValueError("give either -- and the command of llama-server, or --upstream URL")
+    if server is None and found.slots is None:
+        raise ValueError("--upstream needs --slots: the folder that its --slot-save-path names")
+    key = None if server is None else server.api_key
+    if server is not None and server.api_key_file and not key:
+        lines = Path(server.api_key_file).read_text().split()
+        key = lines[0] if lines else None
+    try:
+        policy = SavePolicy(
+            min_tokens=found.min_tokens,
+            cold_min_tokens=max(found.min_tokens, DEFAULT_COLD_MIN_TOKENS),
+            cold_max_tokens=max(found.min_tokens, DEFAULT_COLD_MAX_TOKENS),
+        )
+        fingerprint = found.fingerprint or None
+        settings = Settings(
+            tier=Tier[found.tier.upper()],
+            policy=policy,
+            idle_s=found.idle_save,
+            save_timeout_ms=found.save_timeout,
+            fingerprint=fingerprint,
+            tenants=found.tenants,
+            auth={"Authorization": f"Bearer {key}"} if key else {},
+        )
+    except ConfigError as why:
+        raise ValueError(str(why)) from None
+    return Options(
+        address=found.address,
+        label=found.label,
+        settings=settings,
+        log_level=found.log_level,
+        server=server,
+        upstream=found.upstream or "",
+        slots=None if found.slots is None else Path(found.slots),
+        listen=found.listen,
+    )
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """What is before and after the first `--`."""
+    if "--" not in arguments:
+        return list(arguments), False, []
+    at = list(arguments).index("--")
+    return list(arguments[:at]), True, list(arguments[at + 1 :])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="prefixd-llama-server",
+        usage="prefixd-llama-server [options] -- llama-server ...\n"
+        "       prefixd-llama-server [options] --upstream URL --slots DIR",
+        description="llama.cpp's server, with the prompts that it forgets kept in prefixd. In the "
+        "first form it starts the server behind itself, and listens where that would have "
+        "(--host, --port). Status at /prefixd/stats and /prefixd/metrics.",
+    )
+    add = parser.add_argument
+    add("--address", help="of the daemon: unix:/path or host:port; default: where it is found")
+    add("--tier", choices=["ram", "shm", "disk"], default="shm", help="default: shm")
+    add("--label", default="llama-server", help="under which prefixctl stats adds up its counts")
+    add("--min-tokens", type=int, default=DEFAULT_MIN_TOKENS, help="shorter is not kept")
+    add("--idle-save", type=float, default=5.0, metavar="S", help="save a slot unused for so long")
+    add(
+        "--save-timeout",
+        type=int,
+        default=DEFAULT_SAVE_TIMEOUT_MS,
+        metavar="MS",
+        help="for a save, and for all of them at the end",
+    )
+    add("--tenants", action="store_true", help="keep the states of different API keys apart")
+    add(
+        "--fingerprint", metavar="TEXT", help="names the weights, if their file is not on this host"
+    )
+    add("--upstream", metavar="URL", help="a llama-server that runs already")
+    add("--slots", metavar="DIR", help="its --slot-save-path, on tmpfs")
+    add("--listen", metavar="HOST:PORT", default="127.0.0.1:8090", help="with --upstream")
+    add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
+    return parser
+
+
+# ---- running
+
+
+async def _run(options: Options) -> int:
+    folder = SlotFolder.temporary() if options.slots is None else SlotFolder(options.slots)
+    try:
+        client = Client(
+            options.address,
+            name="llama-server",
+            label=options.label,
+            deadline_ms=_DEADLINE_MS,
+            policy=options.settings.policy,
+            save_timeout_ms=options.settings.save_timeout_ms,
+        )
+        async with AsyncClient(client) as cache:
+            if options.server is None:
+                upstream = Upstream(options.upstream)
+                return await _serve(options, upstream, cache, folder)
+            socket_path = str(folder.path / "server.sock")
+            upstream = Upstream(f"http://localhost{options.server.prefix}", socket_path)
+            return await _serve(options, upstream, cache, folder)
+    finally:
+        folder.close()
+
+
+async def _serve(
+    options: Options, upstream: Upstream, cache: AsyncClient, folder: SlotFolder
+) -> int:
+    gateway = Gateway(upstream, cache, folder, options.settings)
+    runner = web.AppRunner(
+        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
+    )
+    await runner.setup()
+    process: ServerProcess | None = None
+    try:
+        for site in _sites(options, runner):
+            await site.start()
+        stop: asyncio.Queue[int] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        for number in _SIGNALS:
+            loop.add_signal_handler(number, stop.put_nowait, number)
+        ended: asyncio.Task[int] | None = None
+        if options.server is not None:
+            process = await _start(options.server, folder)
+            ended = asyncio.ensure_future(process.wait())
+            for number in _PASSED_ON:
+                loop.add_signal_handler(number, process.signal, number)
+        identification = asyncio.ensure_future(_identify_when_ready(gateway, upstream, options))
+        return await _until_the_end(gateway, runner, stop, process, ended, identification)
+    finally:
+        if process is not None:
+            process.signal(signal.SIGKILL)
+        await runner.cleanup()
+        await upstream.close()
+
+
+async def _start(server: ServerCommand, folder: SlotFolder) -> ServerProcess:
+    command = server.command(str(folder.path / "server.sock"), str(folder.path))
+    return await ServerProcess.start(command, os.environ, server.unset)
+
+
+async def _until_the_end(
+    gateway: Gateway,
+    runner: web.AppRunner,
+    stop: asyncio.Queue[int],
+    process: ServerProcess | None,
+    ended: asyncio.Task[int] | None,
+    identification: asyncio.Task[None],
+) -> int:
+    """Wait for a signal or the end of the server, save, and return the exit status."""
+    signalled = asyncio.ensure_future(stop.get())
+    await asyncio.wait(
+        {signalled, *([ended] if ended else [])}, return_when=asyncio.FIRST_COMPLETED
+    )
+    identification.cancel()
+    if ended is not None and ended.done():
+        signalled.cancel()
+        logger.info("llama-server has ended with status %d", ended.result())
+        return ended.result()
+    number = signalled.result()
+    for site in list(runner.sites):
+        await site.stop()
+    saving = asyncio.ensure_future(gateway.close())
+    again = asyncio.ensure_future(stop.get())
+    # A second signal ends it at once, as it does llama-server.
+    await asyncio.wait(
+        {saving, again, *([ended] if ended else [])}, return_when=asyncio.FIRST_COMPLETED
+    )
+    saving.cancel()
+    again.cancel()
+    if process is None or ended is None:
+        return 0
+    process.signal(number)
+    last = asyncio.ensure_future(stop.get())
+    await asyncio.wait({ended, last}, return_when=asyncio.FIRST_COMPLETED)
+    if not ended.done():
+        process.signal(signal.SIGKILL)
+    last.cancel()
+    return await ended
+
+
+async def _identify_when_ready(gateway: Gateway, upstream: Upstream, options: Options) -> None:
+    while True:
+        try:
+            await upstream.call("GET", "/health", auth=options.settings.auth)
+        except FAILURES:
+            await asyncio.sleep(POLL_S)
+        else:
+            break
+    await gateway.identify()
+
+
+def _sites(options: Options, runner: web.AppRunner) -> list[web.BaseSite]:
+    """Where llama-server would have listened."""
+    server = options.server
+    if server is None:
+        host, _, port = options.listen.rpartition(":")
+        return [web.TCPSite(runner, host or None, int(port), reuse_address=True)]
+    context = None
+    if server.certificate and server.private_key:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(server.certificate, server.private_key)
+    sites: list[web.BaseSite] = []
+    for host in server.hosts:
+        if host.endswith(".sock"):
+            sites.append(web.UnixSite(runner, host, ssl_context=context))
+        else:
+            sites.append(
+                web.TCPSite(runner, host, server.port, ssl_context=context, reuse_address=True)
+            )
+    return sites

@@ -1,0 +1,235 @@
+"""One model of a llama-server: who it is, what is in its slots, and what the cache has of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any, Final
+
+import numpy as np
+
+from ...proto.vocabulary import Tier
+from ..aio import AsyncClient
+from ..identity import StateIdentity
+from .decisions import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit
+from .folder import SlotFolder
+from .identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_salt
+from .slot_file import Tokens
+from .slots import Slot, choose
+from .states import States
+from .upstream import ModelServer, Refused
+
+logger = logging.getLogger("prefixd.llama_server")
+
+#: Tenants whose namespaces are kept.
+_MOST_TENANTS: Final = 256
+#: How long the save of the probe may take.
+_PROBE_TIMEOUT_S: Final = 30.0
+#: How long a request waits for the identification: hashing a large model takes longer.
+_IDENTIFY_WAIT_S: Final = 5.0
+
+
+class Model:
+    """A model as it is loaded now. For one loop."""
+
+    def __init__(
+        self,
+        cache: AsyncClient,
+        folder: SlotFolder,
+        tier: Tier,
+        *,
+        fingerprint: str | None = None,
+    ) -> None:
+        """`fingerprint`: text for the weights, from the user."""
+        self._cache = cache
+        self._folder = folder
+        self._tier = tier
+        self._fingerprint = fingerprint
+        self._identification: asyncio.Task[None] | None = None
+        #: The process and the adapters that everything below is about; None: not known yet.
+        self._instance: tuple[str, ...] | None = None
+        self._unsupported: str | None = None
+        self._adapters: list[dict[str, Any]] = []
+        self._states: dict[bytes, States] = {}
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.identity: StateIdentity | None = None
+        self.probe: Probe | None = None
+        self.slots: list[Slot] = []
+        self.locks: list[asyncio.Lock] = []
+        self.benefit = Benefit()
+        #: Requests that may get any slot of the server's choice.
+        self.bypassing = 0
+        self._uses = 0
+
+    # ---- who it is
+
+    @property
+    def cuts(self) -> bool:
+        """Whether its states are cut into blocks."""
+        return self.probe is not None and self.probe.layout is not None
+
+    async def refresh(self, server: ModelServer) -> bool:
+        """Notice a restart, other adapters, and slots that others used. False: it is still the same
+        process. Raises Unsupported, and what calls fail with."""
+        props, listed = await asyncio.gather(server.get("/props"), server.get("/slots"))
+        adapters = self._adapters
+        if adapters or self._instance is None:
+            adapters = await server.get("/lora-adapters")
+        if _instance(props, adapters) == self._instance:
+            if self._unsupported is not None:
+                raise Unsupported(self._unsupported)
+            self._compare(listed)
+            return False
+        # The slots have to be idle for that. Requests go on meanwhile, after a while.
+        if self._identification is None or self._identification.done():
+            self._instance = None
+            identification = self._identify(server, props, listed)
+            self._identification = asyncio.ensure_future(identification)
+        task = self._identification
+        await asyncio.wait([task], timeout=_IDENTIFY_WAIT_S)
+        if not task.done():
+            raise Refused("it is not identified yet")
+        task.result()
+        if self._unsupported is not None:
+            raise Unsupported(self._unsupported)
+        return True
+
+    async def is_same(self, server: ModelServer) -> bool:
+        """Whether the process and its adapters are those that the slots are about."""
+        adapters = await server.get("/lora-adapters") if self._adapters else self._adapters
+        return _instance(await server.get("/props"), adapters) == self._instance
+
+    def forget(self) -> None:
+        """It has to be identified again: calls about it failed."""
+        self._instance = None
+
+    def _compare(self, listed: Any) -> None:
+        if not isinstance(listed, list):
+            return
+        for each in listed:
+            number = each.get("id")
+            if not isinstance(number, int) or not 0 <= number < len(self.slots):
+                continue
+            slot = self.slots[number]
+            idle = not slot.busy and not self.locks[number].locked()
+            counted = each.get("n_prompt_tokens", 0)
+            if idle and slot.length and not each.get("is_processing"):
+                if not slot.agrees(counted):
+                    slot.forget()
+                else:
+                    slot.length = max(slot.saved, counted)
+
+    async def _identify(self, server: ModelServer, props: Any, listed: Any) -> None:
+        build, path, count = _told(props)
+        adapters = await server.get("/lora-adapters")
+        if not isinstance(listed, list) or not listed or not isinstance(adapters, list):
+            raise Refused("/slots: no slots")
+        self._unsupported, self._adapters = None, adapters
+        self.slots = [Slot(number) for number in range(count)]
+        self.locks = [asyncio.Lock() for _ in range(count)]
+        self._states = {}
+        try:
+            probe = await self._make_probe(server, count)
+        except Unsupported as why:
+            logger.warning("prompts of this llama-server are not kept: %s", why)
+            self._unsupported = str(why)
+            self._instance = _instance(props, adapters)
+            return
+        identity = await asyncio.to_thread(
+            identity_of, build, path, probe, adapters, fingerprint=self._fingerprint
+        )
+        drafts = any(each.get("speculative") for each in listed)
+        self.benefit = Benefit(DRAFT_MIN_GAIN_TOKENS if drafts else MIN_GAIN_TOKENS)
+        self.probe, self.identity = probe, identity
+        if probe.whole_because:
+            logger.warning("states are kept whole, not in blocks: %s", probe.whole_because)
+        self._cache.announce(identity)
+        self._instance = _instance(props, adapters)
+        while self._waiting:
+            self._wake()
+
+    async def _make_probe(self, server: ModelServer, count: int) -> Probe:
+        tokens = np.asarray(await server.tokenize(PROBE), "<i4")
+        # Cells of before are of other adapters, or of another client: the server may reuse them.
+        for number in range(count):
+            await server.erase(number)
+        await server.evaluate(0, tokens, keep=False)
+        try:
+            name = self._folder.offer()
+            try:
+                await server.save(0, name, _PROBE_TIMEOUT_S)
+                return read_probe(self._folder.take(name), count)
+            finally:
+                self._folder.unlink(name)
+                await server.erase(0)
+        except Refused as why:
+            raise Unsupported(f"it saves no slots: {why}") from None
+
+    def states(self, salt: bytes) -> States:
+        """What the cache has for one tenant. Only after `refresh`."""
+        assert self.identity is not None
+        assert self.probe is not None
+        found = self._states.get(salt)
+        if found is None:
+            if len(self._states) >= _MOST_TENANTS:
+                self._states.clear()
+            namespace = with_salt(self.identity, salt).namespace()
+            found = States(self._cache, self._folder, self._tier, namespace, self.probe)
+            self._states[salt] = found
+        return found
+
+    # ---- its slots
+
+    async def take_slot(self, tokens: Tokens, salt: bytes) -> Slot:
+        """The slot for a prompt; waits until one is free, in turn. Give it back. It may still be
+        about to be saved: hold its lock before you use it."""
+        slot = None if self._waiting else choose(self.slots, tokens, salt)
+        while slot is None:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                with suppress(ValueError):
+                    self._waiting.remove(turn)
+                if turn.done() and not turn.cancelled():
+                    self._wake()
+                raise
+            slot = choose(self.slots, tokens, salt)
+        slot.busy = True
+        self._uses += 1
+        slot.used = self._uses
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        slot.busy = False
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+
+
+def _instance(props: Any, adapters: Any) -> tuple[str, ...]:
+    if not isinstance(props, Mapping):
+        raise Refused("/props: no properties")
+    told = [props.get(name) for name in ("media_marker", "build_info", "model_path", "total_slots")]
+    context = props.get("default_generation_settings", {})
+    n_ctx = context.get("n_ctx") if isinstance(context, Mapping) else None
+    return tuple(json.dumps(each, sort_keys=True) for each in [*told, n_ctx, adapters])
+
+
+def _told(props: Any) -> tuple[str, str, int]:
+    build, path, count = (props.get(n) for n in ("build_info", "model_path", "total_slots"))
+    if not isinstance(build, str) or not isinstance(path, str) or not isinstance(count, int):
+        raise Refused("/props: it does not say build, model and slots")
+    if not 0 < count <= 4096:
+        raise Refused(f"/props: {count} slots")
+    return build, path, count

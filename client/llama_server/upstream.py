@@ -1,0 +1,163 @@
+"""The calls of llama-server's own interface that the proxy makes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+import aiohttp
+
+from .slot_file import Tokens
+
+#: Its server closes idle connections without a warning, so each call has its own.
+_CONNECT_TIMEOUT_S: Final = 5.0
+#: Calls that answer as soon as the server is between two batches.
+_CALL_TIMEOUT_S: Final = 30.0
+#: A long prompt on a slow machine.
+_EVALUATION_TIMEOUT_S: Final = 3600.0
+#: Requests of clients have no end of their own.
+_NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
+
+Auth = Mapping[str, str]
+
+
+class Refused(Exception):
+    """llama-server did not do what it was asked for."""
+
+
+#: What a call of ours may fail with. None of it is a reason for a request to fail.
+FAILURES: Final = (Refused, aiohttp.ClientError, asyncio.TimeoutError, OSError)
+
+
+class Upstream:
+    """One llama-server, which may be a router of several models."""
+
+    def __init__(self, url: str, unix_socket: str | None = None) -> None:
+        """`url`: with the prefix of its paths. `unix_socket`: where it listens, if not on TCP. To
+        be made in the loop that uses it."""
+        self.url = url.rstrip("/")
+        connector = (
+            aiohttp.UnixConnector(unix_socket, limit=0, force_close=True)
+            if unix_socket
+            else aiohttp.TCPConnector(limit=0, force_close=True)
+        )
+        self.session = aiohttp.ClientSession(
+            connector=connector, timeout=_NO_TIMEOUT, auto_decompress=False
+        )
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        auth: Auth,
+        model: str = "",
+        query: Mapping[str, str] | None = None,
+        timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> Any:
+        """Make a call, and return the JSON of its answer. `model`: for a router. Raises one of
+        `FAILURES`."""
+        params = dict(query or {})
+        if model:
+            params["model"] = model
+            body = {**body, "model": model} if body is not None else None
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
+        async with self.session.request(
+            method, self.url + path, json=body, params=params, headers=auth, timeout=timeout
+        ) as answer:
+            raw = await answer.read()
+            if answer.status != 200:
+                raise Refused(f"{path}: {answer.status} {raw[:200].decode(errors='replace')}")
+            try:
+                return json.loads(raw)
+            except (ValueError, RecursionError):
+                raise Refused(f"{path}: {raw[:200].decode(errors='replace')}") from None
+
+
+class ModelServer:
+    """The server of one model: of a router's models one, else the only one."""
+
+    def __init__(self, upstream: Upstream, model: str, auth: Auth, *, load: bool = True) -> None:
+        """`auth`: the headers that authorise. `load`: a router may load the model for a call."""
+        self._upstream = upstream
+        self._model = model
+        self._auth = auth
+        self._query = {} if load or not model else {"autoload": "false"}
+
+    async def get(self, path: str) -> Any:
+        return await self._call("GET", path)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float = _CALL_TIMEOUT_S,
+        **query: str,
+    ) -> Any:
+        return await self._upstream.call(
+            method,
+            path,
+            body,
+            auth=self._auth,
+            model=self._model,
+            query={**self._query, **query},
+            timeout_s=timeout_s,
+        )
+
+    async def tokenize(self, text: str) -> list[int]:
+        """The tokens of a prompt, as a completion makes them."""
+        body = {"content": text, "add_special": True, "parse_special": True}
+        tokens = _field(await self._call("POST", "/tokenize", body), "tokens")
+        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+            raise Refused("/tokenize: these are no tokens")
+        return tokens
+
+    async def apply_template(self, body: dict[str, Any]) -> str:
+        """The prompt of a chat."""
+        prompt = _field(await self._call("POST", "/apply-template", body), "prompt")
+        if not isinstance(prompt, str):
+            raise Refused("/apply-template: no prompt")
+        return prompt
+
+    async def evaluate(self, slot: int, tokens: Tokens, *, keep: bool = True) -> Any:
+        """Evaluate a prompt in a slot, and nothing after it, however long it takes. Returns the
+        answer, with its timings."""
+        body = {
+            "prompt": tokens.tolist(),
+            "n_predict": 0,
+            "id_slot": slot,
+            "cache_prompt": keep,
+            "temperature": 0.0,
+        }
+        return await self._call("POST", "/completion", body, timeout_s=_EVALUATION_TIMEOUT_S)
+
+    async def save(self, slot: int, name: str, timeout_s: float) -> int:
+        """Save a slot to a file of its folder. Returns how many tokens were in it."""
+        body = {"filename": name}
+        answer = await self._call(
+            "POST", f"/slots/{slot}", body, action="save", timeout_s=timeout_s
+        )
+        return int(_field(answer, "n_saved"))
+
+    async def restore(self, slot: int, name: str) -> int:
+        """Restore a slot from a file of its folder. Returns how many tokens are in it."""
+        body = {"filename": name}
+        answer = await self._call("POST", f"/slots/{slot}", body, action="restore")
+        return int(_field(answer, "n_restored"))
+
+    async def erase(self, slot: int) -> None:
+        await self._call("POST", f"/slots/{slot}", {}, action="erase")
+
+
+def _field(answer: Any, name: str) -> Any:
+    if not isinstance(answer, dict) or name not in answer:
+        raise Refused(f"an answer without {name!r}")
+    return answer[name]
