@@ -9,7 +9,7 @@ from queue import Queue
 from types import ModuleType
 from typing import Any, Final
 
-MODULE: Final = "prefixd.connectors.sglang"
+MODULE: Final = "prefixd.client.connectors.sglang"
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from prefixd.client import Client, Hit, Tier
+from prefixd.client.connectors import lmcache
+from prefixd.client.connectors.engine import UnsupportedEngine
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import lmcache
-from prefixd.connectors.engine import UnsupportedEngine
 from tests.support.daemon import eventually, private_daemon
 from tests.support.engines import fresh_keys
 from tests.support.fakes import PATIENCE_S

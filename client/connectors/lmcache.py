@@ -20,15 +20,15 @@ from itertools import chain, count
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
 
-from ..client.buffers import flat_bytes
-from ..client.client import Client
-from ..client.config_values import plain
-from ..client.hits import Hit
-from ..client.identity import Dimension, Part, StateIdentity
-from ..client.saves import SaveItem
-from ..proto.errors import CallerError
-from ..proto.keys import ForeignNamespace, Key
-from ..proto.vocabulary import ClaimMode, MissReason, Tier
+from ...proto.errors import CallerError
+from ...proto.keys import ForeignNamespace, Key
+from ...proto.vocabulary import ClaimMode, MissReason, Tier
+from .. import Client
+from ..buffers import flat_bytes
+from ..config_values import plain
+from ..hits import Hit
+from ..identity import Dimension, Part, StateIdentity
+from ..saves import SaveItem
 from .engine import Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("LMCache", "lmcache", "0.5.5 to 0.5.6")

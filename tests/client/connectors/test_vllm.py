@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixd.client.connectors import vllm
+from prefixd.client.connectors.engine import UnsupportedEngine
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import vllm
-from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.proto.errors import ConfigError
 from tests.support.daemon import eventually, private_daemon
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from prefixd.client.connectors import sglang
+from prefixd.client.connectors.engine import UnsupportedEngine
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors import sglang
-from prefixd.connectors.engine import UnsupportedEngine
 from prefixd.proto.errors import ConfigError
 from tests.support.daemon import private_daemon
 

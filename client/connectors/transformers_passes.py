@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
-from ..proto.errors import CallerError
+from ...proto.errors import CallerError
 from .transformers_identity import bare, media_tokens, stamp
 
-logger = logging.getLogger("prefixd.connectors")
+logger = logging.getLogger("prefixd.client.connectors")
 
 #: Arguments of a pass that say nothing beyond the ids, or what is given back.
 _WITHOUT_EFFECT: Final = frozenset(

@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client.ranks import Rank
-from prefixd.connectors import transformers_identity
-from prefixd.connectors.engine import UnsupportedEngine
-from prefixd.connectors.transformers import ModelNamespace, namespace_of
-from prefixd.connectors.transformers_identity import (
+from prefixd.client.connectors import transformers_identity
+from prefixd.client.connectors.engine import UnsupportedEngine
+from prefixd.client.connectors.transformers import ModelNamespace, namespace_of
+from prefixd.client.connectors.transformers_identity import (
     WITHOUT_EFFECT,
     identity_of,
     media_tokens,
     rope_limit,
 )
-from prefixd.connectors.transformers_passes import Passes
+from prefixd.client.connectors.transformers_passes import Passes
+from prefixd.client.ranks import Rank
 from prefixd.proto.errors import CallerError
 
 
@@ -194,7 +194,7 @@ def test_ranks_of_a_split_model_share_nothing(monkeypatch: pytest.MonkeyPatch) -
     for rank in ("0", "1"):
         here = Rank(rank, 2, "test")
         monkeypatch.setattr(
-            "prefixd.connectors.transformers_identity.rank_here", lambda here=here: here
+            "prefixd.client.connectors.transformers_identity.rank_here", lambda here=here: here
         )
         digests |= {digest(changed(tp_size=2)), digest(Model())}
     assert len(digests) == 3

@@ -10,11 +10,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from prefixd.client import Client
+from prefixd.client.connectors import llama_cpp, llama_cpp_identity
+from prefixd.client.connectors.engine import UnsupportedEngine
+from prefixd.client.connectors.llama_cpp import PrefixdCache
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.identity import Dimension, Part, StateIdentity
-from prefixd.connectors import llama_cpp, llama_cpp_identity
-from prefixd.connectors.engine import UnsupportedEngine
-from prefixd.connectors.llama_cpp import PrefixdCache
 from tests.support.daemon import private_daemon
 
 BLOCK = 8

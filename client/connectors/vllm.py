@@ -22,14 +22,14 @@ from inspect import signature
 from time import monotonic
 from typing import Any, Final
 
-from ..client.client import Client
-from ..client.config_values import plain
-from ..client.hits import Hit
-from ..client.identity import Dimension, Part, StateIdentity
-from ..client.saves import SaveItem
-from ..proto.errors import CallerError, InvalidSize
-from ..proto.keys import ForeignNamespace, Key
-from ..proto.vocabulary import Tier
+from ...proto.errors import CallerError, InvalidSize
+from ...proto.keys import ForeignNamespace, Key
+from ...proto.vocabulary import Tier
+from .. import Client
+from ..config_values import plain
+from ..hits import Hit
+from ..identity import Dimension, Part, StateIdentity
+from ..saves import SaveItem
 from .engine import Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("vLLM", "vllm", "0.30 to 0.33")
@@ -40,7 +40,7 @@ _ANSWER_TTL_S: Final = 1.0
 _FAILED_TTL_S: Final = 10.0
 _LOG_DRAIN_EVERY_S: Final = 5.0
 
-logger = logging.getLogger("prefixd.connectors")
+logger = logging.getLogger("prefixd.client.connectors")
 
 
 @dataclass(frozen=True, slots=True)

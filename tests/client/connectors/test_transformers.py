@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from prefixd.client import Client, Namespace
+from prefixd.client.connectors.engine import UnsupportedEngine
+from prefixd.client.connectors.transformers import load_cache, save_cache
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors.engine import UnsupportedEngine
-from prefixd.connectors.transformers import load_cache, save_cache
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S

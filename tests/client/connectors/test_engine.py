@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from prefixd.client import Tier
-from prefixd.connectors import engine
-from prefixd.connectors.engine import Engine, UnsupportedEngine, attach
+from prefixd.client.connectors import engine
+from prefixd.client.connectors.engine import Engine, UnsupportedEngine, attach
 from prefixd.proto.errors import ConfigError
 
 ENGINE = Engine("Engine", "engine", "1.0")

@@ -17,10 +17,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from ..client.config_values import plain
-from ..client.identity import Dimension, Part, StateIdentity, unrevealed
-from ..client.weights import fingerprint_of_files, weights_of
-from ..proto.keys import Adapter
+from ...proto.keys import Adapter
+from ..config_values import plain
+from ..identity import Dimension, Part, StateIdentity, unrevealed
+from ..weights import fingerprint_of_files, weights_of
 from .engine import Engine, UnsupportedEngine
 
 ENGINE: Final = Engine("llama-cpp-python", "llama_cpp_python", "0.3.36")

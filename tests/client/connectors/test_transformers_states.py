@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.connectors.transformers_states import pack, unpack
+from prefixd.client.connectors.transformers_states import pack, unpack
 
 
 class Tensor(np.ndarray[Any, Any]):

@@ -10,7 +10,7 @@ import logging
 from importlib import import_module
 from typing import Any
 
-logger = logging.getLogger("prefixd.connectors")
+logger = logging.getLogger("prefixd.client.connectors")
 
 
 def register_vllm() -> None:
@@ -19,7 +19,7 @@ def register_vllm() -> None:
         factory: Any = import_module("vllm.v1.kv_offload.tiering.factory").SecondaryTierFactory
         known: dict[str, object] = getattr(factory, "_registry", {})
         if "prefixd" not in known:
-            factory.register_tier("prefixd", "prefixd.connectors.vllm", "PrefixdTier")
+            factory.register_tier("prefixd", "prefixd.client.connectors.vllm", "PrefixdTier")
     except Exception as problem:
         # No vLLM, or another version. The connector reports that when it is used.
         logger.debug("no tier of the name prefixd: %s", problem)

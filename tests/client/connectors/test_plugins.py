@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 
 import pytest
 
-from prefixd.connectors import engine, plugins, sglang
+from prefixd.client.connectors import engine, plugins, sglang
 from tests.support.daemon import WITHIN_S
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 GROUPS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
 FACTORY = "vllm.v1.kv_offload.tiering.factory"
 
@@ -73,7 +73,8 @@ def test_vllm_knows_the_tier_by_its_name(monkeypatch: pytest.MonkeyPatch) -> Non
     register = EntryPoint("prefixd", GROUPS["vllm.general_plugins"]["prefixd"], "").load()
     register()
     register()  # in some processes vLLM calls it twice
-    assert SecondaryTierFactory._registry == {"prefixd": ("prefixd.connectors.vllm", "PrefixdTier")}
+    tier = "prefixd.client.connectors.vllm", "PrefixdTier"
+    assert SecondaryTierFactory._registry == {"prefixd": tier}
 
 
 def test_another_vllm_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +91,7 @@ def test_another_sglang_is_said_at_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, found: str, said: int
 ) -> None:
     monkeypatch.setattr(engine, "version", lambda _package: found)
-    with caplog.at_level(logging.INFO, "prefixd.connectors"):
+    with caplog.at_level(logging.INFO, "prefixd.client.connectors"):
         plugins.register_sglang()
     assert len(caplog.records) == said
 

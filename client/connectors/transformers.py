@@ -28,15 +28,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
-from ..client.client import Client
-from ..client.identity import StateIdentity
-from ..client.ranks import check_shard
-from ..client.results import SaveOutcome
-from ..client.saves import SaveItem
-from ..proto.errors import CallerError
-from ..proto.keys import Key, Namespace, prefix_keys
-from ..proto.limits import MAX_BATCH_KEYS
-from ..proto.vocabulary import ClaimMode, SaveReason, Tier
+from ...proto.errors import CallerError
+from ...proto.keys import Key, Namespace, prefix_keys
+from ...proto.limits import MAX_BATCH_KEYS
+from ...proto.vocabulary import ClaimMode, SaveReason, Tier
+from .. import Client
+from ..identity import StateIdentity
+from ..ranks import check_shard
+from ..results import SaveOutcome
+from ..saves import SaveItem
 from . import transformers_states
 from .engine import Engine, UnsupportedEngine
 from .transformers_identity import ENGINE, identity_of, media_tokens, rope_limit, stamp

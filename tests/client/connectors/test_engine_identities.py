@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from prefixd.client.connectors import lmcache, sglang, vllm
 from prefixd.client.identity import StateIdentity, differences
-from prefixd.connectors import lmcache, sglang, vllm
 from prefixd.proto.errors import ConfigError
 
 GIVEN = {"fingerprint": "llama 8b, commit 1"}

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Final, cast
 
-from ..client.buffers import flat_bytes
-from ..client.config_values import plain
-from ..client.identity import Dimension, Part, StateIdentity, unrevealed
-from ..client.ranks import rank_here
-from ..client.weights import digest_of_contents
-from ..proto.keys import Adapter
+from ...proto.keys import Adapter
+from ..buffers import flat_bytes
+from ..config_values import plain
+from ..identity import Dimension, Part, StateIdentity, unrevealed
+from ..ranks import rank_here
+from ..weights import digest_of_contents
 from .engine import Engine, UnsupportedEngine
 
 ENGINE: Final = Engine("transformers", "transformers", "5.18 to 5.24")

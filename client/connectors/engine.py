@@ -12,11 +12,11 @@ from importlib.metadata import PackageNotFoundError, version
 from inspect import Parameter, Signature, signature
 from typing import Any, Final, NamedTuple
 
-from ..client.client import Client
-from ..client.identity import Dimension, Part, unrevealed
-from ..client.weights import weights_of
-from ..proto.errors import ConfigError
-from ..proto.vocabulary import Tier
+from ...proto.errors import ConfigError
+from ...proto.vocabulary import Tier
+from .. import Client
+from ..identity import Dimension, Part, unrevealed
+from ..weights import weights_of
 
 DEFAULT_DEADLINE_MS: Final = 5_000
 #: Beyond this a save is dropped. Engines limit what they hand over themselves.

@@ -28,20 +28,20 @@ from copy import copy
 from itertools import accumulate
 from typing import Any, Final, NoReturn
 
-from ..client.client import Client
-from ..client.hits import Hit
-from ..client.identity import StateIdentity
-from ..client.saves import SaveItem
-from ..proto.keys import Key, Namespace, prefix_key, prefix_keys
-from ..proto.limits import MAX_BATCH_KEYS
-from ..proto.vocabulary import ClaimMode, SaveReason, Tier
+from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
+from ...proto.limits import MAX_BATCH_KEYS
+from ...proto.vocabulary import ClaimMode, SaveReason, Tier
+from .. import Client
+from ..hits import Hit
+from ..identity import StateIdentity
+from ..saves import SaveItem
 from .engine import UnsupportedEngine
 from .llama_cpp_context import LlamaContext, common
 from .llama_cpp_identity import ENGINE, low_level
 
 __all__ = ["PrefixdCache", "attach_to_server", "block_sequences"]
 
-logger = logging.getLogger("prefixd.connectors")
+logger = logging.getLogger("prefixd.client.connectors")
 
 DEFAULT_BLOCK_TOKENS: Final = 256
 

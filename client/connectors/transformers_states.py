@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, Final
 
-from ..client.buffers import flat_bytes
+from ..buffers import flat_bytes
 
 _MAGIC: Final = b"prefixdH"
 _LENGTH: Final = struct.Struct("<I")

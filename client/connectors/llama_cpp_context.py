@@ -12,7 +12,7 @@ import ctypes
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
-from ..client.identity import StateIdentity
+from ..identity import StateIdentity
 from .engine import UnsupportedEngine
 from .llama_cpp_identity import ENGINE, check_causal, identity_of, low_level, watch
 

@@ -21,14 +21,14 @@ from inspect import signature
 from typing import Any, Final, TypeVar
 from weakref import WeakSet
 
-from ..client.client import Client
-from ..client.config_values import plain
-from ..client.identity import Dimension, Part, StateIdentity, unrevealed
-from ..client.saves import SaveItem
-from ..client.weights import weights_of
-from ..proto.errors import ConfigError, InvalidNamespace
-from ..proto.keys import ForeignNamespace
-from ..proto.vocabulary import ClaimMode, Tier
+from ...proto.errors import ConfigError, InvalidNamespace
+from ...proto.keys import ForeignNamespace
+from ...proto.vocabulary import ClaimMode, Tier
+from .. import Client
+from ..config_values import plain
+from ..identity import Dimension, Part, StateIdentity, unrevealed
+from ..saves import SaveItem
+from ..weights import weights_of
 from .engine import GIVE_FINGERPRINT, Engine, attach, fingerprint_of, weights_dimension
 
 ENGINE: Final = Engine("SGLang", "sglang", "0.5.16 to 0.5.23")
@@ -40,7 +40,7 @@ _ANCHOR: Final = "kv"
 _REPLICATED: Final = frozenset({_ANCHOR, "indexer"})
 
 T = TypeVar("T")
-logger = logging.getLogger("prefixd.connectors")
+logger = logging.getLogger("prefixd.client.connectors")
 
 
 class Pages:
