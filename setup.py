@@ -75,4 +75,5 @@ if __name__ == "__main__":
         long_description=readme(),
         long_description_content_type="text/markdown",
         ext_modules=[kernel()],
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
     )
