@@ -315,8 +315,8 @@ class L2Core:
         )
         for part in held.values():
             try:
-                restoring = self._client.restore_async(
-                    part.hit, [buffers[each] for each in part.positions], indices=part.places
+                restoring = part.hit.restore_async(
+                    [buffers[each] for each in part.positions], indices=part.places
                 )
             except CallerError:  # a closed client
                 loading.ended(part.positions, None)
