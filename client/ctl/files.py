@@ -56,10 +56,14 @@ def opened(path: str, *, force: bool) -> IO[str]:
 
 
 def write_text(path: str, text: str, *, force: bool) -> None:
-    """Write a file, or exit with a sentence that says why not."""
+    """Write a file, or exit with a sentence that says why not. A file that exists is replaced when
+    the new one is whole."""
+    from ..lab.trace_file import written_aside
+
+    check_new(path, force=force)
     try:
-        with opened(path, force=force) as file:
-            file.write(text)
+        with written_aside(Path(path)) as file:
+            file.write(text.encode())
     except OSError as error:
         cannot_write(path, error)
 

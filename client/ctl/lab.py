@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
@@ -18,7 +19,7 @@ from .failures import ExitCode, bad_input, fail
 from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
 
 if TYPE_CHECKING:
-    from ..lab.trace import Request
+    from ..lab.trace import Request, RequestReader, TraceColumns
 
 T = TypeVar("T")
 Name = TypeVar("Name", bound=StrEnum)
@@ -33,7 +34,8 @@ TraceArgument = Annotated[
     str,
     typer.Argument(
         metavar="TRACE",
-        help="A trace in the Mooncake format: plain, gzip or zstd; - reads standard input.",
+        help="A trace in the Mooncake format, compressed or not; - reads standard input. "
+        "`prefixctl trace convert` makes one from other files.",
         show_default=False,
     ),
 ]
@@ -48,6 +50,12 @@ TraceOutputOption = Annotated[
     ),
 ]
 BlockTokensOption = Annotated[int, typer.Option("--block-tokens", min=1, help="Tokens per block.")]
+KnownBlockTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--block-tokens", min=1, help="Tokens per block (default: what the trace says or shows)."
+    ),
+]
 LimitOption = Annotated[
     int | None, typer.Option("--limit", min=1, help="Read at most this many requests.")
 ]
@@ -132,32 +140,43 @@ def generate(
 
 def convert(
     ctl: Ctl,
-    source: Annotated[
-        str,
+    sources: Annotated[
+        list[str],
         typer.Argument(
-            metavar="FILE",
-            help="JSONL or a JSON array: token ids, text, messages, dialogues; plain, gzip or "
-            "zstd; - reads standard input.",
+            metavar="FILE...",
+            help="Files, folders or globs of JSON in one of the formats of `trace formats`, "
+            "compressed or not; - reads standard input.",
             show_default=False,
         ),
     ],
     output: TraceOutputOption,
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--block-tokens",
+            min=1,
+            help="Tokens per block to write (default: those of the blocks in FILE; "
+            f"{DEFAULT_BLOCK_TOKENS} for text and token ids).",
+        ),
+    ] = None,
     bytes_per_token: Annotated[
         float,
         typer.Option("--text-bytes-per-token", help="How many bytes of text count as one token."),
     ] = 4.0,
+    image_tokens: Annotated[int, typer.Option(help="How many tokens an image counts as.")] = 1024,
     source_block_tokens: Annotated[
         int | None,
         typer.Option(
-            help="Block size of the hash_ids in FILE: 16 for Bailian (default: --block-tokens)."
+            help="Tokens of the blocks whose ids are in FILE (default: what the records say, or "
+            "their lengths show)."
         ),
     ] = None,
     time_unit: Annotated[
         str | None,
         typer.Option(
-            metavar="s|ms|us",
-            help="Unit of the times in FILE (default: ms for the Mooncake format, else s).",
+            metavar="s|ms|us|ns",
+            help="Unit of the times in FILE (default: what the fields, the format or the sizes of "
+            "the numbers say).",
         ),
     ] = None,
     requests_per_s: Annotated[
@@ -169,16 +188,20 @@ def convert(
     first_turn_only: Annotated[
         bool, typer.Option("--first-turn-only", help="Only the first question of a dialogue.")
     ] = False,
+    separate_ids: Annotated[
+        bool,
+        typer.Option("--separate-ids", help="Block ids of different files are different blocks."),
+    ] = False,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     force: ForceOption = False,
 ) -> None:
-    """Turn a request file of another kind into a trace.
+    """Turn request files of another kind into a trace, sorted by time.
 
-    Reads the files of vLLM and SGLang benchmarks, OpenAI requests and batch files,
-    ShareGPT dialogues, Bailian traces and gateway logs. The ids of blocks are
-    chained SHA-256 hashes of token ids, or of the text's bytes where there are no
-    token ids.
+    Reads block ids, token ids, text, messages and dialogues: [bold]prefixctl trace
+    formats[/] lists the formats. The ids of blocks are chained SHA-256 hashes of
+    what FILE has, and of the model, adapter, cache salt and tenant, which
+    separate caches. Whatever FILE does not say is said on standard error.
     """
     from ..lab.analyze import Analyzer
     from ..lab.convert import Converter
@@ -189,8 +212,6 @@ def convert(
 
     _check_trace_output(ctl, output, force=force)
     with bad_input():
-        if source != STDOUT and Path(source).resolve() == Path(output).resolve():
-            raise ValueError(f"{output} is the file to read; write the trace to another one")
         options = ConvertOptions(
             block_tokens,
             source_block_tokens,
@@ -199,25 +220,45 @@ def convert(
             time_unit,
             first_turn_only,
             dialogues_in_flight,
+            image_tokens,
+            separate_ids,
         )
-        converter = Converter(source, options, limit=limit, skip_bad=skip_bad)
-        analyzer = Analyzer(block_tokens)
-        write_trace(output, analyzer.watch(reading(converter, "converting")))
+        converter = Converter(sources, options, limit=limit, skip_bad=skip_bad)
+        if output != STDOUT and any(Path(f).resolve() == Path(output).resolve()
+                                    for f in converter.files):  # fmt: skip
+            raise ValueError(f"{output} is a file to read; write the trace to another one")
+        requests = iter(reading(converter, "converting"))
+        first = next(requests)  # the block size is known when everything is read
+        analyzer = Analyzer(converter.block_tokens)
+        write_trace(output, analyzer.watch(chain([first], requests)), converter.block_tokens)
     data = {
-        "source": source,
+        "source": converter.path,
         "output": output,
-        "shapes": dict(converter.shapes),
+        "formats": dict(converter.formats),
         "bad_records": converter.bad,
+        "assumptions": converter.assumptions(),
         **analyzer.finish().to_json(),
     }
-    warn(converter.warnings())
     show_result(ctl, data, lambda: written(data), stderr=output == STDOUT)
+    warn(converter.assumptions() + converter.warnings())
+
+
+def formats(ctl: Ctl) -> None:
+    """List the formats that `trace convert` reads, with an example of each."""
+    from ..lab.formats import readable
+    from .views.lab import formats_view
+
+    rows = [
+        {"name": row.name, "about": row.about, "example": row.example.splitlines()}
+        for row in readable()
+    ]
+    show_result(ctl, {"formats": rows}, lambda: formats_view(rows))
 
 
 def analyze(
     ctl: Ctl,
     trace: TraceArgument,
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: KnownBlockTokensOption = None,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     output: OutputOption = None,
@@ -228,7 +269,7 @@ def analyze(
     Unique, shared and reusable blocks, shared-prefix lengths, reuse distances,
     popularity, session depth, and what a cache without limits would save.
     """
-    from ..lab import analyze as analysis
+    from ..lab.analyze import Analyzer
     from ..lab.trace import TraceReader
     from .views.lab import analysis as analysis_view
     from .views.progress import reading
@@ -236,10 +277,17 @@ def analyze(
     check_new(output, force=force)
     with bad_input():
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
-        found = analysis.analyze(reading(reader, "analysing"), block_tokens=block_tokens)
-    data = {"path": trace, "bad_lines": reader.bad, **found.to_json()}
-    warn(reader.warnings())
+        analyzer = Analyzer(reader.block_tokens)
+        for _ in analyzer.watch(reading(reader, "analysing")):
+            pass
+    data = {
+        "path": trace,
+        "bad_lines": reader.bad,
+        "assumptions": reader.assumptions(),
+        **analyzer.finish().to_json(),
+    }
     show_result(ctl, data, lambda: analysis_view(data), output, force=force)
+    warn(reader.assumptions() + reader.warnings() + collision_notes(trace, analyzer.collisions))
 
 
 def simulate(
@@ -292,7 +340,7 @@ def simulate(
             help="Also simulate every route: without sharing, with peer reads, with a shared tier.",
         ),
     ] = False,
-    block_tokens: BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: KnownBlockTokensOption = None,
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     html: Annotated[
@@ -337,25 +385,26 @@ def simulate(
             raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         timed = _Timed(reading(reader, "reading"))
+        block_size = reader.block_tokens
         columns = TraceColumns.load(timed)
         others = requested.alternatives() if compare else []
         fleets = dict.fromkeys([requested, *others])
         results = {
-            fleet: simulate_fleet(columns, fleet, block_tokens=block_tokens)
+            fleet: simulate_fleet(columns, fleet, block_tokens=block_size)
             for fleet in counting(fleets, len(fleets), "simulating")
         }
         data = fleet_document(
             title_of(trace),
-            {**columns.summary(block_tokens).to_json(), "duration_s": timed.duration_s},
+            {**columns.summary(block_size).to_json(), "duration_s": timed.duration_s},
             results[requested],
             compared=[results[fleet] for fleet in others],
-            block_tokens=block_tokens,
+            block_tokens=block_size,
             bytes_per_token=token_bytes,
         )
-    warn(reader.warnings())
     if html is not None:
         write_text(html, render_fleet(data), force=force)
     show_result(ctl, data, lambda: fleet_view(data), output, force=force)
+    warn(notes_on(reader, columns))
 
 
 class _Timed:
@@ -363,8 +412,8 @@ class _Timed:
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
-        self._first_ms: int | None = None
-        self._last_ms = 0
+        self._first_ms: float | None = None
+        self._last_ms = 0.0
 
     @property
     def duration_s(self) -> float:
@@ -385,6 +434,23 @@ def _check_trace_output(ctl: Ctl, output: str, *, force: bool) -> None:
     check_new(output, force=force)
     if output == STDOUT and ctl.as_json:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)
+
+
+def notes_on(reader: RequestReader, columns: TraceColumns) -> list[str]:
+    """How a trace was understood, and what a user of the result should know."""
+    notes = reader.assumptions() + reader.warnings()
+    return notes + collision_notes(reader.path, columns.collisions)
+
+
+def collision_notes(path: str, collisions: int) -> list[str]:
+    """A note on ids that stand for several prefixes."""
+    if not collisions:
+        return []
+    return [
+        f"{path}: {collisions:,} requests have an id after another id than before, so ids do not "
+        "stand for whole prefixes; if several traces with ids of their own were put together, "
+        "their hits are not real: convert the traces with --separate-ids"
+    ]
 
 
 def title_of(trace: str) -> str:

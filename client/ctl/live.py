@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...proto.vocabulary import SaveReason, Tier
 from . import lab
 from .command import (
@@ -56,7 +55,7 @@ def replay_live(
     trace: lab.TraceArgument,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
-    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: lab.KnownBlockTokensOption = None,
     block_bytes: Annotated[int, size_option("Payload of a block.")] = DEFAULT_BLOCK_BYTES,
     workers: Annotated[int, typer.Option(min=1, max=256, help="Client processes.")] = 1,
     tier: Annotated[
@@ -103,21 +102,23 @@ def replay_live(
     tiers = present if tier == ALL_TIERS else (tier,)
     if not set(tiers) <= set(present):
         raise UnknownTier(f"this daemon has no {tier.label} tier")
+    with bad_input():
+        reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        block_size = reader.block_tokens
     options = LiveOptions(
         address=ctl.address,
         workers=workers,
         tiers=tiers,
         reason=reason,
         block_bytes=block_bytes,
-        block_tokens=block_tokens,
+        block_tokens=block_size,
         salt=salt,
         speed=speed,
         in_place=path is PathName.LOCAL,
         reconnect_wait_s=reconnect_wait,
     )
-    reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
     totals = run_live(reader, options)
-    warn(reader.warnings())
+    warn(reader.assumptions() + reader.warnings())
     data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}
     show_result(
         ctl, data, lambda: totals_view(totals, f"live replay of {trace}"), output, force=force

@@ -157,6 +157,7 @@ app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
 trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
 command(trace, "generate", lab.generate, needs_daemon=False)
 command(trace, "convert", lab.convert, needs_daemon=False)
+command(trace, "formats", lab.formats, needs_daemon=False)
 app.add_typer(trace, name="trace", rich_help_panel=LAB)
 
 

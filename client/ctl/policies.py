@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from . import lab
 from .command import Ctl, size_option, time_option
 from .failures import bad_input
@@ -32,7 +31,7 @@ def replay(
     trace: lab.TraceArgument,
     limit: lab.LimitOption = None,
     skip_bad: lab.SkipBadOption = False,
-    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: lab.KnownBlockTokensOption = None,
     block_bytes: lab.BlockBytesOption = None,
     policy: lab.PoliciesOption = None,
     capacity_blocks: lab.CapacityBlocksOption = None,
@@ -60,18 +59,20 @@ def replay(
         order = lab.parse_name("touch order", touch_order, TouchOrder)
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
+        block_size = reader.block_tokens
         columns = TraceColumns.load(reading(reader, "reading"))
-        results = _replays(columns, cells, block_tokens, per_request, jobs)
-        document = replay_document(columns.summary(block_tokens), results)
-        data = {"block_tokens": block_tokens, **document}
-    warn(reader.warnings())
+        results = _replays(columns, cells, block_size, per_request, jobs)
+        document = replay_document(columns.summary(block_size), results)
+        notes = lab.notes_on(reader, columns)
+        data = {"block_tokens": block_size, "assumptions": reader.assumptions(), **document}
     show_result(ctl, data, lambda: replay_view(data, block_bytes), output, force=force)
+    warn(notes)
 
 
 def curve(
     ctl: Ctl,
     trace: lab.TraceArgument,
-    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: lab.KnownBlockTokensOption = None,
     block_bytes: lab.BlockBytesOption = None,
     touch_order: lab.TouchOrderOption = "in-order",
     points: Annotated[int, typer.Option(min=2, help="Points of the curve to write.")] = 256,
@@ -146,7 +147,8 @@ def curve(
         order = lab.parse_name("touch order", touch_order, TouchOrder)
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
-        settings: dict[str, Any] = {"block_tokens": block_tokens, "touch_order": order}
+        settings: dict[str, Any] = {"block_tokens": reader.block_tokens, "touch_order": order}
+        notes: list[str] = []
         results: list[ReplayResult] = []
         sampled: list[LruCurve] = []
         if sample_only:
@@ -162,10 +164,11 @@ def curve(
         else:
             columns = TraceColumns.load(reading(reader, "reading"))
             found = exact_curve(columns, **settings)
-            summary = columns.summary(block_tokens)
+            summary = columns.summary(reader.block_tokens)
+            notes = lab.collision_notes(trace, columns.collisions)
             sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
             if with_replays:
-                results = _replays(columns, cells, block_tokens, False, jobs)
+                results = _replays(columns, cells, reader.block_tokens, False, jobs)
         data = report_data(
             lab.title_of(trace),
             summary.to_json(),
@@ -175,12 +178,13 @@ def curve(
             block_bytes=block_bytes,
             most_points=points,
         )
-    warn(reader.warnings())
+    notes = reader.assumptions() + reader.warnings() + notes
     if svg is not None:
         write_text(svg, curve_picture(data), force=force)
     if html is not None:
         write_text(html, render_report(data), force=force)
     show_result(ctl, data, lambda: curve_view(data), output, force=force)
+    warn(notes)
 
 
 def _cells(
@@ -289,7 +293,7 @@ def advise(
             "32,8,128,2 is Llama 3 8B in 16 bits.",
         ),
     ] = None,
-    block_tokens: lab.BlockTokensOption = DEFAULT_BLOCK_TOKENS,
+    block_tokens: lab.KnownBlockTokensOption = None,
     hit_rate: Annotated[
         str | None,
         typer.Option(
@@ -341,17 +345,17 @@ def advise(
         )
         found = adviser.advise(
             requests,
-            lambda given: curve_of(given, block_tokens=block_tokens),
+            lambda given: curve_of(given, block_tokens=reader.block_tokens),
             bytes_per_token=token_bytes,
-            block_tokens=block_tokens,
+            block_tokens=reader.block_tokens,
             hit_rate=None if hit_rate is None else _share(hit_rate),
             fraction_of_best=_share(fraction_of_best),
             limits={tier: size for tier, size in limits.items() if size is not None},
             window_ms=round(reorder_window * 1000),
         )
     data = {"path": trace, "model_shape": model_shape, **found.to_json()}
-    warn(reader.warnings())
     show_result(ctl, data, lambda: advice(data), output, force=force)
+    warn(reader.assumptions() + reader.warnings())
 
 
 def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:

@@ -204,7 +204,7 @@ def reordered(requests: Iterable[Request], window_ms: int) -> Iterator[Request]:
     """The requests of each time window sorted by their block ids, which puts requests with a shared
     prefix side by side. Windows stay in order. Needs memory for one window."""
     window: list[Request] = []
-    end_ms = -1
+    end_ms = -1.0
     for request in requests:
         if request.timestamp_ms >= end_ms:
             yield from sorted(window, key=attrgetter("hash_ids"))

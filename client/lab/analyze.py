@@ -14,7 +14,7 @@ from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .histogram import LogHistogram
-from .trace import Request
+from .trace import PrefixTree, Request
 
 #: A prompt end that more requests than this continue is a template, such as a system prompt, and
 #: not a turn of a session.
@@ -39,7 +39,7 @@ class Analysis:
 
     block_tokens: int
     requests: int = 0
-    duration_ms: int = 0
+    duration_ms: float = 0
     blocks: int = 0
     unique_blocks: int = 0
     shared_blocks: int = 0
@@ -162,6 +162,11 @@ class Analyzer:
         # With a single request all blocks would count as common.
         analysis.common_prefix_blocks = len(common) if analysis.requests > 1 else 0
 
+    @property
+    def collisions(self) -> int:
+        """Requests whose blocks do not stand for whole prefixes (`TraceColumns`)."""
+        return self._blocks.tree.collisions
+
     def finish(self) -> Analysis:
         """The results, after all requests have passed."""
         self._blocks.finish(self._analysis)
@@ -177,7 +182,8 @@ class _Blocks:
         self._references = array("q")
         self._requests = array("q")
         self._last_reference = array("q")
-        self._last_ms = array("q")
+        self._last_ms = array("d")
+        self.tree = PrefixTree()
         self._last_request = array("q")
 
     def use(self, request: Request, analysis: Analysis) -> int:
@@ -185,8 +191,11 @@ class _Blocks:
         position, now_ms = analysis.blocks, request.timestamp_ms
         number = analysis.requests
         hits, in_prefix = 0, True
+        known = len(self._references)
+        numbers = []
         for block in request.hash_ids:
             index = self._index.setdefault(block, len(self._references))
+            numbers.append(index)
             if index == len(self._references):
                 in_prefix = False
                 self._references.append(1)
@@ -202,11 +211,12 @@ class _Blocks:
                 self._requests[index] += not same_request
                 analysis.reused_references += 1
                 analysis.reuse_distance_blocks.add(position - self._last_reference[index] - 1)
-                analysis.reuse_time_ms.add(max(now_ms - self._last_ms[index], 0))
+                analysis.reuse_time_ms.add(max(round(now_ms - self._last_ms[index]), 0))
                 self._last_reference[index] = position
                 self._last_ms[index] = now_ms
                 self._last_request[index] = number
             position += 1
+        self.tree.add(numbers, known, len(self._references))
         return hits
 
     def finish(self, analysis: Analysis) -> None:

@@ -1,34 +1,23 @@
-"""Other people's request files as traces in the Mooncake format.
+"""Request files of any format in `formats.FORMATS` as one trace in the Mooncake format.
 
-Reads records from JSONL or one JSON array, plain, gzip or zstd. The first of these fields that a
-record has decides how it is read:
-
-    hash_ids                     block ids, integers or text (Mooncake, Bailian, gateway logs);
-                                 small blocks are joined to `block_tokens`
-    prompt_token_ids, token_ids, token ids (vLLM, SGLang and their token traces); `prompt` may
-    input_ids, input_tokens,     be a list of token ids too
-    prompt_ids
-    messages                     chat messages (OpenAI requests, also as the `body` of a batch
-                                 file's line): one request; a trailing answer is its output
-    conversations, conversation  whole dialogues (ShareGPT): a request for every message that
-                                 is answered, each with everything before it
-    turns                        user messages only (Spec-Bench, MT-Bench), growing likewise
-    prompt, text, text_input,    one prompt as text
-    input_text, input
-
-A block's id is its chained hash, SHA-256(the hash of the block before || its bytes), so that it
-stands for exactly the whole prefix. Hashes become small integers in order of appearance.
+Reads records from JSONL, JSON over several lines, or one JSON array; compressed or not; from one
+file or several. A block's id is its chained hash, SHA-256(the hash of the block before || its
+bytes), so that it stands for exactly the whole prefix; the first is chained to what separates
+caches: the model, adapters, the cache salt, the tenant (`records.Scope`). Hashes become small
+integers in order of appearance.
 
 Text is hashed without a tokeniser, its UTF-8 bytes in blocks of `block_tokens * bytes_per_token`
-bytes. Lengths in tokens are bytes / bytes_per_token, rounded up. So shared prefixes are exact to
-the byte, while the number of tokens is an estimate (four bytes a token fits English in the usual
-vocabularies; code and other languages have fewer). A chat message is its role, a line end, its
-text, a line end.
+bytes. Lengths in tokens are the records' own or else bytes / bytes_per_token, rounded up. So shared
+prefixes are exact to the byte, while the number of tokens is an estimate (four bytes a token fits
+English in the usual vocabularies; code and other languages have fewer).
 
-Times count from the first request; requests without a time arrive evenly, `requests_per_s`.
-Dialogues without times take turns, `dialogues_in_flight` at once: one after the other, they would
-hit in the smallest cache. Memory grows with the number of different blocks (about 150 bytes each),
-not with the file.
+Requests are sorted by their times, which count from the first; requests without times keep their
+order and arrive evenly, `requests_per_s`. Dialogues without times take turns,
+`dialogues_in_flight` at once: one after the other, they would hit in the smallest cache.
+
+Nothing is assumed in silence: `assumptions()` has a sentence for each thing that the records did
+not say. Memory is 4 bytes for each block reference, 40 for each request and about 150 for each
+different block.
 """
 
 from __future__ import annotations
@@ -36,18 +25,25 @@ from __future__ import annotations
 import codecs
 import io
 import json
+import math
 import re
+from array import array
 from collections import Counter, deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
-from .records import ConvertOptions, Prompt, prompts, time_ms
+from .formats import FileState, check_head, prompts
+from .inference import BlockSize, TimeSpan, time_unit
+from .records import MS_PER_UNIT, ConvertOptions, Moment, Prompt
 from .trace import Request, RequestReader
-from .trace_file import MAX_LINE_BYTES, Stream, TraceError, display_name
+from .trace_file import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name, input_files
 
 _READ_CHARACTERS = 1 << 20
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
+_UNKNOWN = -1
 
 
 class ChainedIds:
@@ -56,166 +52,435 @@ class ChainedIds:
     def __init__(self) -> None:
         self._ids: dict[bytes, int] = {}
 
-    def of(self, prompt: Prompt) -> tuple[int, ...]:
+    def of(self, prompt: Prompt) -> list[int]:
         """Ids of a prompt's blocks, the last of which may be partial."""
         ids = []
-        parent = prompt.kind
+        parent = prompt.scope.root(prompt.kind)
         data = memoryview(prompt.data)
         for start in range(0, len(data), prompt.block_bytes):
             digest = sha256(parent)
             digest.update(data[start : start + prompt.block_bytes])
             parent = digest.digest()
             ids.append(self._ids.setdefault(parent, len(self._ids)))
-        return tuple(ids)
+        return ids
+
+
+@dataclass(slots=True)
+class _Columns:
+    """What was read, request by request."""
+
+    times: array[float] = field(default_factory=lambda: array("d"))
+    input_lengths: array[int] = field(default_factory=lambda: array("q"))
+    output_lengths: array[int] = field(default_factory=lambda: array("q"))
+    owners: array[int] = field(default_factory=lambda: array("I"))
+    ends: array[int] = field(default_factory=lambda: array("Q"))
+    blocks: array[int] = field(default_factory=lambda: array("I"))
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def blocks_of(self, index: int) -> array[int]:
+        return self.blocks[self.ends[index - 1] if index else 0 : self.ends[index]]
 
 
 class Converter(RequestReader):
-    """The requests of a file in another format, streamed.
+    """The requests of files in other formats, in order of arrival.
 
-    Iterating counts, from zero each time: `requests`; `bad` (with `first_bad`) if `skip_bad`;
-    `shapes`, records by the field that their prompts came from; `backwards`, requests whose time
-    is before an earlier request's, which they get instead.
+    `names` are files, folders, globs or `-`. Iterating reads everything, then yields. It counts,
+    from zero each time: `requests`; `bad` (with `first_bad`) if `skip_bad`; `formats`, records by
+    the name of their format.
 
-    Raises `TraceError` like `TraceReader`.
+    Raises `TraceError` like `TraceReader`, and for records that don't go together: with ids of
+    blocks and without, with times and without, with blocks of two sizes.
     """
 
     UNIT = "record"
 
     def __init__(
         self,
-        path: Path | str,
+        names: Path | str | Sequence[Path | str],
         options: ConvertOptions | None = None,
         *,
         limit: int | None = None,
         skip_bad: bool = False,
     ) -> None:
-        super().__init__(path, limit, skip_bad)
+        given = [str(names)] if isinstance(names, Path | str) else [str(name) for name in names]
+        super().__init__(given[0] if len(given) == 1 else ", ".join(given), limit, skip_bad)
+        self._sources = [LineSource(path) for path in input_files(given)]
+        sizes = [source.total_bytes for source in self._sources]
+        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         self.options = options or ConvertOptions()
         self._begin()
 
+    @property
+    def files(self) -> list[str]:
+        """The files that are read."""
+        return [source.path for source in self._sources]
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the files (as stored, compressed or not) read so far."""
+        return sum(source.consumed_bytes for source in self._sources)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block of the requests, once these were read."""
+        assert self._block_tokens is not None, "read the requests first"
+        return self._block_tokens
+
+    def assumptions(self) -> list[str]:
+        """How the records were understood, one sentence each, once they were read."""
+        return list(self._assumptions)
+
     def _begin(self) -> None:
         super()._begin()
-        self.backwards = 0
-        self.shapes: Counter[str] = Counter()
+        self.formats: Counter[str] = Counter()
+        self._assumptions: dict[str, None] = {}
+        self._block_tokens: int | None = None
+        self._columns = _Columns()
+        self._owners: dict[tuple[str, str], int] = {}
         self._ids = ChainedIds()
-        self._start_ms: float | None = None
-        self._last_ms = 0
-
-    def warnings(self) -> list[str]:
-        notes = super().warnings()
-        if self.backwards:
-            notes.append(
-                f"{display_name(self.path)}: {self.backwards:,} of {self.requests:,} requests "
-                "have a time before an earlier request's; they keep their place and get its time"
-            )
-        return notes
+        self._size = BlockSize("--source-block-tokens")
+        #: What all records must have in common: what the first has, and where it is.
+        self._agreed: dict[str, tuple[str, str]] = {}
+        self._stated: int | None = None
+        self._usual_unit: str | None = None
+        self._texts = self._images = self._stated_tokens = self._stated_bytes = 0
+        self._parents: dict[bytes, bytes] = {}
+        self._collisions = 0
 
     def _read(self) -> Generator[Request, None, None]:
-        for at_ms, prompt in self._in_turns():
-            arrival = self._arrival_ms(at_ms)
-            ids = self._ids.of(prompt)
-            yield Request(arrival, prompt.input_length, prompt.output_length, ids)
+        for where, prompt in self._in_turns():
+            self._take(where, prompt)
+            if len(self._columns) == self.limit:
+                break
+        columns = self._columns
+        if not len(columns):
+            return
+        join = self._resolve_blocks()
+        times = self._resolve_times()
+        silent = sum(length == _UNKNOWN for length in columns.output_lengths)
+        if silent:
+            self._assume(
+                f"{silent:,} of {len(columns):,} requests have no output length; it counts as 0"
+            )
+        owners = list(self._owners)
+        numbers: dict[int, int] = {}
+        for index in sorted(range(len(columns)), key=times.__getitem__):
+            blocks = columns.blocks_of(index)
+            length = columns.input_lengths[index]
+            if length == _UNKNOWN:
+                length = len(blocks) * self.block_tokens // join
+            at_ms = round(times[index], 3)
+            yield Request(
+                int(at_ms) if at_ms == int(at_ms) else at_ms,
+                length,
+                max(columns.output_lengths[index], 0),
+                tuple([numbers.setdefault(b, len(numbers)) for b in _joined(blocks, join)]),
+                *owners[columns.owners[index]],
+            )
 
-    def _in_turns(self) -> Iterator[tuple[float | None, Prompt]]:
-        """Every prompt with its record's time; dialogues without times take turns."""
-        waiting: deque[deque[Prompt]] = deque()
-        for at_ms, found in self._prompts():
-            if at_ms is not None:
-                yield from ((at_ms, prompt) for prompt in found)
+    # ---- reading
+
+    def _take(self, where: str, prompt: Prompt) -> None:
+        """Add one request to the columns."""
+        columns = self._columns
+        if prompt.has_ids:
+            self._size.add(prompt.input_length or 0, len(prompt.data) // 32, where)
+            self._note_collisions(prompt)
+        columns.blocks.extend(self._ids.of(prompt))
+        columns.ends.append(len(columns.blocks))
+        columns.times.append(math.nan if prompt.at is None else self._raw_time(prompt.at))
+        known = prompt.input_length
+        columns.input_lengths.append(_UNKNOWN if known is None else known)
+        known = prompt.output_length
+        columns.output_lengths.append(_UNKNOWN if known is None else known)
+        owner = (prompt.scope.model, prompt.scope.tenant)
+        columns.owners.append(self._owners.setdefault(owner, len(self._owners)))
+        self._images += prompt.images
+        if prompt.kind == b"text":
+            self._texts += not prompt.text_bytes
+            self._stated_bytes += prompt.text_bytes
+            self._stated_tokens += (prompt.input_length or 0) if prompt.text_bytes else 0
+
+    def _note_collisions(self, prompt: Prompt) -> None:
+        """Count blocks that follow another block than before: an id stands for its whole prefix."""
+        data, parent = prompt.data, prompt.scope.root(b"")
+        root = parent
+        for start in range(0, len(data), 32):
+            block = data[start : start + 32]
+            if root:
+                block = sha256(root + block).digest()
+            if self._parents.setdefault(block, parent) != parent:
+                self._collisions += 1
+                return
+            parent = block
+
+    def _raw_time(self, at: Moment) -> float:
+        return at.value if at.unit is None else at.value * MS_PER_UNIT[at.unit]
+
+    def _check(self, where: str, prompt: Prompt) -> None:
+        """Raise ValueError if this record does not go with those before it."""
+        at, stated = prompt.at, prompt.source_block_tokens
+        given = self.options.source_block_tokens
+        if stated is not None and given not in (None, stated):
+            raise ValueError(f"--source-block-tokens {given} contradicts the record, which has "
+                             f"blocks of {stated} tokens")  # fmt: skip
+        for what, value in (
+            ("prompt", "ids of blocks" if prompt.has_ids else "tokens or text"),
+            ("block size", stated and f"blocks of {stated} tokens"),
+            ("time", "no time" if at is None else "a time"),
+            ("time unit", at and ("a time with a unit or a date" if at.unit else
+                                  f"a time in {at.usual or 'an unknown unit'}")),
+        ):  # fmt: skip
+            if not value:
                 continue
-            waiting.append(deque(found))
+            earlier, earlier_at = self._agreed.setdefault(what, (value, where))
+            if earlier != value:
+                raise ValueError(
+                    f"the record has {value}, and {earlier_at} has {earlier}; convert them apart, "
+                    "or leave out this kind with --skip-bad"
+                )
+        if stated is not None:
+            self._stated = stated
+        if at is not None and at.unit is None:
+            self._usual_unit = at.usual
+
+    def _in_turns(self) -> Iterator[tuple[str, Prompt]]:
+        """Every prompt with its place; dialogues without times take turns."""
+        waiting: deque[deque[tuple[str, Prompt]]] = deque()
+        for where, found in self._prompts():
+            if found and found[0].at is not None:
+                yield from ((where, prompt) for prompt in found)
+                continue
+            if found:
+                waiting.append(deque((where, prompt) for prompt in found))
             while len(waiting) >= self.options.dialogues_in_flight:
-                yield None, _next_turn(waiting)
+                yield _next_turn(waiting)
         while waiting:
-            yield None, _next_turn(waiting)
+            yield _next_turn(waiting)
 
-    def _arrival_ms(self, at_ms: float | None) -> int:
-        """Milliseconds since the first request, never less than that of the request before."""
-        if at_ms is None:
-            arrival = int(self.requests * 1000 / self.options.requests_per_s)
-        else:
-            self._start_ms = at_ms if self._start_ms is None else self._start_ms
-            arrival = round(at_ms - self._start_ms)
-        self.backwards += arrival < self._last_ms
-        self._last_ms = max(self._last_ms, arrival)
-        return self._last_ms
+    def _prompts(self) -> Iterator[tuple[str, list[Prompt]]]:
+        for source in self._sources:
+            separate = self.options.separate_ids
+            state = FileState(self.options, scope=source.path if separate else "")
+            for number, item, record in self._records(source):
+                try:
+                    row, found = prompts(record, state)
+                    where = f"{display_name(source.path)}:{number}"
+                    for prompt in found:
+                        self._check(where, prompt)
+                except (ValueError, OverflowError) as error:
+                    self._bad(TraceError(source.path, number, f"{_nth(item)}{error}"))
+                    continue
+                self.formats[row.name] += 1
+                yield where, found
+            found = state.finish()
+            for prompt in found:
+                self._check(source.path, prompt)
+            for prompt in found:
+                yield source.path, [prompt]
+            self._assumptions |= state.notes
 
-    def _prompts(self) -> Iterator[tuple[float | None, list[Prompt]]]:
-        for number, record in self._records():
-            try:
-                field, found = prompts(record, self.options)
-                assert isinstance(record, dict)
-                at_ms = time_ms(record, self.options)
-            except ValueError as error:
-                self._bad(TraceError(self.path, number, str(error)))
-            else:
-                self.shapes[field] += 1
-                yield at_ms, found
+    # ---- what the records do not say
 
-    def _records(self) -> Iterator[tuple[int, object]]:
-        """Parsed records with their line numbers, from JSONL or from one JSON array."""
+    def _resolve_blocks(self) -> int:
+        """Settle the block size; returns how many of the blocks that were read make one."""
+        options = self.options
+        if self._agreed["prompt"][0] != "ids of blocks":
+            self._block_tokens = options.new_block_tokens
+            size = f"blocks of {self._block_tokens:,} tokens"
+            if options.block_tokens is None:
+                size += " (--block-tokens)"
+            self._assume(size)
+            return self._assume_text()
         try:
-            with self._source.opened() as stream:
-                if stream.peek(64).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"[":
-                    yield from self._array_records(stream)
+            source, why = self._size.resolve(options.source_block_tokens, self._stated)
+        except ValueError as error:
+            raise TraceError(self.path, 0, str(error)) from None
+        wanted = options.block_tokens or source
+        if wanted % source:
+            raise TraceError(
+                self.path,
+                0,
+                f"blocks of {wanted} tokens (--block-tokens) cannot be made of blocks of {source} "
+                f"({why})",
+            )
+        self._block_tokens = wanted
+        joined = "" if wanted == source else f", joined to {wanted:,}"
+        self._assume(f"blocks of {source:,} tokens, {why}{joined}")
+        if self._collisions:
+            self._assume(
+                f"{self._collisions:,} requests have an id after another id than before, which a "
+                "trace of prefixes cannot have: if these are several traces with ids of their own, "
+                "their hits are not real; --separate-ids keeps the ids of files apart"
+            )
+        return wanted // source
+
+    def _assume_text(self) -> int:
+        options = self.options
+        if self._texts:
+            self._assume(
+                f"the tokens of {self._texts:,} prompts are estimated, {options.bytes_per_token:g} "
+                "bytes of text each (--text-bytes-per-token)"
+            )
+        if self._stated_tokens:
+            measured = self._stated_bytes / self._stated_tokens
+            self._assume(
+                f"prompts have the tokens that their records state, {measured:.2f} bytes of text "
+                f"each; blocks are cut at {options.bytes_per_token:g} (--text-bytes-per-token)"
+            )
+        if self._images:
+            self._assume(f"{self._images:,} images count as {options.image_tokens:,} tokens each "
+                         "(--image-tokens)")  # fmt: skip
+        return 1
+
+    def _resolve_times(self) -> list[float]:
+        """Milliseconds from the first request, by request."""
+        times = self._columns.times
+        if self._agreed["time"][0] == "no time":
+            rate = self.options.requests_per_s
+            self._assume(f"no record has a time that is known: requests arrive evenly, {rate:g} a "
+                         "second (--requests-per-s)")  # fmt: skip
+            return [float(int(index * 1000 / rate)) for index in range(len(times))]
+        factor = 1.0
+        kind, where = self._agreed["time unit"]
+        if kind != "a time with a unit or a date":
+            span = TimeSpan.of(times)
+            try:
+                unit, why = time_unit(span, self.options.time_unit, self._usual_unit)
+            except ValueError as error:
+                raise TraceError(self.path, 0, str(error)) from None
+            self._assume(
+                f"times in {unit} {why}" if why.startswith("since") else f"times in {unit}, {why}"
+            )
+            factor = MS_PER_UNIT[unit]
+        elif self.options.time_unit is not None:
+            raise TraceError(
+                self.path,
+                0,
+                f"--time-unit {self.options.time_unit} contradicts {where}, whose time has a "
+                "unit or a date",
+            )
+        first = min(times)
+        unsorted = sum(b < a for a, b in pairwise(times))
+        if unsorted:
+            self._assume(
+                f"{unsorted:,} of {len(times):,} requests have an earlier time than the one before "
+                "them; they are sorted by time"
+            )
+        return [(at - first) * factor for at in times]
+
+    def _assume(self, sentence: str) -> None:
+        self._assumptions[sentence] = None
+
+    # ---- records
+
+    def _records(self, source: LineSource) -> Iterator[tuple[int, int, object]]:
+        """Parsed records with their line numbers, and with their own numbers where several may be
+        in a line (else 0): from JSONL, JSON over several lines, or one JSON array."""
+        try:
+            with source.opened() as stream:
+                source.line_number = 1
+                head = stream.peek(4096)[:4096]
+                check_head(source.path, head)
+                source.line_number = 0
+                first = head.removeprefix(codecs.BOM_UTF8).lstrip()
+                line = first.split(b"\n", 1)[0].rstrip()
+                if first[:1] == b"[" and not _is_event_batch(line):
+                    yield from self._values(source, stream, array_of=True)
+                elif line[-1:] in (b"{", b"[", b","):
+                    yield from self._values(source, stream, array_of=False)
                 else:
-                    yield from self._line_records(stream)
+                    yield from self._line_records(source, stream)
         except TraceError as error:
             if not error.line_number:
                 raise
             self._bad(error)  # the records before the damage are good
 
-    def _line_records(self, stream: Stream) -> Iterator[tuple[int, object]]:
-        for number, line in self._source.lines(stream):
+    def _line_records(
+        self, source: LineSource, stream: Stream
+    ) -> Iterator[tuple[int, int, object]]:
+        for number, line in source.lines(stream):
             try:
                 if line is None:
                     raise ValueError("the line is too long to be a record")
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:
-                self._bad(TraceError(self.path, number, f"the line is not JSON ({error})"))
+                self._bad(TraceError(source.path, number, f"the line is not JSON ({error})"))
             else:
-                yield number, record
+                yield number, 0, record
 
-    def _array_records(self, stream: Stream) -> Iterator[tuple[int, object]]:
-        """The items of a JSON array, one at a time: the array is never whole in memory."""
+    def _values(
+        self, source: LineSource, stream: Stream, *, array_of: bool
+    ) -> Iterator[tuple[int, int, object]]:
+        """JSON values one after the other, or the items of an array, one at a time: the whole is
+        never in memory."""
+        what = "array" if array_of else "file"
         text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
         decode = json.JSONDecoder().raw_decode
-        self._source.line_number = 1
+        source.line_number = 1
+        item = 0
+
+        def error(problem: str) -> TraceError:
+            return TraceError(source.path, source.line_number, problem)
+
         try:
             buffer = text.read(_READ_CHARACTERS)
-            position = buffer.index("[") + 1
+            position = buffer.index("[") + 1 if array_of else 0
             while True:
                 start = _BETWEEN_ITEMS.match(buffer, position).end()  # type: ignore[union-attr]
-                self._source.line_number += buffer.count("\n", position, start)
+                source.line_number += buffer.count("\n", position, start)
                 position = start
-                if buffer.startswith("]", position):
+                if array_of and buffer.startswith("]", position):
                     return
                 try:
-                    item, end = decode(buffer, position)
+                    value, end = decode(buffer, position)
                 except RecursionError:
-                    problem = "an item of the array is nested too deeply"
-                    raise TraceError(self.path, self._source.line_number, problem) from None
-                except json.JSONDecodeError as error:
+                    raise error(f"an item of the {what} is nested too deeply") from None
+                except json.JSONDecodeError as problem:
                     more = text.read(max(_READ_CHARACTERS, len(buffer) - position))
+                    if not more and position == len(buffer) and not array_of:
+                        return
                     if not more or len(buffer) - position > MAX_LINE_BYTES:
-                        self._source.line_number += buffer.count("\n", position, error.pos)
-                        problem = f"the array is not JSON ({error.msg})"
-                        raise TraceError(self.path, self._source.line_number, problem) from None
+                        source.line_number += buffer.count("\n", position, problem.pos)
+                        raise error(f"the {what} is not JSON ({problem.msg})") from None
                     buffer, position = buffer[position:] + more, 0
                     continue
-                yield self._source.line_number, item
-                self._source.line_number += buffer.count("\n", position, end)
+                item += 1
+                yield source.line_number, item, value
+                source.line_number += buffer.count("\n", position, end)
                 position = end
         except UnicodeDecodeError:
-            problem = "the array is not UTF-8 text"
-            raise TraceError(self.path, self._source.line_number, problem) from None
+            raise error(f"the {what} is not UTF-8 text") from None
         finally:
             text.detach()  # the caller closes the stream
 
 
-def _next_turn(waiting: deque[deque[Prompt]]) -> Prompt:
+def _is_event_batch(line: bytes) -> bool:
+    """Whether a line is one batch of KV events: [time, [...], rank]."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return len(value) > 1 and isinstance(value[0], int | float) and isinstance(value[1], list)
+
+
+def _nth(item: int) -> str:
+    return f"record {item}: " if item else ""
+
+
+def _joined(blocks: array[int], count: int) -> array[int]:
+    """Chained blocks joined, `count` to one: a chained id stands for everything up to it."""
+    if count == 1:
+        return blocks
+    whole = blocks[count - 1 :: count]
+    return whole + blocks[-1:] if len(blocks) % count else whole
+
+
+def _next_turn(waiting: deque[deque[tuple[str, Prompt]]]) -> tuple[str, Prompt]:
     turns = waiting.popleft()
-    prompt = turns.popleft()
+    turn = turns.popleft()
     if turns:
         waiting.append(turns)
-    return prompt
+    return turn

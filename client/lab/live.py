@@ -194,7 +194,7 @@ class LiveReplay:
         self._workers: list[_Worker] = []
         self._stopping = False
         self._started_s = 0.0
-        self._first_timestamp_ms: int | None = None
+        self._first_timestamp_ms: float | None = None
 
     def run(self) -> Totals:
         """Replay until the end, a Ctrl-C, or the daemon is away for too long.

@@ -1,10 +1,14 @@
-"""Request traces in the Mooncake format: one JSON object per line.
+"""Request traces in the Mooncake format: one JSON object per line, in order of arrival.
 
     {"timestamp": 27, "input_length": 1100, "output_length": 40, "hash_ids": [0, 1, 7]}
 
 `timestamp` is the arrival in milliseconds, the lengths are tokens, and `hash_ids` has one id
 per block of the prompt, the last of which may be partial. An id stands for its block *and
 everything before it*: two prompts that share ids share that prefix. A trace has no prompt text.
+
+Three more fields may be there: `block_size`, the tokens of a block, the same in all requests; and
+`model` and `tenant`, by which results can be divided. `trace convert` writes them where it knows
+them. The ids of two models or tenants are different ones.
 """
 
 from __future__ import annotations
@@ -13,31 +17,43 @@ import json
 import math
 import mmap
 from array import array
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
-from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from .trace_file import LineSource, TraceError, display_name, open_output
+from .formats import check_head, recognise
+from .inference import BlockSize, TimeSpan, epoch_unit
+from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
-#: Fields fit into a signed 64-bit integer.
-MAX_FIELD = (1 << 63) - 1
+#: Requests from which the size of blocks is inferred, and their ids. A few dozen requests suffice
+#: for most traces.
+_HEAD_REQUESTS = 2_048
+_HEAD_IDS = 8_192
+_FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+_OPTIONAL_FIELDS = ("block_size", "model", "tenant")
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: when it arrived, its lengths in tokens, its prompt's block ids in order."""
+    """One request: when it arrived, its lengths in tokens, its prompt's block ids in order, and
+    whose it is, if that is known."""
 
-    timestamp_ms: int
+    timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    model: str = ""
+    tenant: str = ""
+
+
+#: A request and the number of its line.
+_Numbered: TypeAlias = tuple[int, Request]
 
 
 class RequestReader:
-    """The base of readers of request files, which are streamed. Counts requests and bad pieces."""
+    """The base of readers of request files. Counts requests and bad pieces."""
 
     #: The name of one bad piece of the file.
     UNIT: ClassVar[str]
@@ -52,13 +68,15 @@ class RequestReader:
         #: Pieces skipped because of `skip_bad`, and the error that the first would have raised.
         self.bad = 0
         self.first_bad: TraceError | None = None
-        self._source = LineSource(path)
-        self.total_bytes = self._source.total_bytes
 
     @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the file (as stored, compressed or not) read so far."""
-        return self._source.consumed_bytes
+    def block_tokens(self) -> int:
+        """Tokens per block of the requests."""
+        raise NotImplementedError
+
+    def assumptions(self) -> list[str]:
+        """How the input was understood, one sentence each."""
+        raise NotImplementedError
 
     def warnings(self) -> list[str]:
         """What a user of the result should know about the input, one sentence each."""
@@ -101,9 +119,11 @@ class RequestReader:
 class TraceReader(RequestReader):
     """The requests of a trace file, streamed: memory does not grow with the file.
 
-    The file is plain, gzip or zstd, detected by content; `-` is standard input. Reads at most
-    `limit` requests. `skip_bad` counts bad lines instead of raising `TraceError`. `block_tokens`
-    only serves to count lengths that disagree with the ids.
+    The file may be compressed, which is detected by content; `-` is standard input. Reads at most
+    `limit` requests. `skip_bad` counts bad lines instead of raising `TraceError`.
+
+    `block_tokens` is the size of the blocks. If it is not given, the records say it or, by the
+    lengths of the first prompts, `inference.BlockSize`; `assumptions()` says which.
 
     Iterating counts, from zero each time:
 
@@ -114,7 +134,8 @@ class TraceReader(RequestReader):
       `input_length` fills. Legal; `warnings()` mentions it once.
 
     Raises `TraceError` at the first bad line unless `skip_bad`, and always when the file
-    cannot be opened or holds no request at all.
+    cannot be opened, holds no request at all, or contradicts the given block size, and at a request
+    that is earlier than the one before.
     """
 
     UNIT = "line"
@@ -125,13 +146,39 @@ class TraceReader(RequestReader):
         *,
         limit: int | None = None,
         skip_bad: bool = False,
-        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+        block_tokens: int | None = None,
     ) -> None:
         super().__init__(path, limit, skip_bad)
-        if block_tokens < 1:
+        if block_tokens is not None and block_tokens < 1:
             raise ValueError(f"a block must have at least one token, got {block_tokens}")
-        self.block_tokens = block_tokens
+        self._source = LineSource(path)
+        self.total_bytes = self._source.total_bytes
+        self._given_block_tokens = block_tokens
+        self._block_tokens: int | None = None
+        self._known_by = ""
+        #: The first requests, if they were read to learn the block size, and the rest.
+        self._begun: tuple[list[_Numbered], Generator[_Numbered, None, None]] | None = None
         self.length_mismatches = 0
+        self._first_mismatch = 0
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the file (as stored, compressed or not) read so far."""
+        return self._source.consumed_bytes
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens per block. Reads the beginning of the file, if need be."""
+        if self._block_tokens is None:
+            self._begin_counts()
+            self._learn_block_size()
+        assert self._block_tokens is not None
+        return self._block_tokens
+
+    def assumptions(self) -> list[str]:
+        """How the numbers were understood, one sentence each."""
+        name = display_name(self.path)
+        return [f"{name}: blocks of {self.block_tokens:,} tokens, {self._known_by}; times in ms"]
 
     def warnings(self) -> list[str]:
         notes = super().warnings()
@@ -139,60 +186,216 @@ class TraceReader(RequestReader):
             notes.append(
                 f"{display_name(self.path)}: input_length disagrees with the number of ids at "
                 f"{self.block_tokens} tokens a block in {self.length_mismatches:,} of "
-                f"{self.requests:,} requests; hit tokens are capped at input_length"
+                f"{self.requests:,} requests, first in line {self._first_mismatch:,}; hit tokens "
+                "are capped at input_length"
             )
         return notes
 
     def _begin(self) -> None:
+        if self._begun is None:
+            self._begin_counts()
+
+    def _begin_counts(self) -> None:
         super()._begin()
-        self.length_mismatches = 0
+        self.length_mismatches = self._first_mismatch = 0
+
+    def _learn_block_size(self) -> None:
+        self._stated: int | None = None
+        size = BlockSize()
+        lines = self._parsed()
+        head: list[_Numbered] = []
+        ids = 0
+        most = _HEAD_REQUESTS if self.limit is None else min(self.limit, _HEAD_REQUESTS)
+        while len(head) < most and ids < _HEAD_IDS and (numbered := next(lines, None)) is not None:
+            number, request = numbered
+            head.append(numbered)
+            size.add(request.input_length, len(request.hash_ids), f"line {number}")
+            ids += len(request.hash_ids)
+        try:
+            found = size.resolve(self._given_block_tokens, self._stated)
+        except ValueError as error:
+            raise TraceError(self.path, 0, str(error)) from None
+        if head:
+            span = TimeSpan.of([request.timestamp_ms for _, request in head])
+            unit = epoch_unit(span)
+            if unit not in (None, "ms"):
+                problem = f"timestamp is a time since 1970 in {unit}, not in milliseconds"
+                raise TraceError(self.path, head[0][0], f"{problem}; {convert_hint(self.path)}")
+        self._block_tokens, self._known_by = found
+        self._begun = head, lines
 
     def _read(self) -> Generator[Request, None, None]:
+        _ = self.block_tokens
+        if self._begun is None:
+            self._learn_block_size()
+        assert self._begun is not None
+        head, rest = self._begun
+        self._begun = None
         block_tokens = self.block_tokens
-        # `closing` closes the file as soon as a line is bad, not when the error is forgotten.
-        with closing(iter(self._source)) as lines:
-            try:
-                for number, line in lines:
+        last_ms = -math.inf
+        with closing(rest):
+            for part in (_drained(head), rest):
+                for number, request in part:
+                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                        self.length_mismatches += 1
+                        self._first_mismatch = self._first_mismatch or number
+                    if request.timestamp_ms < last_ms:
+                        problem = (
+                            f"timestamp is {request.timestamp_ms}, before {last_ms} of the request "
+                            f"above it: the requests are not in order of arrival; "
+                            f"{convert_hint(self.path, 'sorts them')}"
+                        )
+                        raise TraceError(self.path, number, problem)
+                    last_ms = request.timestamp_ms
+                    yield request
+
+    def _parsed(self) -> Generator[_Numbered, None, None]:
+        """The requests with their line numbers."""
+        parser = _Parser()
+        # `opened` closes the file as soon as a line is bad, not when the error is forgotten.
+        try:
+            with self._source.opened() as stream:
+                self._source.line_number = 1
+                check_head(self.path, stream.peek(4096)[:4096])
+                self._source.line_number = 0
+                for number, line in self._source.lines(stream):
                     try:
-                        request = _parse(line)
+                        request = parser.parse(line)
+                    except _OtherFormat as error:
+                        problem = f"{error}; {convert_hint(self.path)}"
+                        self._bad(TraceError(self.path, number, problem))
+                        continue
                     except ValueError as error:
                         self._bad(TraceError(self.path, number, str(error)))
                         continue
-                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                        self.length_mismatches += 1
-                    yield request
-            except TraceError as error:
-                if not error.line_number:
-                    raise
-                # Damaged compression: the lines before it are whole, nothing follows.
-                self._bad(error)
+                    self._stated = parser.block_tokens
+                    yield number, request
+        except TraceError as error:
+            if not error.line_number:
+                raise
+            # Damaged compression: the lines before it are whole, nothing follows.
+            self._bad(error)
 
 
-def write_trace(path: Path | str, requests: Iterable[Request]) -> int:
+def _drained(head: list[_Numbered]) -> Iterator[_Numbered]:
+    """The items, which are given up one by one."""
+    head.reverse()
+    while head:
+        yield head.pop()
+
+
+def convert_hint(path: str, does: str = "reads it") -> str:
+    """The command that reads a file that is no trace."""
+    return f"`prefixctl trace convert {path} -o trace.jsonl` {does}"
+
+
+class _OtherFormat(ValueError):
+    """A record that `trace convert` can read."""
+
+
+def write_trace(
+    path: Path | str, requests: Iterable[Request], block_tokens: int | None = None
+) -> int:
     """Write requests as a trace and return how many; `-` is standard output.
 
-    A name that ends in `.gz` or `.zst` is compressed. The same requests give the same bytes.
-    Raises `TraceError` when the file cannot be written.
+    A name that ends in `.gz` or `.zst` is compressed. The same requests give the same bytes. Each
+    request says `block_tokens`, unless that is None. Raises `TraceError` when the file cannot be
+    written; then an earlier file of that name is as it was.
     """
     count = 0
     with open_output(path) as file:
         for request in requests:
-            file.write(format_request(request))
+            file.write(format_request(request, block_tokens))
             count += 1
     return count
 
 
-def format_request(request: Request) -> bytes:
+def format_request(request: Request, block_tokens: int | None = None) -> bytes:
     """One line of a trace, with its line end."""
     ids = ", ".join(map(str, request.hash_ids))
+    more = "" if block_tokens is None else f', "block_size": {block_tokens}'
+    if request.model:
+        more += f', "model": {json.dumps(request.model)}'
+    if request.tenant:
+        more += f', "tenant": {json.dumps(request.tenant)}'
     return (
         f'{{"timestamp": {request.timestamp_ms}, "input_length": {request.input_length}, '
-        f'"output_length": {request.output_length}, "hash_ids": [{ids}]}}\n'
+        f'"output_length": {request.output_length}, "hash_ids": [{ids}]{more}}}\n'
     ).encode()
 
 
-def _parse(line: bytes | None) -> Request:
-    """One line as a request; ValueError with a sentence about what is wrong with it."""
+class _Parser:
+    """Lines as requests, all with the same block size."""
+
+    def __init__(self) -> None:
+        self.block_tokens: int | None = None
+        #: Sets of fields that were seen to be those of traces.
+        self._known_fields: set[tuple[str, ...]] = {_FIELDS}
+        self._owners: dict[int, tuple[str, str]] = {}
+
+    def parse(self, line: bytes | None) -> Request:
+        """One line as a request; ValueError with a sentence about what is wrong with it."""
+        record = _object(line)
+        fields = tuple(record)
+        if fields not in self._known_fields:
+            self._check_fields(record)
+            self._known_fields.add(fields)
+        ids = _field(record, "hash_ids")
+        if not isinstance(ids, list):
+            raise _OtherFormat("hash_ids is not a list")
+        if not set(map(type, ids)) <= {int}:
+            index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
+            raise _OtherFormat(f"hash_ids[{index}] is not an integer: {_quoted(value)}")
+        request = Request(
+            _milliseconds(record),
+            _count(record, "input_length"),
+            _count(record, "output_length"),
+            tuple(ids),
+        )
+        return request if len(record) == len(_FIELDS) else self._with_more(request, record)
+
+    def _check_fields(self, record: dict[str, Any]) -> None:
+        """Raise `_OtherFormat` for records that another format has, or that lack a field."""
+        try:
+            row = recognise(record)
+        except ValueError:
+            row = None
+        missing = next((name for name in reversed(_FIELDS) if name not in record), None)
+        what = f"{missing} is missing" if missing else "this is no trace"
+        if row is None:
+            return
+        if row.read is None:
+            raise ValueError(f"{what}: {row.about}: {row.refusal}")
+        if row.name != "mooncake":
+            raise _OtherFormat(f"{what}: the record has the format {row.name}")
+
+    def _with_more(self, request: Request, record: dict[str, Any]) -> Request:
+        stated = record.get("block_size")
+        if stated is not None:
+            if type(stated) is not int or stated < 1:
+                raise ValueError(f"block_size is no number of tokens: {_quoted(stated)}")
+            if self.block_tokens not in (None, stated):
+                raise ValueError(
+                    f"block_size is {stated}, and {self.block_tokens} in earlier requests"
+                )
+            self.block_tokens = stated
+        other = [name for name in record if name in _SEPARATING and record[name]]
+        if other:
+            raise _OtherFormat(f"{other[0]} separates caches, which the ids of a trace don't say")
+        model, tenant = (str(record.get(name) or "") for name in ("model", "tenant"))
+        if (model or tenant) and request.hash_ids:
+            owner = self._owners.setdefault(request.hash_ids[0], (model, tenant))
+            if owner != (model, tenant):
+                raise _OtherFormat(
+                    f"hash_ids[0] is {request.hash_ids[0]}, which another model or tenant has, too"
+                )
+        return replace(request, model=model, tenant=tenant)
+
+
+_SEPARATING = frozenset({"cache_salt", "salt", "lora", "lora_name", "lora_id", "adapter"})
+
+
+def _object(line: bytes | None) -> dict[str, Any]:
     if line is None:
         raise ValueError("the line is too long to be a request")
     try:
@@ -200,23 +403,17 @@ def _parse(line: bytes | None) -> Request:
     except UnicodeDecodeError:
         raise ValueError("the line is not UTF-8 text") from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"the line is not JSON ({error.msg} at column {error.pos + 1})") from None
+        problem = f"the line is not JSON ({error.msg} at column {error.pos + 1})"
+        if line.rstrip()[-1:] in (b"{", b"["):
+            raise _OtherFormat(f"{problem}: the file may be JSON in several lines") from None
+        raise ValueError(problem) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the line is not usable JSON ({error})") from None
+    if isinstance(record, list):
+        raise _OtherFormat("the line is not a JSON object but an array")
     if not isinstance(record, dict):
         raise ValueError("the line is not a JSON object")
-    ids = _field(record, "hash_ids")
-    if not isinstance(ids, list):
-        raise ValueError("hash_ids is not a list")
-    if not set(map(type, ids)) <= {int}:
-        index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
-        raise ValueError(f"hash_ids[{index}] is not an integer: {_quoted(value)}")
-    return Request(
-        _milliseconds(record),
-        _count(record, "input_length"),
-        _count(record, "output_length"),
-        tuple(ids),
-    )
+    return record
 
 
 def _field(record: dict[str, Any], name: str) -> Any:
@@ -228,18 +425,18 @@ def _field(record: dict[str, Any], name: str) -> Any:
 def _count(record: dict[str, Any], name: str) -> int:
     value = _field(record, name)
     if type(value) is not int:  # not isinstance: bool is an int, and no count
-        raise ValueError(f"{name} is not an integer: {_quoted(value)}")
+        raise _OtherFormat(f"{name} is not an integer: {_quoted(value)}")
     _check_range(name, value)
     return value
 
 
-def _milliseconds(record: dict[str, Any]) -> int:
+def _milliseconds(record: dict[str, Any]) -> float:
     value = _field(record, "timestamp")
     # Some exporters write fractions of a millisecond. Infinity and NaN are refused.
     if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-        raise ValueError(f"timestamp is not a number of milliseconds: {_quoted(value)}")
+        raise _OtherFormat(f"timestamp is not a number of milliseconds: {_quoted(value)}")
     _check_range("timestamp", value)
-    return round(value)
+    return int(value) if value == int(value) else float(value)
 
 
 def _check_range(name: str, value: float) -> None:
@@ -281,6 +478,32 @@ class TraceSummary:
         return {**asdict(self), "infinite_hit_rate": self.infinite_hit_rate}
 
 
+class PrefixTree:
+    """Checks that blocks stand for whole prefixes, in little time: of each request, only the last
+    block that was known. Blocks are numbered by first appearance."""
+
+    def __init__(self) -> None:
+        self._parents = array("q")
+        self.collisions = 0
+
+    def add(self, blocks: Sequence[int], known: int, now_known: int) -> None:
+        """A request. `known` and `now_known` count the different blocks before and after it."""
+        parents, new = self._parents, now_known - known
+        if new:
+            # All its new blocks, in order, if they come after all others.
+            first_new = len(blocks) - new
+            in_order = blocks[first_new] == known
+            parents.append(blocks[first_new - 1] if in_order and first_new else -1)
+            parents.extend(range(known, now_known - 1))
+        else:
+            first_new, in_order = len(blocks), True
+        if not in_order:
+            self.collisions += 1
+        elif first_new:
+            before = blocks[first_new - 2] if first_new > 1 else -1
+            self.collisions += parents[blocks[first_new - 1]] != before
+
+
 class TraceColumns:
     """The part of a trace that replays need, in columns; immutable.
 
@@ -290,7 +513,12 @@ class TraceColumns:
     """
 
     def __init__(
-        self, blocks: _Column, ends: _Column, lengths: _Column, unique_blocks: int
+        self,
+        blocks: _Column,
+        ends: _Column,
+        lengths: _Column,
+        unique_blocks: int,
+        collisions: int = 0,
     ) -> None:
         #: Block numbers of all requests, one after the other.
         self._blocks = blocks
@@ -299,17 +527,24 @@ class TraceColumns:
         #: Prompt tokens of each request.
         self._lengths = lengths
         self.unique_blocks = unique_blocks
+        #: Requests that cannot be of one tree of prefixes with those before them: a known block
+        #: comes after another block than before, or after a new one.
+        self.collisions = collisions
 
     @classmethod
     def load(cls, requests: Iterable[Request]) -> TraceColumns:
         """Pack a stream of requests. Needs memory for the columns and a table of different ids."""
         numbers: dict[int, int] = {}
         blocks, ends, lengths = array("I"), array("Q"), array("q")
+        tree = PrefixTree()
         for request in requests:
-            blocks.extend([numbers.setdefault(id_, len(numbers)) for id_ in request.hash_ids])
+            known = len(numbers)
+            found = [numbers.setdefault(id_, len(numbers)) for id_ in request.hash_ids]
+            tree.add(found, known, len(numbers))
+            blocks.extend(found)
             ends.append(len(blocks))
             lengths.append(request.input_length)
-        return cls(blocks, ends, lengths, len(numbers))
+        return cls(blocks, ends, lengths, len(numbers), tree.collisions)
 
     def __len__(self) -> int:
         """Requests."""

@@ -1,19 +1,25 @@
-"""Reads and writes text files: plain, gzip, zstd or a standard stream.
+"""Reads and writes text files: plain, gzip, zstd, xz, bzip2 or a standard stream.
 
 Reading detects compression by content and numbers the lines. Memory is bounded whatever the file
 is: it is streamed, a line has at most `MAX_LINE_BYTES`, and compressed input is expanded a few KiB
-at a time.
+at a time. Writing goes to a file beside the named one, which takes its place when it is whole.
 """
 
 from __future__ import annotations
 
+import bz2
+import glob
 import gzip
 import io
+import lzma
+import os
+import stat
 import sys
 import zlib
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, TYPE_CHECKING, Any, TypeAlias, cast
 
 if TYPE_CHECKING:
@@ -44,12 +50,63 @@ _GZIP_MAGIC = b"\x1f\x8b"
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 
+_XZ_MAGIC = b"\xfd7zXZ\x00"
+
+
+_BZIP2_MAGIC = b"BZh"
+
+
 _UTF8_BOM = b"\xef\xbb\xbf"
+
+
+#: Fields of requests fit into a signed 64-bit integer.
+MAX_FIELD = (1 << 63) - 1
+
+
+#: Files that a folder is searched for, each also compressed.
+_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_COMPRESSED = (".gz", ".zst", ".xz", ".bz2")
 
 
 def display_name(path: str) -> str:
     """A path as messages show it."""
     return "standard input" if path == STDIN else path
+
+
+def input_files(names: Iterable[str]) -> list[str]:
+    """The files that names stand for: files, folders (their JSON files, sorted, also those in
+    folders within), globs (sorted) and `-`, in the order of the names.
+
+    Raises `TraceError` for a folder or a glob without files, and for a file that comes twice.
+    """
+    found: list[str] = []
+    for name in names:
+        if name == STDIN:
+            found.append(name)
+        elif Path(name).is_dir():
+            inside = [str(p) for p in sorted(Path(name).rglob("*")) if _is_json_file(p)]
+            if not inside:
+                raise TraceError(name, 0, f"no file in it ends in {', '.join(_SUFFIXES)}")
+            found += inside
+        elif glob.has_magic(name) and not Path(name).exists():
+            # Not Path.glob, which takes no absolute pattern.
+            matches = sorted(path for path in glob.glob(name) if Path(path).is_file())  # noqa: PTH207
+            if not matches:
+                raise TraceError(name, 0, "no file matches it")
+            found += matches
+        else:
+            found.append(name)
+    for index, path in enumerate(found):
+        if path in found[:index]:
+            raise TraceError(path, 0, "the file is named twice; its requests would count twice")
+    return found
+
+
+def _is_json_file(path: Path) -> bool:
+    name = path.name
+    for suffix in _COMPRESSED:
+        name = name.removesuffix(suffix)
+    return name.endswith(_SUFFIXES) and path.is_file() and not path.name.startswith(".")
 
 
 class TraceError(ValueError):
@@ -188,6 +245,9 @@ class LineSource:
         except (zlib.error, gzip.BadGzipFile) as error:
             problem = f"damaged gzip data ({error})"
             raise TraceError(self.path, self.line_number, problem) from None
+        except lzma.LZMAError as error:
+            problem = f"damaged xz data ({error})"
+            raise TraceError(self.path, self.line_number, problem) from None
         except OSError as error:
             problem = error.strerror or str(error)
             raise TraceError(self.path, self.line_number, problem) from None
@@ -217,6 +277,11 @@ class LineSource:
             # Not buffered again: a large read that meets the end of a truncated file would lose
             # what it had read.
             return cast(Stream, gzip.GzipFile(fileobj=raw))
+        # Buffered by little, for the same reason.
+        if head and _XZ_MAGIC.startswith(head):
+            return io.BufferedReader(cast(Any, lzma.LZMAFile(raw)), ZSTD_STEP_BYTES)
+        if head[:3] == _BZIP2_MAGIC:
+            return io.BufferedReader(cast(Any, bz2.BZ2File(raw)), ZSTD_STEP_BYTES)
         if head and _ZSTD_MAGIC.startswith(head):
             try:
                 return _buffered(_ZstdStream(raw))
@@ -228,17 +293,49 @@ class LineSource:
 
 @contextmanager
 def open_output(path: Path | str) -> Iterator[IO[bytes]]:
-    """Open a file for writing bytes, compressed by its suffix; `-` is standard output."""
+    """Open a file for writing bytes, compressed by its suffix; `-` is standard output.
+
+    The file appears, or changes, when everything is written: an error, or an interruption, leaves
+    the earlier one as it was. Raises `TraceError` if it cannot be written.
+    """
     if str(path) == STDIN:
         yield sys.stdout.buffer
         sys.stdout.buffer.flush()
         return
     try:
-        with Path(path).open("wb") as raw, _compressing(raw, Path(path)) as file:
+        with written_aside(Path(path)) as raw, _compressing(raw, Path(path)) as file:
             yield file
     except OSError as error:
         problem = (error.strerror or str(error)).lower()
         raise TraceError(path, 0, f"cannot be written: {problem}") from None
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[IO[bytes]]:
+    """Write a file beside `path` that takes its place at the end, with its permissions. What is no
+    regular file, such as /dev/null or a pipe, is written directly. Raises OSError."""
+    target = path.resolve()  # the file that a link names is replaced, not the link
+    try:
+        mode = target.stat().st_mode
+    except FileNotFoundError:
+        mode = None
+    if mode is not None and not stat.S_ISREG(mode):
+        with target.open("wb") as raw:
+            yield raw
+        return
+    if mode is not None and not os.access(target, os.W_OK):
+        raise PermissionError(13, "permission denied", str(target))
+    aside = target.with_name(f".{target.name}.{token_hex(6)}.tmp")
+    try:
+        with aside.open("xb") as raw:
+            yield raw
+            if mode is not None:
+                os.fchmod(raw.fileno(), stat.S_IMODE(mode))
+        aside.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 @contextmanager

@@ -41,12 +41,21 @@ def written(data: Json) -> RenderableType:
         ("unlimited cache", f"hits {percent(saving['infinite_block_hit_rate'])} of the blocks, "
                             f"{percent(saving['infinite_hit_rate'])} of the tokens"),
     ]  # fmt: skip
-    if "shapes" in data:
-        shapes = ", ".join(f"{count:,} by {name}" for name, count in data["shapes"].items())
-        rows.insert(0, ("records read", shapes))
+    if "formats" in data:
+        formats = ", ".join(f"{count:,} of {name}" for name, count in data["formats"].items())
+        rows.insert(0, ("records read", formats))
     if data["output"] != "-":
         rows.insert(0, ("written", data["output"]))
     return pairs_table(rows)
+
+
+def formats_view(rows: Sequence[Json]) -> RenderableType:
+    """The formats that `trace convert` reads, each with an example."""
+    parts: list[RenderableType] = []
+    for row in rows:
+        parts.append(Text.assemble((row["name"], "bold"), f"  {row['about']}"))
+        parts += [Text(f"  {line}", style="dim") for line in row["example"]]
+    return Group(*parts)
 
 
 def analysis(data: Json) -> RenderableType:

@@ -9,7 +9,8 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl import lab
 from prefixd.client.ctl.main import app
-from prefixd.client.lab.trace import Request, TraceReader, write_trace
+from prefixd.client.lab.formats import readable
+from prefixd.client.lab.trace import Request, TraceReader, format_request, write_trace
 from prefixd.client.lab.workloads import PROFILES
 
 
@@ -72,11 +73,11 @@ def test_convert(tmp_path: Path) -> None:
     source.write_text('{"token_ids": [1, 2, 3, 4, 5]}\n{"token_ids": [1, 2, 3, 4]}\nbad\n')
     arguments = ("trace", "convert", source, "-o", output, "--block-tokens", 4, "--skip-bad")
     found = json_of(*arguments)
-    assert found["shapes"] == {"token_ids": 2}
+    assert found["formats"] == {"token-ids": 2}
     assert found["bad_records"] == 1
     assert [r.hash_ids for r in TraceReader(output)] == [(0, 1), (0,)]
     result = ctl(*arguments, "--force")
-    assert "2 by token_ids" in result.stdout
+    assert "2 of token-ids" in result.stdout
     assert "note: 1 bad record skipped" in result.stderr
 
 
@@ -85,6 +86,30 @@ def test_convert_reads_standard_input(tmp_path: Path) -> None:
     result = ctl("trace", "convert", "-", "-o", output, stdin=b'{"prompt": "hello"}\n')
     assert result.exit_code == 0, result.stderr
     assert list(TraceReader(output)) == [Request(0, 2, 0, (0,))]
+
+
+def test_formats_are_listed_with_examples() -> None:
+    shown = ctl("trace", "formats").stdout
+    for row in readable():
+        assert row.name in shown
+    listed = json.loads(ctl("--json", "trace", "formats").stdout)["formats"]
+    assert [row["name"] for row in listed] == [row.name for row in readable()]
+
+
+def test_a_failed_convert_leaves_the_earlier_trace(tmp_path: Path) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"token_ids": [1, 2]}\n')
+    assert ctl("trace", "convert", source, "-o", output, "--force").exit_code == 0
+    before = output.read_bytes()
+    output.chmod(0o640)
+    source.write_text('{"token_ids": [1, 2]}\nbad\n')
+    assert ctl("trace", "convert", source, "-o", output, "--force").exit_code == 2
+    assert output.read_bytes() == before
+    source.write_text('{"token_ids": [1, 2, 3]}\n')
+    assert ctl("trace", "convert", source, "-o", output, "--force").exit_code == 0
+    assert output.read_bytes() != before
+    assert output.stat().st_mode & 0o777 == 0o640
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
 def test_analyze(trace: Path, tmp_path: Path) -> None:
@@ -103,9 +128,14 @@ def test_analyze(trace: Path, tmp_path: Path) -> None:
 
 def test_lengths_that_disagree_are_told_once(trace: Path) -> None:
     result = ctl("analyze", trace, "--block-tokens", 256)
+    assert result.exit_code == 2
+    assert "--block-tokens 256 contradicts the trace: its blocks have 400 to 599" in result.stderr
+    with trace.open("ab") as file:
+        file.write(format_request(Request(99_000, 1200, 1, (0, 1))))
+    result = ctl("analyze", trace, "--block-tokens", 512)
     assert result.exit_code == 0
     assert result.stderr.count("input_length disagrees") == 1
-    assert "40 of 40 requests" in result.stderr
+    assert "1 of 41 requests, first in line 41" in result.stderr
 
 
 def test_json_may_stand_alone(trace: Path) -> None:
@@ -126,7 +156,7 @@ def test_json_may_stand_alone(trace: Path) -> None:
         (("trace", "generate", "--profile", "x", "-o", "-"), "there is no profile 'x'"),
         (("trace", "generate", "--profile", "rag", "-o", "{absent}/t"), "cannot be written"),
         (("trace", "convert", "{bad}", "-o", "{out}"), "bad.jsonl:1: the line is not JSON"),
-        (("trace", "convert", "{trace}", "-o", "{trace}", "--force"), "is the file to read"),
+        (("trace", "convert", "{trace}", "-o", "{trace}", "--force"), "is a file to read"),
         (("trace", "convert", "{trace}", "-o", "-", "--time-unit", "h"), "the time unit is s, ms"),
     ],
 )

@@ -87,7 +87,7 @@ def test_compression_is_seen_by_content_and_may_have_several_members(
     st.lists(
         st.builds(
             Request,
-            st.integers(0, 2**63 - 1),
+            st.integers(0, 10**9 - 1),
             st.integers(0, 2**63 - 1),
             st.integers(0, 2**63 - 1),
             st.lists(st.integers()).map(tuple),
@@ -99,7 +99,8 @@ def test_any_request_comes_back(
     tmp_path_factory: pytest.TempPathFactory, requests: list[Request]
 ) -> None:
     path = tmp_path_factory.mktemp("trace") / "t.jsonl"
-    write_trace(path, requests)
+    requests.sort(key=lambda request: request.timestamp_ms)
+    write_trace(path, requests, 512)
     assert list(TraceReader(path)) == requests
 
 
@@ -199,7 +200,7 @@ def test_files_that_cannot_be_opened(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress])
 def test_compressed_data_that_is_cut_short(tmp_path: Path, compress: object) -> None:
     assert callable(compress)
-    lines = [GOOD.replace(" 5", f" {i * 7919 % 10007}") for i in range(20_000)]
+    lines = [GOOD.replace("3,", f"{i * 7919 % 10007},") for i in range(20_000)]
     whole = compress("\n".join(lines).encode())
     path = tmp_path / "t.jsonl.x"
     path.write_bytes(whole[: len(whole) * 3 // 4])
@@ -238,21 +239,23 @@ def test_what_is_legal(tmp_path: Path) -> None:
         "\ufeff" + GOOD.replace("[1, 2]", "[]").replace("700", "0"),
         "",
         GOOD.replace(" 5", " 5.5"),
-        GOOD.replace("[1, 2]", "[-1, 1]").replace("}", ', "session": "a"}'),
+        GOOD.replace(" 5", " 6").replace("[1, 2]", "[-1, 1]").replace("}", ', "session": "a"}'),
     )
     reader = TraceReader(path)
-    assert [(r.timestamp_ms, r.hash_ids) for r in reader] == [(5, ()), (6, (1, 2)), (5, (-1, 1))]
+    assert [(r.timestamp_ms, r.hash_ids) for r in reader] == [(5, ()), (5.5, (1, 2)), (6, (-1, 1))]
     assert reader.warnings() == []
 
 
 def test_lengths_that_disagree_with_the_ids_are_counted_and_told_once(tmp_path: Path) -> None:
     lengths = [0, 512, 513, 1024, 1025]  # two ids: 513 to 1024 tokens agree
     path = written(tmp_path, *(GOOD.replace("700", str(length)) for length in lengths))
-    reader = TraceReader(path)
+    with pytest.raises(TraceError, match=r"line 5 has at least 513 tokens .* line 2 at most"):
+        list(TraceReader(path))
+    reader = TraceReader(path, block_tokens=512)
     assert len(list(reader)) == 5
     assert reader.length_mismatches == 3
     assert len(reader.warnings()) == 1
-    assert "in 3 of 5 requests" in reader.warnings()[0]
+    assert "in 3 of 5 requests, first in line 1" in reader.warnings()[0]
     reader = TraceReader(path, block_tokens=256)
     list(reader)
     assert reader.length_mismatches == 4
@@ -269,7 +272,8 @@ def test_a_limit_stops_reading(tmp_path: Path) -> None:
 
 
 def test_reading_again_counts_again(tmp_path: Path) -> None:
-    reader = TraceReader(written(tmp_path, GOOD, "bad", GOOD.replace("700", "1")), skip_bad=True)
+    path = written(tmp_path, GOOD, "bad", GOOD.replace("700", "1"))
+    reader = TraceReader(path, skip_bad=True, block_tokens=512)
     for _ in range(2):
         assert len(list(reader)) == reader.requests == 2
         assert (reader.bad, reader.length_mismatches) == (1, 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from prefixd.client.lab.trace_file import LineSource, TraceError
+from prefixd.client.lab.trace_file import LineSource, TraceError, open_output
 
 TEXT = "first\n\n  \nfourth\nlast without an end"
 LINES = [(1, b"first\n"), (4, b"fourth\n"), (5, b"last without an end")]
@@ -90,3 +90,27 @@ def test_a_zstd_bomb_is_expanded_in_small_steps(tmp_path: Path) -> None:
         file.write(packed.compress(b"\nend\n") + packed.flush())
     assert path.stat().st_size < 20_000
     assert list(LineSource(path)) == [(1, None), (2, b"end\n")]
+
+
+def write_half(path: Path) -> None:
+    with open_output(path) as file:
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_write_leaves_the_earlier_file(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text("whole\n")
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    for name in (path, link, tmp_path / "new"):
+        with pytest.raises(KeyboardInterrupt):
+            write_half(name)
+    assert path.read_text() == "whole\n"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link", "t.jsonl"]
+    with open_output(link) as file:
+        file.write(b"new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    with open_output("/dev/null") as file:  # no regular file: written as it is
+        file.write(b"x")

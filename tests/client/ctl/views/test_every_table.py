@@ -220,6 +220,7 @@ def from_lab(directory: Path) -> dict[str, RenderableType]:
         "lab.replay_view": lab.replay_view(replayed, 5 * 2**20),
         "lab.results_table": lab.results_table(replayed["results"]),
         "lab.curve_view": lab.curve_view(curve),
+        "lab.formats_view": lab.formats_view([{"name": "f", "about": "a", "example": ["{}"]}]),
         "lab.analysis": lab.analysis(data("analyze", trace)),
         "lab.advice": lab.advice(
             data("advise", trace, "--bytes-per-token", "128KiB", "--hit-rate", "0.4")

@@ -46,5 +46,5 @@ def test_a_written_trace_says_where_it_is_unless_that_is_standard_output() -> No
     assert "4, 3 different, 512 tokens each" in text
     assert "25.00 % of the blocks, 42.67 % of the tokens" in text
     assert "written" not in text_of(lab_views.written({**data, "output": "-"}))
-    read = lab_views.written({**data, "shapes": {"prompt": 1200, "messages": 3}})
-    assert "1,200 by prompt, 3 by messages" in text_of(read)
+    read = lab_views.written({**data, "formats": {"text": 1200, "openai-chat": 3}})
+    assert "1,200 of text, 3 of openai-chat" in text_of(read)

@@ -1,0 +1,277 @@
+"""Every format of the table, and every file of the field that was tried: its right value, or a
+refusal that says what to do."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from prefixd.client.lab.analyze import analyze
+from prefixd.client.lab.convert import Converter
+from prefixd.client.lab.formats import FORMATS, Format, readable
+from prefixd.client.lab.records import ConvertOptions
+from prefixd.client.lab.trace import TraceError, TraceReader, write_trace
+from prefixd.client.lab.trace_file import input_files
+
+FILES = Path(__file__).parents[3].parent / "shared" / "faults" / "lab"
+EXAMPLES = [pytest.param(row, id=row.name) for row in readable()]
+
+
+def figures(converter: Converter) -> tuple[int, int, float]:
+    """Prompt tokens, hit tokens of a cache without limits, and the seconds from the first request
+    to the last."""
+    requests = list(converter)
+    found = analyze(requests, block_tokens=converter.block_tokens)
+    return found.prompt_tokens, found.infinite_hit_tokens, found.duration_ms / 1000
+
+
+def written(tmp_path: Path, text: str, name: str = "in.jsonl") -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+#: Prompt tokens, hit tokens and seconds of the examples in the table.
+RIGHT_OF_EXAMPLES = {
+    "dynamo-request-trace": (318, 128, 0.1),
+    "dynamo-agentic": (320, 128, 0.005),
+    "lmcache-lookups": (1400, 512, 1.0),
+    "weka": (446, 128, 4.5),
+    "vllm-kv-events": (64, 16, 5.0),
+    "bailian": (101, 32, 14.386),
+    "mooncake": (2400, 1024, 2.7),
+    "kvcache-simulator": (318, 128, 1.0),
+    "dynamo-mooncake": (2100, 1024, 0.0125),
+    "block-ids": (2048, 512, 3.0),
+    "token-ids": (6, 0, 1.0),
+    "aiperf": (9, 0, 1.0),
+    "litellm": (16, 0, 4.0),
+    "anthropic": (10, 0, 1.0),
+    "openai-chat": (14, 0, 1.0),
+    "openai-responses": (10, 0, 1.0),
+    "wildchat": (4, 0, 17.0),
+    "lmsys": (4, 0, 1.0),
+    "sharegpt": (6, 0, 1.0),
+    "turns": (20, 5, 2.0),
+    "envelope": (4, 0, 1.0),
+    "text": (9, 0, 1.0),
+}
+
+
+def test_every_format_has_an_example_and_its_right_values() -> None:
+    assert {row.name for row in readable()} == set(RIGHT_OF_EXAMPLES)
+    assert {row.name for row in FORMATS if row.read} == set(RIGHT_OF_EXAMPLES)
+    assert all(row.refusal for row in FORMATS if row.read is None)
+
+
+@pytest.mark.parametrize("row", EXAMPLES)
+def test_the_example_of_a_format(tmp_path: Path, row: Format) -> None:
+    converter = Converter(written(tmp_path, row.example + "\n"))
+    assert figures(converter) == RIGHT_OF_EXAMPLES[row.name]
+    assert set(converter.formats) == {row.name}
+    output = tmp_path / "out.jsonl"
+    write_trace(output, converter, converter.block_tokens)
+    assert list(TraceReader(output)) == list(converter)
+
+
+@pytest.mark.parametrize("row", EXAMPLES)
+def test_other_commands_name_the_format_and_the_command_that_reads_it(
+    tmp_path: Path, row: Format
+) -> None:
+    path = written(tmp_path, row.example + "\n")
+    if row.name == "mooncake":
+        assert len(list(TraceReader(path))) == 2
+        return
+    with pytest.raises(TraceError) as caught:
+        list(TraceReader(path))
+    assert f"format {row.name}" in str(caught.value)
+    assert f"`prefixctl trace convert {path} -o trace.jsonl`" in str(caught.value)
+
+
+#: Files of the field -> prompt tokens, hit tokens, seconds.
+RIGHT: dict[str, tuple[int, int, float]] = {
+    "agentic_mooncake.jsonl": (320, 128, 0.005),
+    "aiperf_messages.jsonl": (2008, 512, 60.0),
+    "anthropic.jsonl": (3004, 0, 1.0),
+    "array.json": (2048, 1024, 0.005),
+    "b.jsonl.bz2": (2048, 1024, 0.005),
+    "b.jsonl.xz": (2048, 1024, 0.005),
+    "bailian.jsonl": (1742, 1033, 3615.136),
+    "bom_crlf.jsonl": (2048, 1024, 0.005),
+    "dynamo_mooncake_alias.jsonl": (2100, 1024, 0.0125),
+    "dynamo_request_trace.jsonl": (318, 128, 0.1),
+    "dynamo_request_trace.jsonl.gz": (318, 128, 0.1),
+    "epoch_ms.jsonl": (2048, 1024, 1.0),
+    "kvcache_simulator.jsonl": (574, 320, 2.0),
+    "litellm.jsonl": (1504, 0, 0.0),
+    "lmcache_lookup_hashes.jsonl": (2200, 1280, 2.0),
+    "openai_image.jsonl": (2054, 0, 1.0),
+    "pretty.json": (2048, 1024, 0.005),
+    "pretty_objects.jsonl": (2048, 1024, 0.005),
+    "prompt_list.jsonl": (2048, 0, 1.0),
+    "string_ids.jsonl": (2048, 1024, 0.001),
+    "two_members.jsonl.gz": (2048, 1024, 0.005),
+    "two_models.jsonl": (4104, 0, 1.0),
+    "u64_ids.jsonl": (2560, 1536, 0.001),
+    "unsorted.jsonl": (3072, 1024, 8.0),
+    "weka.jsonl": (764, 256, 5.1),
+    "wildchat.jsonl": (2009, 512, 0.0),
+}
+REFUSED = {
+    "aiperf_no_hash.jsonl": "not what their prompts share",
+    "azure.csv": "Azure's trace of lengths",
+    "burstgpt.csv": "BurstGPT",
+    "copilot2026.jsonl": "not what their prompts share",
+    "empty.jsonl": "no request in it",
+    "lfs_pointer.jsonl": "`git lfs pull` gets it",
+    "libcachesim.csv": "no prefix in it",
+    "oneline.json": ":1: record 3: conversations",
+    "sharegpt.json": ":1: record 2: conversations",
+    "truncated_tail.jsonl": ":3: the line is not JSON",
+    "utf16.jsonl": "iconv -f UTF-16 -t UTF-8",
+}
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason=f"needs {FILES}")
+@pytest.mark.parametrize("name", [*RIGHT, *REFUSED])
+def test_files_of_the_field(name: str) -> None:
+    if name in RIGHT:
+        assert figures(Converter(FILES / name)) == RIGHT[name]
+    else:
+        with pytest.raises(TraceError) as caught:
+            list(Converter(FILES / name))
+        assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.skipif(not FILES.is_dir(), reason=f"needs {FILES}")
+@pytest.mark.parametrize("path", sorted(FILES.glob("*.*")), ids=lambda path: path.name)
+def test_other_commands_are_right_about_them_or_refuse(path: Path) -> None:
+    reader = TraceReader(path)
+    try:
+        found = analyze(list(reader), block_tokens=reader.block_tokens)
+    except TraceError:
+        return
+    assert (found.prompt_tokens, found.infinite_hit_tokens, found.duration_ms / 1000) == RIGHT[
+        path.name
+    ]
+
+
+LINES = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 2
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress, lzma.compress,
+                                      bz2.compress])  # fmt: skip
+def test_compressed_files(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(compress(LINES.encode()) + compress(LINES.encode()))
+    assert len(list(Converter(path))) == len(list(TraceReader(path))) == 4
+    whole = compress(LINES.encode() * 1000)
+    path.write_bytes(whole[:-8])
+    for reader in (Converter(path), TraceReader(path)):
+        with pytest.raises(TraceError, match=r"cut short|end-of-stream|damaged|CRC"):
+            list(reader)
+
+
+def test_folders_and_globs_and_several_files(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "b.json", "sub/c.jsonl.gz", "sub/.hidden.jsonl", "notes.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        data = LINES.encode()
+        path.write_bytes(gzip.compress(data) if name.endswith("gz") else data)
+    inside = [str(tmp_path / name) for name in ("a.jsonl", "b.json", "sub/c.jsonl.gz")]
+    assert input_files([str(tmp_path)]) == inside
+    assert input_files([str(tmp_path / "?.js*"), "-"]) == [*inside[:2], "-"]
+    assert len(list(Converter([tmp_path]))) == 6
+    (tmp_path / "empty").mkdir()
+    for names, problem in (
+        ([tmp_path / "empty"], "no file in it ends in .jsonl"),
+        ([tmp_path / "*.parquet"], "no file matches it"),
+        ([tmp_path / "a.jsonl", tmp_path], "the file is named twice"),
+    ):
+        with pytest.raises(TraceError, match=problem):
+            Converter(names)
+
+
+def test_ids_that_collide_are_told_and_can_be_kept_apart(tmp_path: Path) -> None:
+    one = {"timestamp": 0, "input_length": 1536, "output_length": 1, "hash_ids": [0, 1, 2]}
+    two = {**one, "hash_ids": [0, 2, 1]}
+    a = written(tmp_path, json.dumps(one) + "\n", "a.jsonl")
+    b = written(tmp_path, json.dumps(two) + "\n", "b.jsonl")
+    together = Converter([a, b])
+    assert figures(together)[1] == 512
+    assert any("--separate-ids keeps" in each for each in together.assumptions())
+    apart = Converter([a, b], ConvertOptions(separate_ids=True))
+    assert figures(apart)[1] == 0
+    assert not any("--separate-ids" in each for each in apart.assumptions())
+
+
+def test_a_missing_time_is_said(tmp_path: Path) -> None:
+    for line, problem in (
+        ('{"prompt": "x", "ts": 1}\n{"prompt": "y"}\n', ":2: the record has no time, and .*:1 has"),
+        ('{"hash_ids": [1]}\n{"prompt": "y"}\n', ":2: the record has tokens or text, and .*:1 has"),
+        ('{"hash_ids": [1], "block_size": 16}\n{"hash_ids": [1], "block_size": 32}\n',
+         ":2: the record has blocks of 32 tokens, and .*:1 has blocks of 16"),
+        ('{"prompt": "x", "ts": 1}\n{"prompt": "y", "ts": "2024-01-01"}\n',
+         ":2: the record has a time with a unit or a date, and"),
+    ):  # fmt: skip
+        with pytest.raises(TraceError, match=problem):
+            list(Converter(written(tmp_path, line)))
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "problem"),
+    [
+        (json.dumps({"timestamp": 1, "input_length": 521, "hash_ids": list(range(33))}),
+         {"source_block_tokens": 512},
+         "--source-block-tokens 512 contradicts the trace: its blocks have 16 tokens"),
+        ('{"hash_ids": [1], "block_size": 16}', {"source_block_tokens": 32},
+         "--source-block-tokens 32 contradicts the record, which has blocks of 16 tokens"),
+        ('{"prompt": "x", "ts": 1767225600123}', {"time_unit": "s"},
+         "--time-unit s contradicts the times: 1767225600123 is a time since 1970 in ms"),
+        ('{"prompt": "x", "timestamp_ms": 5}', {"time_unit": "s"}, "--time-unit s contradicts"),
+    ],
+)  # fmt: skip
+def test_an_option_that_contradicts_the_file(
+    tmp_path: Path, line: str, options: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(TraceError, match=problem):
+        list(Converter(written(tmp_path, line), ConvertOptions(**options)))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        (b"PAR1....", "Parquet"),
+        (b"\x80\x04\x95", "pickle"),
+        (b"PK\x03\x04", "zip"),
+        (b"<!DOCTYPE html>", "HTML"),
+        (b"prompt,tokens\nx,3\n", "a table, such as CSV"),
+    ],
+)
+def test_files_that_are_no_json(tmp_path: Path, head: bytes, problem: str) -> None:
+    path = tmp_path / "in"
+    path.write_bytes(head)
+    for reader in (Converter(path), TraceReader(path)):
+        with pytest.raises(TraceError, match=problem):
+            list(reader)
+
+
+def test_events_of_blocks_as_vllm_sends_them(tmp_path: Path) -> None:
+    """A long prompt stored in two parts, its decoding, and another prompt that branches off."""
+    events = [
+        [100.0, [["BlockStored", [1, 2], None, [], 16]], 0],
+        [100.1, [["BlockStored", [3, 4], 2, [], 16], ["BlockRemoved", [9]]], 0],
+        [100.2, [["BlockStored", [5], 4, [], 16]], 0],
+        [103.0, [["BlockStored", [7], 2, [], 16], ["AllBlocksCleared"]], 0],
+    ]
+    converter = Converter(written(tmp_path, "".join(json.dumps(e) + "\n" for e in events)))
+    assert [r.input_length for r in converter] == [80, 48]
+    assert figures(converter) == (128, 32, 3.0)
+    assert any("lower bound" in each for each in converter.assumptions())
