@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, Type
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
-from .arguments import instances
 from .chains import BlockChain
 from .claims import HitFacts
 from .client import Client
@@ -38,7 +37,7 @@ from .counters import Snapshot
 from .hits import Hit
 from .identity import StateIdentity
 from .policy import LoadSpeeds, SavePolicy
-from .results import ReserveStatus, SaveOutcome
+from .results import ReserveStatus, RestoreResult, SaveOutcome
 from .saves import Reservation
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment
@@ -341,9 +340,6 @@ class AsyncClient(Asynchronous):
         super().__init__(client, Runner(max_concurrency, client.deadline_ms))
         self.client = client
 
-    def __repr__(self) -> str:
-        return f"<Async{repr(self.client)[1:]}"
-
     # ---- looking for state
 
     longest_prefix = coroutine(Client.longest_prefix, AsyncHit)
@@ -374,11 +370,22 @@ class AsyncClient(Asynchronous):
 
     # ---- restoring it
 
+    async def restore_into(
+        self,
+        hit: AsyncHit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> RestoreResult:
+        """`Client.restore_into`."""
+        return await hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
+
     async def release_many(
         self, hits: Sequence[AsyncHit], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.release_many`."""
-        released = [each.hit for each in instances("hits", hits, AsyncHit)]
+        released = [hit.hit for hit in hits]
         call = partial(self.client.release_many, released, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 
@@ -399,10 +406,7 @@ class AsyncClient(Asynchronous):
         self, writes: Sequence[tuple[AsyncReservation, Payload]], *, deadline_ms: int | None = None
     ) -> list[SaveOutcome]:
         """`Client.write`."""
-        payloads = [
-            (each.reservation if isinstance(each, AsyncReservation) else each, payload)
-            for each, payload in writes
-        ]
+        payloads = [(each.reservation, payload) for each, payload in writes]
         call = partial(self.client.write, payloads, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 
@@ -410,8 +414,7 @@ class AsyncClient(Asynchronous):
         self, reservations: Sequence[AsyncReservation], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.cancel`."""
-        given = instances("reservations", reservations, AsyncReservation)
-        ended = [each.reservation for each in given]
+        ended = [each.reservation for each in reservations]
         call = partial(self.client.cancel, ended, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 

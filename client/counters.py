@@ -5,12 +5,18 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from time import monotonic
 from typing import Any, Final, NamedTuple, TypeAlias
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
-from ..proto.limits import LATENCY_BOUNDS_NS, MAX_TOLD_MISSES
+from ..proto.limits import (
+    LATENCY_BOUNDS_NS,
+    MAX_TOLD_KEYS,
+    MAX_TOLD_KEYS_IN_ALL,
+    MAX_TOLD_MISSES,
+)
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome, as_entries
 
@@ -23,7 +29,7 @@ _SCALARS: Final = (
     "hits",
     "hit_entries",
     "hit_tokens",
-    "lookup_tokens",  # that were looked for, as far as the caller said or the hit shows
+    "lookup_tokens",  # that were looked for, by look-ups that know how many
     "restored_entries",
     "restores",  # calls, successful or not
     "restored_tokens",  # of the runs of good entries that restores began with
@@ -45,26 +51,56 @@ PATHS: Final = (_VIEW, "copy", "stream")
 _REPORTED: Final = frozenset(
     (
         *("lookups", "hits", "misses", "hit_entries", "hit_tokens", "lookup_tokens", "failures"),
+        "missed_tokens",
         *("restored_bytes", "restored_tokens", "restore_times", "restore_ns", "saves"),
     )
 )
+
+
+#: Why tokens are missed for which no key was looked up: they do not fill a block.
+NO_KEY: Final = "partial_block"
+#: A report goes out at once when its misses fill this part of it.
+_HURRY: Final = 0.75
+
+
+class Missing(NamedTuple):
+    """What a look-up did not get, and why."""
+
+    reason: MissReason
+    #: 0: not known.
+    tokens: int = 0
+    #: Its first missing key; of prefixes, those that were not there, longest first.
+    keys: Sequence[Key] = ()
+
+
+class _Absent:
+    """Look-ups that missed the same keys."""
+
+    __slots__ = ("lookups", "since_s", "tokens")
+
+    def __init__(self, since_s: float, tokens: int = 0, lookups: int = 0) -> None:
+        self.tokens = tokens
+        #: Of them, those that found nothing.
+        self.lookups = lookups
+        #: When the first of them was.
+        self.since_s = since_s
 
 
 class Report(NamedTuple):
     """What a client reports to the daemon: how much each counter grew since the last report."""
 
     amounts: Mapping[Name, int]
-    #: The keys of some look-ups that found nothing. The daemon may know why.
-    absent: Sequence[Sequence[Key]]
+    #: The keys that look-ups missed. The daemon may know why.
+    absent: Mapping[tuple[Key, ...], _Absent]
 
     def message(self) -> pb.Usage:
         """The message that carries it."""
         usage = pb.Usage()
-        tiers: dict[Tier, pb.TierUsage] = {}
+        tiers: dict[int, pb.TierUsage] = {}
         for (name, *of), amount in self.amounts.items():
             if not of:
                 setattr(usage, name, amount)
-            elif name in ("misses", "failures"):
+            elif name in ("misses", "failures", "missed_tokens"):
                 getattr(usage, name)[of[0]] = amount
             elif name == "restore_times":
                 usage.restore_times[:] = usage.restore_times or [0] * (len(LATENCY_BOUNDS_NS) + 1)
@@ -79,7 +115,17 @@ class Report(NamedTuple):
                     case _:
                         setattr(usage_of_tier, name, amount)
         usage.tiers.extend(tiers.values())
-        usage.absent.extend(pb.AbsentMiss(keys=keys) for keys in self.absent)
+        now_s = monotonic()
+        usage.absent.extend(
+            pb.AbsentMiss(
+                keys=keys[:MAX_TOLD_KEYS],
+                more=len(keys) > MAX_TOLD_KEYS,
+                tokens=missed.tokens,
+                lookups=missed.lookups,
+                age_ns=max(0, round((now_s - missed.since_s) * 1e9)),
+            )
+            for keys, missed in self.absent.items()
+        )
         return usage
 
 
@@ -87,6 +133,8 @@ class Counters:
     """Thread-safe counts, each present from the start.
 
     `misses` are the look-ups that found nothing, by reason: they add up to lookups - hits.
+    `missed_tokens` are the tokens that look-ups did not get, by reason: they add up to
+    lookup_tokens - hit_tokens. Look-ups that do not know their tokens count no tokens at all.
     `failures` are restores, reads and probes that failed, by reason: a hit whose bytes then can't
     be restored counts as a hit and as a failure. `saves` are by their final status, `rpcs` by their
     name.
@@ -99,8 +147,11 @@ class Counters:
         #: Everything that was ever counted, and how much of it was reported to the daemon.
         self._amounts: defaultdict[Name, int] = defaultdict(int)
         self._reported: defaultdict[Name, int] = defaultdict(int)
-        #: Keys of some look-ups that found nothing, since the last report.
-        self._absent: list[Sequence[Key]] = []
+        #: What look-ups missed since the last report, by the keys that were not there.
+        self._absent: dict[tuple[Key, ...], _Absent] = {}
+        self._absent_keys = 0
+        #: Called when the misses should be reported soon, in the thread of a look-up.
+        self.when_many: Callable[[], None] | None = None
 
     def add(self, name: str, amount: int = 1) -> None:
         with self._lock:
@@ -112,29 +163,75 @@ class Counters:
 
     def miss(self, reason: MissReason, lookup_tokens: int = 0, keys: Sequence[Key] = ()) -> None:
         """One look-up that found nothing. `lookup_tokens`: those looked for; 0: not known.
-        `keys`: some of those that would have been a hit."""
-        with self._lock:
-            amounts = self._amounts
-            amounts["misses", reason.value] += 1
-            amounts["lookups",] += 1
-            amounts["lookup_tokens",] += lookup_tokens
-            if keys and reason is MissReason.ABSENT:
-                self._keep_absent(keys)
+        `keys`: as in `Missing`."""
+        self._looked({}, lookup_tokens, (Missing(reason, lookup_tokens, keys),))
 
     def hit(
-        self, entries: Sequence[Entry], token_counts: Sequence[int], lookup_tokens: int = 0
+        self,
+        entries: Sequence[Entry],
+        token_counts: Sequence[int],
+        lookup_tokens: int = 0,
+        missing: Sequence[Missing] = (),
     ) -> None:
-        """One look-up that found `entries`. `lookup_tokens`: those looked for; 0: not known."""
-        found = as_entries(entries).by_tier(token_counts)
-        found_tokens = sum(token_counts)
+        """One look-up that found `entries`. `lookup_tokens`: those looked for; 0: not known.
+        `missing`: what it did not get; its tokens are those looked for and not found, so the last
+        one need not have any."""
+        found = as_entries(entries).by_tier(token_counts) if entries else {}
+        self._looked({int(tier): sums for tier, sums in found.items()}, lookup_tokens, missing)
+
+    def looked(
+        self, tiers: Sequence[int], keys: int, lookup_tokens: int, missing: Missing | None
+    ) -> None:
+        """One look-up of `keys` keys, without their entries. `tiers`: of those that are there, by
+        number; below 0: not known. `lookup_tokens`: what all keys stand for; 0: not known."""
+        found: dict[int, tuple[int, int]] = {}
+        share = lookup_tokens // keys
+        for tier in tiers:
+            entries, tokens = found.get(tier, (0, 0))
+            found[tier] = entries + 1, tokens + share
+        if missing is None and found:
+            # All keys are there: the last one has what remains of the division.
+            entries, tokens = found[tiers[-1]]
+            found[tiers[-1]] = entries, tokens + lookup_tokens - share * keys
+        self._looked(found, lookup_tokens, () if missing is None else (missing,))
+
+    def _looked(
+        self,
+        found: Mapping[int, tuple[int, int]],
+        lookup_tokens: int,
+        missing: Sequence[Missing],
+    ) -> None:
+        """One look-up. `found`: by tier, how many entries, and their tokens."""
+        found_tokens = sum([tokens for _, tokens in found.values()])
+        if lookup_tokens:
+            lookup_tokens = max(lookup_tokens, found_tokens)
+        left = lookup_tokens - found_tokens if lookup_tokens else 0
+        hurry = False
         with self._lock:
             amounts = self._amounts
-            amounts["hits",] += 1
             amounts["lookups",] += 1
-            amounts["lookup_tokens",] += max(lookup_tokens, found_tokens)
-            for tier, (entries_there, tokens) in found.items():
-                amounts["hit_entries", tier] += entries_there
-                amounts["hit_tokens", tier] += tokens
+            if found:
+                amounts["hits",] += 1
+            else:
+                amounts["misses", missing[0].reason.value] += 1
+            amounts["lookup_tokens",] += lookup_tokens
+            for number, (entries, tokens) in found.items():
+                tier = max(number, 0)
+                amounts["hit_entries", tier] += entries
+                if lookup_tokens:
+                    amounts["hit_tokens", tier] += tokens
+            for place, (reason, tokens, keys) in enumerate(missing, 1):
+                missed = left if place == len(missing) else min(left, tokens)
+                left -= missed
+                if missed:
+                    named = keys or reason is not MissReason.ABSENT
+                    amounts["missed_tokens", reason.value if named else NO_KEY] += missed
+                if keys and reason is MissReason.ABSENT and (missed or not found):
+                    hurry = self._keep_absent(tuple(keys), missed, int(not found), monotonic())
+            if left:
+                amounts["missed_tokens", NO_KEY] += left
+        if hurry and self.when_many is not None:
+            self.when_many()
 
     def failure(self, reason: MissReason) -> None:
         """A restore, a read or a probe that failed."""
@@ -208,7 +305,7 @@ class Counters:
             }
             for name, amount in amounts.items():
                 reported[name] += amount
-            absent, self._absent = self._absent, []
+            absent, self._absent, self._absent_keys = self._absent, {}, 0
             return Report(amounts, absent)
 
     def give_back(self, report: Report) -> None:
@@ -216,13 +313,37 @@ class Counters:
         with self._lock:
             for name, amount in report.amounts.items():
                 self._reported[name] -= amount
-            for keys in report.absent:
-                self._keep_absent(keys)
+            for keys, missed in report.absent.items():
+                self._keep_absent(keys, missed.tokens, missed.lookups, missed.since_s)
 
-    def _keep_absent(self, keys: Sequence[Key]) -> None:
-        """Keep the keys of one look-up; a report has room for the first of them."""
-        if len(self._absent) < MAX_TOLD_MISSES:
-            self._absent.append(keys)
+    @property
+    def many(self) -> bool:
+        """Are there so many misses that they should be reported soon?"""
+        return (
+            max(len(self._absent) / MAX_TOLD_MISSES, self._absent_keys / MAX_TOLD_KEYS_IN_ALL)
+            >= _HURRY
+        )
+
+    def _keep_absent(
+        self, keys: tuple[Key, ...], tokens: int, lookups: int, since_s: float
+    ) -> bool:
+        """Keep what a look-up missed, as far as a report has room. True: it just became much."""
+        kept = self._absent.get(keys)
+        if kept is None:
+            told = min(len(keys), MAX_TOLD_KEYS)
+            if (
+                len(self._absent) >= MAX_TOLD_MISSES
+                or self._absent_keys + told > MAX_TOLD_KEYS_IN_ALL
+            ):
+                return False
+            before = self.many
+            self._absent[keys] = _Absent(since_s, tokens, lookups)
+            self._absent_keys += told
+            return self.many and not before
+        kept.tokens += tokens
+        kept.lookups += lookups
+        kept.since_s = min(kept.since_s, since_s)
+        return False
 
     def snapshot(self) -> Snapshot:
         """Everything as of one moment, as a dict of the caller's own."""
@@ -230,6 +351,7 @@ class Counters:
         groups: dict[str, dict[str, int]] = {
             "misses": {reason.value: 0 for reason in MissReason},
             "failures": {reason.value: 0 for reason in MissReason},
+            "missed_tokens": dict.fromkeys((*map(str, MissReason), NO_KEY), 0),
             "saves": {status.label: 0 for status in SaveStatus},
             "rpcs": dict.fromkeys(_RPCS, 0),
             "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
@@ -240,7 +362,7 @@ class Counters:
             amounts = dict(self._amounts)
         for (name, *of), amount in amounts.items():
             match name:
-                case "misses" | "failures" | "rpcs":
+                case "misses" | "failures" | "missed_tokens" | "rpcs":
                     groups[name][of[0]] += amount
                 case "saves":
                     groups[name][of[-1]] += amount
@@ -256,6 +378,6 @@ class Counters:
                         groups["restored_bytes_by_tier"][tier.label] += amount
                 case _:
                     scalars[name] += amount
-                    if name == "hit_tokens":
-                        groups["hit_tokens_by_tier"][of[0].label] += amount
+                    if name == "hit_tokens" and of[0]:
+                        groups["hit_tokens_by_tier"][Tier(of[0]).label] += amount
         return {**scalars, **groups}

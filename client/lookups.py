@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace, check_key
 from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
-from .arguments import checked_keys, instances, sequence, whole
-from .chains import BlockChain, prefix_walk
+from .chains import BlockChain, checked_keys, prefix_walk
 from .context import CallContext
+from .counters import Missing
 from .hits import Hit, Reader
 from .policy import SavePolicy
-from .results import NOT_FOUND, Found, RestoreResult
+from .results import NOT_FOUND, Found, RestoreResult, restore_result
 from .search import Searcher
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
@@ -146,6 +147,7 @@ class Lookups:
         wait_ms: int = 0,
         deadline_ms: int | None = None,
         prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> Hit:
         """The blocks of a chain up to the first missing one, claimed; empty (and false) when
         that is block 0. `hit.miss` says why the run ends; None: all blocks are there.
@@ -153,10 +155,10 @@ class Lookups:
         One rpc for as many blocks as one call takes (4,096 unless the daemon says less). `claim`
         False only looks: on the daemon's host without any rpc, and hashing no more blocks than
         there are. Only the complete blocks of a `BlockChain` are looked for. `prompt_tokens`: what
-        all `keys` stand for, for the hit ratio that the daemon shows; a `BlockChain` knows.
+        all `keys` stand for, for the tokens hit and missed that the daemon shows; a `BlockChain`
+        knows, and keys without it count no tokens. `counted` as in `claim`.
         """
         deadline = self._begin(deadline_ms, wait_ms)
-        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         counts: list[int] | None = None
         run: Sequence[Key]
         if isinstance(keys, BlockChain):
@@ -165,7 +167,14 @@ class Lookups:
         else:
             run = checked_keys(keys)
         return self._searcher.search(
-            run, counts, ClaimMode.RUN, wait_ms, deadline, prompt_tokens, pin=claim
+            run,
+            counts,
+            ClaimMode.RUN,
+            wait_ms,
+            deadline,
+            prompt_tokens,
+            pin=claim,
+            counted=counted,
         )
 
     def claim(
@@ -175,13 +184,25 @@ class Lookups:
         mode: ClaimMode = ClaimMode.ANY,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> Hit:
         """Pin the entries of `keys` that `mode` selects; empty (and false) if there are none.
 
-        A key that is named twice is there twice. One rpc for 4,096 keys. Raises InvalidKey.
+        A key that is named twice is there twice. One rpc for 4,096 keys. `prompt_tokens` as in
+        `longest_run`. `counted` False: these keys were found before, by a look-up that was counted,
+        so this is none. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms, wait_ms)
-        return self._searcher.search(checked_keys(keys), None, _checked(mode), wait_ms, deadline)
+        return self._searcher.search(
+            checked_keys(keys),
+            None,
+            _checked(mode),
+            wait_ms,
+            deadline,
+            prompt_tokens,
+            counted=counted,
+        )
 
     # ---- what is there
 
@@ -208,37 +229,75 @@ class Lookups:
         )
 
     def exists(
-        self, keys: Sequence[Key], *, in_place_only: bool = False, deadline_ms: int | None = None
+        self,
+        keys: Sequence[Key],
+        *,
+        in_place_only: bool = False,
+        deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> list[bool]:
         """Which of `keys` are published; none of them when the daemon can't be reached.
 
-        Changes nothing, like `probe`. On the daemon's host without any rpc. `in_place_only`: never
-        waits for anything; where that is not possible (see `in_place`), reports every key as
-        absent. Raises InvalidKey.
+        Pins nothing and changes no eviction order. It counts as a look-up (`prompt_tokens` as in
+        `longest_run`), so restore what it finds with `counted=False`; with that here, it is none
+        itself. On the daemon's host without any rpc. `in_place_only`: never waits for anything;
+        where that is not possible (see `in_place`), reports every key as absent. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms)
         checked = checked_keys(keys)
+        if not checked:
+            return []
+        gap = MissReason.ABSENT
         found = self._transport.peek(checked)
-        if found is not None:
-            return found
-        absent = [False] * len(checked)
-        if in_place_only:
-            self._open_later()
-        elif checked:
-            return self._ask(lambda: self._transport.exist(checked, deadline), absent)
-        return absent
+        if found is None:
+            found = [0] * len(checked)
+            if in_place_only:
+                self._open_later()
+                gap = MissReason.UNAVAILABLE
+            else:
+                try:
+                    found = self._transport.exist(checked, deadline)
+                except Exception as problem:
+                    gap = self._context.failures.reason(problem)
+        there = list(filter(None, found))
+        missing = None
+        if len(there) < len(found):
+            first = found.index(0)
+            missing = Missing(gap, 0, checked[first : first + 1])
+        if counted:
+            self._context.counters.looked(there, len(found), prompt_tokens, missing)
+        return list(map(bool, found))
 
     def exists_one(
-        self, key: Key, *, in_place_only: bool = False, deadline_ms: int | None = None
+        self,
+        key: Key,
+        *,
+        in_place_only: bool = False,
+        deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> bool:
         """Is this key published? As `exists`, at a fraction of its cost."""
         self._check_usable()
         if type(key) is not bytes or len(key) != KEY_BYTES:
             key = check_key(key)
-        found = self._transport.peek_one(key)
-        if found is None:
-            (found,) = self.exists((key,), in_place_only=in_place_only, deadline_ms=deadline_ms)
-        return found
+        tier = self._transport.peek_one(key)
+        if tier is None:
+            (found,) = self.exists(
+                (key,),
+                in_place_only=in_place_only,
+                deadline_ms=deadline_ms,
+                prompt_tokens=prompt_tokens,
+                counted=counted,
+            )
+            return found
+        if counted and tier:
+            self._context.counters.looked((tier,), 1, prompt_tokens, None)
+        elif counted:
+            missing = Missing(MissReason.ABSENT, 0, (key,))
+            self._context.counters.looked((), 1, prompt_tokens, missing)
+        return bool(tier)
 
     def leading_run(
         self,
@@ -246,15 +305,33 @@ class Lookups:
         *,
         in_place_only: bool = False,
         deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> int:
         """How many of `keys` from the first on are published: what `longest_run` would find,
-        without its entries. `in_place_only` as in `exists`. Raises InvalidKey."""
+        without its entries. Other parameters as in `exists`; it counts as a look-up, too. Raises
+        InvalidKey."""
         deadline = self._begin(deadline_ms)
         run = keys.complete_keys if isinstance(keys, BlockChain) else checked_keys(keys)
+        if isinstance(keys, BlockChain):
+            prompt_tokens = keys.block_tokens * len(run)
+        if not run:
+            return 0
+        gap = MissReason.ABSENT
+        found: Sequence[int] = ()
         if in_place_only and not self.in_place:
             self._open_later()
-            return 0
-        return self._ask(lambda: self._transport.leading_run(run, deadline), 0) if run else 0
+            gap = MissReason.UNAVAILABLE
+        else:
+            try:
+                found = self._transport.leading_run(run, deadline)
+            except Exception as problem:
+                gap = self._context.failures.reason(problem)
+        length = len(found)
+        if counted:
+            missing = Missing(gap, 0, run[length : length + 1]) if length < len(run) else None
+            self._context.counters.looked(found, len(run), prompt_tokens, missing)
+        return length
 
     def _ask(self, call: Callable[[], T], otherwise: T) -> T:
         """`call()`, or `otherwise` and a counted failure when it raises."""
@@ -269,7 +346,7 @@ class Lookups:
         if not self._calls.pending[0]:
             deadline = Deadline(self.deadline_ms)
             look = partial(self._transport.exist, (_NO_KEY,), deadline)
-            self._calls.submit(lambda: self._ask(look, [False]), list)
+            self._calls.submit(lambda: self._ask(look, [0]), list)
 
     # ---- its bytes
 
@@ -280,36 +357,48 @@ class Lookups:
         *,
         mode: ClaimMode = ClaimMode.RUN,
         deadline_ms: int | None = None,
+        counted: bool = True,
     ) -> RestoreResult:
         """Copy what is there of `keys` into `buffers`, one for each key, or for the first ones:
         the blocks of a chain up to the first missing one, with `ClaimMode.ANY` each by itself.
 
         It does what `longest_run` or `claim`, `Hit.restore_into` and `release` do, for callers that
         know the lengths of the payloads and want to hold nothing: over the data socket it is one
-        trip. The result is that of a restore, in which an absent key is a miss too. Raises
+        trip. The result is that of a restore, in which an absent key is a miss too. `counted` as in
+        `claim`. Raises
         InvalidKey, InvalidSize for more buffers than keys, CallerError for another mode.
         """
         self._begin(deadline_ms)
         if not isinstance(mode, ClaimMode) or mode is ClaimMode.FIRST:
             raise CallerError(f"a restore of keys is of mode RUN or ANY, not {mode!r}")
-        sequence("buffers", buffers)
         counts: list[int] | None = None
         run: Sequence[Key]
         if isinstance(keys, BlockChain):
             run = keys.complete_keys[: len(buffers)]
             counts = [keys.block_tokens] * len(run)
         else:
-            run = checked_keys(keys, len(buffers))
+            run = checked_keys(keys[: len(buffers)])
         if len(buffers) > len(run):
             raise InvalidSize(f"{len(buffers)} buffers for {len(run)} keys")
-        return self._searcher.restore(
-            run, counts, mode, buffers, self._context.countdown(deadline_ms)
-        )
+        left_ms = self._countdown(deadline_ms)
+        return self._searcher.restore(run, counts, mode, buffers, left_ms, counted=counted)
+
+    def restore_into(
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> RestoreResult:
+        """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
+        self._check_usable()
+        return hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
 
     def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
         """Release hits in one rpc; see `Hit.release`."""
         self._check_usable()
-        return self._reader.release(instances("hits", hits, Hit), deadline_ms)
+        return self._reader.release(hits, deadline_ms)
 
     # ---- use and deletion
 
@@ -350,6 +439,8 @@ class Lookups:
         mode: ClaimMode = ClaimMode.ANY,
         wait_ms: int = 0,
         deadline_ms: int | None = None,
+        prompt_tokens: int = 0,
+        counted: bool = True,
     ) -> Future[Hit]:
         """`claim` by another thread. Never blocks.
 
@@ -360,12 +451,36 @@ class Lookups:
         self._begin(deadline_ms, wait_ms)
         mode = _checked(mode)
         checked = checked_keys(keys)
-        left_ms = self._context.countdown(deadline_ms)
+        left_ms = self._countdown(deadline_ms)
         return self._calls.submit(
             lambda: self._searcher.search(
-                checked, None, mode, wait_ms, Deadline(left_ms() + wait_ms)
+                checked,
+                None,
+                mode,
+                wait_ms,
+                Deadline(left_ms() + wait_ms),
+                prompt_tokens,
+                counted=counted,
             ),
             lambda: Hit(self._reader, miss=MissReason.DROPPED),
+        )
+
+    def restore_async(
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Future[RestoreResult]:
+        """`Hit.restore_into` by another thread. Never blocks. Don't touch the buffers, or release
+        the hit, until it is done; deadline and bounds are those of `claim_async`."""
+        self._check_usable()
+        dropped = [MissReason.DROPPED] * len(buffers if indices is None else indices)
+        left_ms = self._countdown(deadline_ms)
+        return self._calls.submit(
+            lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms()),
+            lambda: restore_result((), (), dropped),
         )
 
     # ---- how each call begins
@@ -379,11 +494,16 @@ class Lookups:
     def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
         """Check that a call may be made, and until when. Raises CallerError."""
         self._check_usable()
-        wait_ms = whole("wait_ms", wait_ms, 0, MAX_WAIT_MS)
-        return Deadline(self._within_ms(deadline_ms) + wait_ms)
+        if not 0 <= wait_ms <= MAX_WAIT_MS:
+            raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        return Deadline(within_ms + wait_ms)
 
-    def _within_ms(self, deadline_ms: int | None) -> int:
-        return self.deadline_ms if deadline_ms is None else whole("deadline_ms", deadline_ms)
+    def _countdown(self, deadline_ms: int | None) -> Callable[[], int]:
+        """A function that returns the milliseconds left until the deadline."""
+        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        since_s = monotonic()
+        return lambda: within_ms - round((monotonic() - since_s) * 1e3)
 
 
 def _checked(mode: ClaimMode) -> ClaimMode:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from ..proto.keys import Key
@@ -11,6 +12,7 @@ from ..proto.payload import FlatBytes
 from ..proto.vocabulary import ClaimMode, MissReason, Presence
 from .buffers import all_flat
 from .context import CallContext
+from .counters import Missing
 from .hits import Hit, Reader
 from .policy import MinBenefit
 from .restores import Restore
@@ -66,6 +68,18 @@ class _Search:
         known = [count or 0 for count in self.token_counts or ()]
         return max(known, default=0) if self.mode is ClaimMode.FIRST else sum(known)
 
+    def first_missing(self) -> Sequence[Key]:
+        """The first key that was not found; of prefixes, the usual ones that are longer than the
+        one that was."""
+        there = self.positions
+        if self.mode is ClaimMode.FIRST:
+            end = there[0] if there else len(self.keys)
+            # One more than a report names, to show that there are more.
+            told = islice((n for n in self.usual if n < end), MAX_TOLD_KEYS + 1)
+            return [self.keys[position] for position in told]
+        first = next((n for n, position in enumerate(there) if n != position), len(there))
+        return self.keys[first : first + 1]
+
     def counts(self) -> Sequence[int]:
         """The tokens of each entry."""
         if self.token_counts is None:
@@ -111,12 +125,13 @@ class Searcher:
         *,
         pin: bool = True,
         usual: Sequence[int] | None = None,
+        counted: bool = True,
     ) -> Hit:
         """The entries of `keys` that `mode` selects: pinned by one rpc, or else looked up in place
         if possible, by one rpc if not. `prompt_tokens`: what all keys stand for, for the hit ratio;
-        0: what `token_counts` add up to. `usual`: positions of the keys that a
-        policy saves; only those are asked of other nodes, and told to the daemon when nothing is
-        found. None: all."""
+        0: what `token_counts` add up to. `usual`: positions of the keys that a policy saves; only
+        those are asked of other nodes, and told to the daemon as missing. None: all. `counted`:
+        whether this is a look-up in the counters."""
         search = _Search(keys, token_counts, mode, usual)
         step = self._claim if pin else self._look
         try:
@@ -125,7 +140,7 @@ class Searcher:
                 pass
         except Exception as problem:
             search.gap = self._failures.reason(problem)
-        return self._hit(search, prompt_tokens)
+        return self._hit(search, prompt_tokens, counted=counted)
 
     def _claim(self, search: _Search, wait_ms: int, deadline: Deadline) -> None:
         keys, mode, size = search.keys, search.mode, self._transport.max_batch_keys
@@ -197,37 +212,36 @@ class Searcher:
         """May a search wait for entries of other nodes?"""
         return bool(self._shared_wait_ms) and self._transport.shares
 
-    def _hit(self, search: _Search, prompt_tokens: int = 0) -> Hit:
+    def _hit(self, search: _Search, prompt_tokens: int = 0, *, counted: bool = True) -> Hit:
         """Counts one hit or one miss."""
         lookup_tokens = prompt_tokens or search.full_hit_tokens()
         entries, keys, mode = search.entries, search.keys, search.mode
-        if not entries:
-            # A run without its first block is a miss, whatever else there is.
-            told = search.usual[: 1 if mode is ClaimMode.RUN else MAX_TOLD_KEYS]
-            absent = [keys[position] for position in told]
-            return self._miss(search.gap, lookup_tokens, absent)
         counts = search.counts()
         worth = len(entries)
-        if mode is not ClaimMode.ANY and self._benefit.gates:
+        if entries and mode is not ClaimMode.ANY and self._benefit.gates:
             worth = self._benefit.worth(entries, counts)
-        complete = mode is ClaimMode.FIRST or len(entries) == len(keys)
+        complete = len(entries) == len(keys) or bool(entries and mode is ClaimMode.FIRST)
+        slow = worth < len(entries)
         hit = Hit(
             self._reader,
             entries[:worth],
             counts[:worth],
             claims=search.claims,
             positions=search.positions[:worth],
-            miss=MissReason.SLOW if worth < len(entries) else None if complete else search.gap,
+            miss=MissReason.SLOW if slow else None if complete and entries else search.gap,
         )
-        if not worth:
+        if counted:
+            missing = [Missing(MissReason.SLOW, sum(counts[worth:]))] if slow else []
+            if search.positions[:1] != [0] or not complete:
+                missing.append(Missing(search.gap, 0, search.first_missing()))
+            shown = counts[:worth]
+            if prompt_tokens and not any(counts) and mode is not ClaimMode.FIRST:
+                shown = [prompt_tokens // len(keys)] * worth
+            self._counters.hit(hit._found, shown, lookup_tokens, missing)
+        if entries and not worth:
             self._reader.release([hit], None)
-            return self._miss(MissReason.SLOW, lookup_tokens)
-        self._counters.hit(hit._found, hit.token_counts, lookup_tokens)
+            return Hit(self._reader, miss=MissReason.SLOW)
         return hit
-
-    def _miss(self, reason: MissReason, lookup_tokens: int, keys: Sequence[Key] = ()) -> Hit:
-        self._counters.miss(reason, lookup_tokens, keys)
-        return Hit(self._reader, miss=reason)
 
     # ---- restores by key
 
@@ -238,19 +252,21 @@ class Searcher:
         mode: ClaimMode,
         buffers: Sequence[Payload],
         left_ms: Callable[[], int],
+        *,
+        counted: bool = True,
     ) -> RestoreResult:
         """Copy what is there of `keys` into `buffers`, one for each key. `left_ms`: the time left
-        for the call, beside the time to move its bytes."""
+        for the call, beside the time to move its bytes. `counted` as in `search`."""
         targets = all_flat(buffers, writable=True)
         if not keys:
             return restore_result((), (), ())
         search = _Search(keys, token_counts, mode)
-        found = self._fetch_found(search, targets, left_ms)
+        found = self._fetch_found(search, targets, left_ms, counted=counted)
         if found is None:
             # In place nothing needs a pin; over gRPC a claim saves a look-up.
             pin = self._daemon_decides(mode) and self._transport.peek(()) is None
             deadline = Deadline(left_ms())
-            hit = self.search(keys, token_counts, mode, 0, deadline, pin=pin)
+            hit = self.search(keys, token_counts, mode, 0, deadline, pin=pin, counted=counted)
             hit_buffers = [buffers[position] for position in hit.positions]
             try:
                 result = self._reader.restore(hit, range(len(hit)), hit_buffers, left_ms())
@@ -266,7 +282,12 @@ class Searcher:
         return restore_result(hit._found, hit.token_counts, misses)
 
     def _fetch_found(
-        self, search: _Search, targets: Sequence[FlatBytes], left_ms: Callable[[], int]
+        self,
+        search: _Search,
+        targets: Sequence[FlatBytes],
+        left_ms: Callable[[], int],
+        *,
+        counted: bool,
     ) -> tuple[Hit, RestoreResult] | None:
         """Claim, read and release in one trip, counted as a search is; the hit pins nothing. None:
         the transport can't, and nothing was done."""
@@ -277,7 +298,7 @@ class Searcher:
 
         def begin(claimed: Claimed) -> Sink:
             search.add(claimed.positions, claimed.entries, in_flight=claimed.in_flight)
-            hit = self._hit(search)
+            hit = self._hit(search, counted=counted)
             restore = self._reader.receive(hit, [targets[n] for n in hit.positions])
             begun.append((hit, restore))
             return restore
@@ -292,7 +313,7 @@ class Searcher:
             stopped = self._failures.reason(problem)
         if not begun:
             search.gap = stopped or MissReason.UNEXPECTED
-            return self._hit(search), restore_result((), (), ())
+            return self._hit(search, counted=counted), restore_result((), (), ())
         ((hit, restore),) = begun
         return hit, self._reader.received(hit, restore, stopped)
 

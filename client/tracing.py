@@ -108,18 +108,21 @@ class TracedSearcher(Searcher):
         *args: Any,
         pin: bool = True,
         usual: Sequence[int] | None = None,
+        counted: bool = True,
     ) -> Hit:
         with _span(_SEARCHES[mode], keys=len(keys)) as span:
-            hit = super().search(keys, token_counts, mode, *args, pin=pin, usual=usual)
+            hit = super().search(
+                keys, token_counts, mode, *args, pin=pin, usual=usual, counted=counted
+            )
             span.set_attribute("prefixd.found", len(hit))
             span.set_attribute("prefixd.claimed", pin)
             span.set_attribute("prefixd.hit_tokens", sum(hit.token_counts))
             _missed(span, hit.miss)
         return hit
 
-    def restore(self, keys: Sequence[Key], *args: Any) -> RestoreResult:
+    def restore(self, keys: Sequence[Key], *args: Any, counted: bool = True) -> RestoreResult:
         with _span("restore_keys", keys=len(keys)) as span:
-            result = super().restore(keys, *args)
+            result = super().restore(keys, *args, counted=counted)
             span.set_attribute("prefixd.restored_run", result.run)
             _missed(span, result.miss)
         return result

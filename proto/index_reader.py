@@ -144,9 +144,13 @@ class IndexReader:
         """Whether each key is there."""
         return [found is not None for found in self.find(keys)]
 
-    def has(self, key: bytes) -> bool | None:
-        """Whether a key is there; None if the index is not `live`. If one walk along the chain does
-        not settle it, `find` does."""
+    def tiers(self, keys: Iterable[bytes]) -> list[int]:
+        """The number of the tier in which each key is; 0: it is not there."""
+        return [found[1][TIER_OFFSET] if found is not None else 0 for found in self.find(keys)]
+
+    def tier_of(self, key: bytes) -> int | None:
+        """`tiers` of one key, at a fraction of the cost; None if the index is not `live`. If one
+        walk along the chain does not settle it, `find` does."""
         seen, count, mask = self._shape()
         data = self._data
         bucket = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT & mask
@@ -165,8 +169,9 @@ class IndexReader:
         if self._header[STATE] != LIVE:
             return None
         if number and crc32c(row) == _WHOLE_ONE_EXTENT and row[_KEY_PART] == key:
-            return not self._header[HANGING] >> row[TIER_OFFSET] & 1
-        return bool(number or self._header[SHAPE] != seen) and any(self.contains((key,)))
+            tier = row[TIER_OFFSET]
+            return 0 if self._header[HANGING] >> tier & 1 else tier
+        return self.tiers((key,))[0] if number or self._header[SHAPE] != seen else 0
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
         """Whether each row that was found before is there, or one of the same key and generation.

@@ -48,9 +48,10 @@ LATENCY_BOUNDS_NS: Final = tuple(
     for us in (50, 100, 200, 500, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 2e6, 5e6, 1e7)
 )
 
-#: Misses whose keys a report has, and the keys of each.
-MAX_TOLD_MISSES: Final = 64
-MAX_TOLD_KEYS: Final = 8
+#: Misses whose keys a report has, the keys of each, and of all together.
+MAX_TOLD_MISSES: Final = 512
+MAX_TOLD_KEYS: Final = 256
+MAX_TOLD_KEYS_IN_ALL: Final = 1024
 
 # ---- time
 

@@ -549,7 +549,7 @@ class Usage(google.protobuf.message.Message):
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
     @typing.final
-    class AbsentBecauseEntry(google.protobuf.message.Message):
+    class MissedTokensEntry(google.protobuf.message.Message):
         DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
         KEY_FIELD_NUMBER: builtins.int
@@ -572,14 +572,15 @@ class Usage(google.protobuf.message.Message):
     FAILURES_FIELD_NUMBER: builtins.int
     TIERS_FIELD_NUMBER: builtins.int
     ABSENT_FIELD_NUMBER: builtins.int
-    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     RESTORE_TIMES_FIELD_NUMBER: builtins.int
     RESTORE_NS_FIELD_NUMBER: builtins.int
+    MISSED_TOKENS_FIELD_NUMBER: builtins.int
+    MISSED_FIELD_NUMBER: builtins.int
     lookups: builtins.int
     hits: builtins.int
     """look-ups that found something"""
     lookup_tokens: builtins.int
-    """tokens looked up, as far as the caller or the hit tells"""
+    """tokens looked up, by look-ups that know how many"""
     restored_tokens: builtins.int
     """tokens whose state was restored completely, from the first entry of a hit on"""
     restore_ns: builtins.int
@@ -595,22 +596,26 @@ class Usage(google.protobuf.message.Message):
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
     @property
     def absent(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___AbsentMiss]:
-        """For some of the misses that are `absent`, the keys that were looked up: at most 64 misses, with 8
-        keys each.
-        """
-
-    @property
-    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """In Stats only: the misses that are `absent`, by what the daemon's journal said when they were
-        reported: evicted, deleted, damaged, replaced; never_saved: not since the daemon's start;
-        not_remembered: the journal does not reach back that far; not_told: the report did not have their
-        keys. They add up to all misses that are `absent`.
+        """The keys of look-ups that missed something because it was `absent`: at most 512 of them, with
+        256 keys each, and 1,024 keys in all.
         """
 
     @property
     def restore_times(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Restores by duration, as in StageTimes.times: 18 numbers, or none if there were no restores. And
         their total duration.
+        """
+
+    @property
+    def missed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
+        """The tokens that were looked up and not found, by reason: their sum is lookup_tokens minus all
+        hit_tokens. What a report leaves out counts as `not_told`.
+        """
+
+    @property
+    def missed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___Missed]:
+        """In Stats only: the missed tokens by what became of the first key that was missing. The tokens add
+        up to lookup_tokens minus all hit_tokens, and the look-ups to lookups - hits.
         """
 
     def __init__(
@@ -624,29 +629,88 @@ class Usage(google.protobuf.message.Message):
         failures: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         tiers: collections.abc.Iterable[Global___TierUsage] | None = ...,
         absent: collections.abc.Iterable[Global___AbsentMiss] | None = ...,
-        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         restore_times: collections.abc.Iterable[builtins.int] | None = ...,
         restore_ns: builtins.int = ...,
+        missed_tokens: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
+        missed: collections.abc.Iterable[Global___Missed] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["absent", b"absent", "absent_because", b"absent_because", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "misses", b"misses", "restore_ns", b"restore_ns", "restore_times", b"restore_times", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["absent", b"absent", "failures", b"failures", "hits", b"hits", "lookup_tokens", b"lookup_tokens", "lookups", b"lookups", "missed", b"missed", "missed_tokens", b"missed_tokens", "misses", b"misses", "restore_ns", b"restore_ns", "restore_times", b"restore_times", "restored_tokens", b"restored_tokens", "tiers", b"tiers"]) -> None: ...
 
 Global___Usage: typing_extensions.TypeAlias = Usage
 
 @typing.final
 class AbsentMiss(google.protobuf.message.Message):
+    """Equal look-ups whose first missing key was not there. Several keys: prefixes of one prompt, longest
+    first, of which none was there.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     KEYS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    AGE_NS_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
+    tokens: builtins.int
+    """that these look-ups did not get, as far as they are known"""
+    lookups: builtins.int
+    """of them, those that found nothing at all"""
+    age_ns: builtins.int
+    """since the first of them"""
+    more: builtins.bool
+    """there were further prefixes, which are not named"""
     @property
     def keys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]: ...
     def __init__(
         self,
         *,
         keys: collections.abc.Iterable[builtins.bytes] | None = ...,
+        tokens: builtins.int = ...,
+        lookups: builtins.int = ...,
+        age_ns: builtins.int = ...,
+        more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["keys", b"keys"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ns", b"age_ns", "keys", b"keys", "lookups", b"lookups", "more", b"more", "tokens", b"tokens"]) -> None: ...
 
 Global___AbsentMiss: typing_extensions.TypeAlias = AbsentMiss
+
+@typing.final
+class Missed(google.protobuf.message.Message):
+    """Why tokens were missed: a reason of `Usage.misses` other than `absent`, or what the daemon's journal
+    says of the key:
+      never_saved: it was not saved since the daemon's start.
+      evicted: from `tier`, by `cause` (save, operator, resize, pressure).
+      deleted, damaged, replaced: from `tier`.
+      too_old: it was saved, and left longer ago than the journal reaches back; or there is no journal.
+      before_start: the daemon started a short time ago, and the key may be of its earlier life.
+      not_told: the client did not report the key, or only some of the prefixes that it looked for.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    TIER_FIELD_NUMBER: builtins.int
+    CAUSE_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    tier: Global___Tier.ValueType
+    cause: builtins.str
+    tokens: builtins.int
+    lookups: builtins.int
+    """look-ups that found nothing at all"""
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        tier: Global___Tier.ValueType = ...,
+        cause: builtins.str = ...,
+        tokens: builtins.int = ...,
+        lookups: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "lookups", b"lookups", "reason", b"reason", "tier", b"tier", "tokens", b"tokens"]) -> None: ...
+
+Global___Missed: typing_extensions.TypeAlias = Missed
 
 @typing.final
 class TierUsage(google.protobuf.message.Message):
@@ -668,43 +732,22 @@ class TierUsage(google.protobuf.message.Message):
         ) -> None: ...
         def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
 
-    @typing.final
-    class AbsentBecauseEntry(google.protobuf.message.Message):
-        DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: builtins.int
-        VALUE_FIELD_NUMBER: builtins.int
-        key: builtins.str
-        value: builtins.int
-        def __init__(
-            self,
-            *,
-            key: builtins.str = ...,
-            value: builtins.int = ...,
-        ) -> None: ...
-        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
-
     TIER_FIELD_NUMBER: builtins.int
     HIT_ENTRIES_FIELD_NUMBER: builtins.int
     HIT_TOKENS_FIELD_NUMBER: builtins.int
     RESTORED_BYTES_FIELD_NUMBER: builtins.int
     SAVES_FIELD_NUMBER: builtins.int
-    ABSENT_BECAUSE_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
+    """unspecified: not known, for hits of look-ups that were told presences only"""
     hit_entries: builtins.int
     hit_tokens: builtins.int
+    """by look-ups that know how many tokens they looked up"""
     @property
     def restored_bytes(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
         """by path: view and copy (in place), stream (by rpc)"""
 
     @property
     def saves(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SavedUsage]: ...
-    @property
-    def absent_because(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """In Stats only: the part of `Usage.absent_because` for entries that left this tier: evicted, deleted,
-        damaged, replaced.
-        """
-
     def __init__(
         self,
         *,
@@ -713,9 +756,8 @@ class TierUsage(google.protobuf.message.Message):
         hit_tokens: builtins.int = ...,
         restored_bytes: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
         saves: collections.abc.Iterable[Global___SavedUsage] | None = ...,
-        absent_because: collections.abc.Mapping[builtins.str, builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["absent_because", b"absent_because", "hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["hit_entries", b"hit_entries", "hit_tokens", b"hit_tokens", "restored_bytes", b"restored_bytes", "saves", b"saves", "tier", b"tier"]) -> None: ...
 
 Global___TierUsage: typing_extensions.TypeAlias = TierUsage
 

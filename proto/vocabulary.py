@@ -5,19 +5,14 @@ from __future__ import annotations
 from enum import IntEnum, StrEnum
 
 
-class Labelled(IntEnum):
-    """A closed set of the contract. `str` of a member is its label."""
-
+class _Labelled(IntEnum):
     @property
     def label(self) -> str:
         """The name for people, in lower case: `ram`, `cold`, `too_large`."""
         return self.name.lower()
 
-    def __str__(self) -> str:
-        return self.label
 
-
-class Tier(Labelled):
+class Tier(_Labelled):
     """The three tiers in which an entry can be stored."""
 
     RAM = 1
@@ -25,7 +20,7 @@ class Tier(Labelled):
     DISK = 3
 
 
-class SaveReason(Labelled):
+class SaveReason(_Labelled):
     """Why a state is saved."""
 
     COLD = 1
@@ -40,7 +35,7 @@ class SaveReason(Labelled):
     """The engine is about to stop."""
 
 
-class ClaimMode(Labelled):
+class ClaimMode(IntEnum):
     """Which keys of a claim to pin."""
 
     RUN = 0
@@ -51,7 +46,7 @@ class ClaimMode(Labelled):
     """Each one that is present."""
 
 
-class SaveStatus(Labelled):
+class SaveStatus(_Labelled):
     """How the save of a key ended. The daemon reports values below 100. Values from 100 on are the
     client's own and not part of the contract."""
 
@@ -73,7 +68,7 @@ class SaveStatus(Labelled):
     """It took too long. It may still be published."""
 
 
-class DeleteStatus(Labelled):
+class DeleteStatus(IntEnum):
     """What became of a key that was to be deleted. Values from 100 on as in `SaveStatus`."""
 
     DELETED = 1
@@ -93,11 +88,6 @@ class DeleteStatus(Labelled):
 
 class MissReason(StrEnum):
     """Why something was not served from the cache."""
-
-    @property
-    def label(self) -> str:
-        """The name for people, as of the other enumerations."""
-        return self.value
 
     ABSENT = "absent"
     """It was never saved, or it was evicted."""
@@ -126,9 +116,36 @@ class MissReason(StrEnum):
     log has the details."""
 
 
-class Presence(Labelled):
+class Presence(IntEnum):
     """The result of a probe for a key. The numbers are those of the wire."""
 
     ABSENT = 1
     PRESENT = 2
     IN_FLIGHT = 3
+
+
+#: Why an entry was evicted (`Missed.cause`), for people. Most are evicted for a save.
+_CAUSES = {
+    "save": "",
+    "operator": " by an operator",
+    "resize": " by a smaller budget",
+    "pressure": " as memory was short",
+}
+#: Reasons of missed tokens whose names do not say enough.
+_REASONS = {
+    "absent": "absent",
+    "too_old": "gone for too long to say why",
+    "before_start": "lost or unknown since the restart",
+    "not_told": "not told by the client",
+    "partial_block": "less than a block",
+    "slow": "slower to load than to compute",
+    "deadline": "too slow an answer",
+    "unavailable": "no daemon answered",
+}
+
+
+def missed_because(reason: str, tier: int = 0, cause: str = "") -> str:
+    """What `Missed` says, for people: `evicted from ram`, `never saved`."""
+    words = _REASONS.get(reason, reason.replace("_", " "))
+    where = f" from {Tier(tier).label}" if tier in tuple(Tier) else ""
+    return f"{words}{where}{_CAUSES.get(cause, '')}"

@@ -94,6 +94,10 @@ def _policy(plan: TierPlan, capacity_bytes: int) -> EvictionPolicy[Key]:
     return make_policy(plan.policy, capacity_bytes, max_ghosts=plan.max_entries or None)
 
 
+#: For how long after a restart a key that was never heard of may be one that an earlier start had.
+_UNSURE_NS: Final = 15 * 60 * 10**9
+
+
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
     return MetaState(
         replace(
@@ -101,6 +105,7 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
             curve_keys=plan.config.server.curve_keys,
             ram_use=bool(plan.config.shared.engine),
             journal_bytes=plan.config.server.journal_bytes,
+            unsure_ns=_UNSURE_NS if plan.restarted else 0,
         ),
         {t: make_ledger(tier, stores[t]) for t, tier in plan.tiers.items()},
         {tier: store.stored_bytes for tier, store in stores.items()},

@@ -10,7 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,10 @@ def main(argv: list[str] | None = None) -> None:
     try:
         server, sessions = config.server, config.sessions
         fds = secure(sessions.max_sessions, server.max_connections, tcp=bool(server.tcp))
-        with lock_directories(config):
+        with lock_directories(config) as used_before:
             machine = Machine.probe(config.shm.directory, config.disk.directory)
-            asyncio.run(serve(resolve(config, machine), load, fds))
+            plan = replace(resolve(config, machine), restarted=used_before)
+            asyncio.run(serve(plan, load, fds))
     except ConfigError as problem:
         sys.exit(_complain(problem, 2))
     except (PrefixdError, StoreError, OSError) as problem:

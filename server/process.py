@@ -46,8 +46,9 @@ STOPPED_WITHIN_S: Final = 10.0
 
 
 @contextmanager
-def lock_directories(config: Config) -> Iterator[None]:
-    """Own the socket, and the directories of the shm and the disk tier unless these are off.
+def lock_directories(config: Config) -> Iterator[bool]:
+    """Own the socket, and the directories of the shm and the disk tier unless these are off. True:
+    a daemon has owned one of them before.
 
     Missing directories are created, for this user only. Raises DirectoryInUse, which names the
     holder, or OSError, which names the option; then nothing stays locked.
@@ -62,23 +63,26 @@ def lock_directories(config: Config) -> Iterator[None]:
         if tier.budget_bytes != 0:
             locks.append((f"{name}.directory", tier.directory, LOCK_NAME))
     with ExitStack() as stack:
+        used_before = False
         for option, directory, name in locks:
             try:
-                stack.enter_context(lock_directory(directory, address, name))
+                used_before |= stack.enter_context(lock_directory(directory, address, name))
             except OSError as problem:
                 raise OSError(f"{option}: {problem}") from None
-        yield
+        yield used_before
 
 
 @contextmanager
-def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iterator[None]:
-    """Own one directory or, with another `name`, one thing in it. `address` is for the note."""
+def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iterator[bool]:
+    """Own one directory or, with another `name`, one thing in it. `address` is for the note. True:
+    a daemon has owned it before."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     owner = directory.stat().st_uid
     if owner not in (0, os.geteuid()):
         # In /tmp any user can create the directory that this daemon is going to use.
         raise PermissionError(f"{directory} belongs to the user {owner}; it is not used")
     file = directory / name
+    used_before = file.exists()
     fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -89,7 +93,7 @@ def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iter
         note = {"pid": os.getpid(), "address": address, "started_unix_s": int(time.time())}
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(note).encode(), 0)
-        yield
+        yield used_before
         # The file stays. If it were removed, two processes could lock two files of one name.
         os.ftruncate(fd, 0)
     finally:

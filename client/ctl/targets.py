@@ -25,9 +25,10 @@ from .failures import ExitCode, exit_if
 from .message_json import tier_label
 from .views.daemon import check_view
 from .views.progress import live_view
-from .views.stats import health_text, hit_tokens, notice_lines, ratio_line, total_usage
+from .views.stats import health_text, notice_lines
 from .views.tables import make_table, percent, size, used_bytes
 from .views.top import Board, Rates
+from .views.usage import hit_tokens, tokens_line, total_usage
 
 R = TypeVar("R")
 
@@ -142,7 +143,7 @@ def stats_view(answers: Answers[pb.StatsResponse]) -> RenderableType:
     found = _answered(answers).values()
     total = total_usage(usage for answer in found for usage in answer.usage.values())
     if total.lookups:
-        lines.append(Text.assemble("all of them: ", ratio_line(total)))
+        lines.append(Text.assemble("all of them: ", tokens_line(total)))
     return Group(*lines, *_notices(answers), *_errors(answers))
 
 

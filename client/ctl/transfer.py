@@ -181,7 +181,7 @@ def _export(
     for batch in _batches(counted, lambda entry: entry[1]):
         keys = [Key(key) for key, _ in batch]
         for client in clients:
-            with client.claim(keys[::-1], deadline_ms=_CALL_MS) as hit:
+            with client.claim(keys[::-1], deadline_ms=_CALL_MS, counted=False) as hit:
                 _put(hit, tier, writer, moved)
                 found = set(hit.keys)
             keys = [key for key in keys if key not in found]
@@ -277,7 +277,7 @@ def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -
     from ...proto.vocabulary import SaveStatus
     from ..saves import SaveItem
 
-    present = client.exists([entry.key for entry in batch])
+    present = client.exists([entry.key for entry in batch], counted=False)
     missing = [entry for entry, is_present in zip(batch, present, strict=True) if not is_present]
     moved.others["there already"] += len(batch) - len(missing)
     groups = [list(group) for _, group in groupby(missing, key=lambda entry: entry.reason)]

@@ -22,6 +22,7 @@ from ...proto.errors import (
     UnknownStaging,
     UnreadableMemory,
 )
+from ...proto.index import TIER_OFFSET
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence
@@ -223,31 +224,30 @@ class LocalTransport:
             return None
         return Looked(*node.find(keys, mode))
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
         node = self._indexed(deadline)
         index = None if node is None else node.index
-        return self._remote.exist(keys, deadline) if index is None else index.contains(keys)
+        return self._remote.exist(keys, deadline) if index is None else index.tiers(keys)
 
-    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
+    def peek(self, keys: Sequence[Key]) -> list[int] | None:
         link, node = self._link, self._node
         if link is None or link.why_ended or node is None:
             return None
         index = node.index
-        return index.contains(keys) if index is not None and index.live else None
+        return index.tiers(keys) if index is not None and index.live else None
 
-    def peek_one(self, key: Key) -> bool | None:
+    def peek_one(self, key: Key) -> int | None:
         link, node = self._link, self._node
         if link is None or link.why_ended or node is None or (index := node.index) is None:
             return None
-        return index.has(key)
+        return index.tier_of(key)
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
         node = self._indexed(deadline)
         index = None if node is None else node.index
         if index is None:
             return self._remote.leading_run(keys, deadline)
-        found = index.find(keys, stop_at=False)
-        return len(found) - (None in found)
+        return [row[TIER_OFFSET] for _, row in filter(None, index.find(keys, stop_at=False))]
 
     @property
     def shares(self) -> bool:

@@ -42,6 +42,7 @@ from .session import (
 )
 from .trace_context import CallSpans, trace_metadata
 from .transport import (
+    SOME_TIER,
     Claimed,
     Granted,
     Range,
@@ -162,14 +163,15 @@ class GrpcTransport(Transport):
                 ]
         return found
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        found: list[bool] = []
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+        found: list[int] = []
         for batch in self._batches(keys):
             response = self._lookup(pb.LookupRequest(keys=batch, brief=True), deadline)
-            found += messages.present_of(batch, response)
+            present = messages.present_of(batch, response)
+            found += [SOME_TIER if there else 0 for there in present]
         return found
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
         run = 0
         for batch in self._batches(keys):
             request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
@@ -179,7 +181,7 @@ class GrpcTransport(Transport):
             run += found
             if found < len(batch):
                 break
-        return run
+        return [SOME_TIER] * run
 
     def _lookup(self, request: pb.LookupRequest, deadline: Deadline) -> pb.LookupResponse:
         def ask(link: Link, timeout_s: float) -> pb.LookupResponse:

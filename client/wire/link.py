@@ -151,6 +151,8 @@ class Link:
         self._proof = 0
         self._suspecting = threading.Lock()
         self._counters = counters
+        if counters is not None:
+            counters.when_many = self._report_soon
         #: The report that was sent and not answered yet, and the number of its heartbeat.
         self._report: tuple[int, Report] | None = None
         self._events = connection.stub.Session(self._requests(hello, welcome_within_s))
@@ -232,6 +234,7 @@ class Link:
         )
 
     def _answered(self, sequence: int, holds: bool) -> None:
+        again = False
         with self._suspecting:
             self._unanswered = 0
             if sequence:
@@ -240,6 +243,14 @@ class Link:
                 self.suspect = False
             if self._report is not None and sequence >= self._report[0]:
                 self._report = None
+                again = self._counters is not None and self._counters.many
+        if again:
+            self._report_soon()
+
+    def _report_soon(self) -> None:
+        """Send a report at once, because the next one has little room left."""
+        if not self.why_ended:
+            self._outbox.put(_BEAT)
 
     def leave(self, why: str) -> None:
         """Send the last report and close the stream. The daemon then ends the session, which ends

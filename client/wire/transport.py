@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ...proto.entry import content_bytes
 from ...proto.keys import Key
@@ -75,6 +75,10 @@ class Copied(Enum):
     CORRUPT = 3
     #: Its device does not answer at this moment, so the daemon could not read it either.
     UNREADABLE = 4
+
+
+#: In place of the number of a tier: the key is published, and the daemon did not say where.
+SOME_TIER: Final = -1
 
 
 class Looked(NamedTuple):
@@ -182,20 +186,21 @@ class Transport(Protocol):
         """What can't be done in place, each with the reason."""
         return {"everything": "this connection is gRPC only"}
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[bool]:
-        """Which keys are published. In place if possible, else with a call."""
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+        """The number of the tier in which each key is published: 0 if it is not, `SOME_TIER` if the
+        daemon does not say. In place if possible, else with a call."""
 
-    def peek(self, keys: Sequence[Key]) -> list[bool] | None:
-        """Which keys are published. None: not possible in place at this moment."""
+    def peek(self, keys: Sequence[Key]) -> list[int] | None:
+        """`exist` in place. None: not possible at this moment."""
         return None
 
-    def peek_one(self, key: Key) -> bool | None:
+    def peek_one(self, key: Key) -> int | None:
         """`peek` for one key, at a fraction of the cost."""
         return None
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> int:
-        """How many keys are published before the first that is not. In place if possible, else with
-        a call."""
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+        """The tiers of the keys before the first that is not published, as in `exist`. In place if
+        possible, else with a call."""
 
     # ---- with a call
 

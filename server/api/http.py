@@ -32,7 +32,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import Tier, missed_because
 from ..runtime.limited_log import LimitedLog
 from .admin_views import AdminViews
 from .calls import PlainCaller
@@ -288,6 +288,16 @@ def _tell(sample: Future[bytes], taking: asyncio.Task[bytes]) -> None:
         sample.set_result(taking.result())
 
 
+def _missed(usage: pb.Usage) -> dict[str, int]:
+    """Missed tokens by reason, in words."""
+    found: dict[str, int] = {}
+    for each in usage.missed:
+        if each.tokens:
+            words = missed_because(each.reason, each.tier, each.cause)
+            found[words] = found.get(words, 0) + each.tokens
+    return found
+
+
 def status_of(stats: pb.StatsResponse, claims: Iterable[pb.ClaimDetail]) -> dict[str, Any]:
     """What the page shows, and nothing else. Counts begin with the daemon."""
     return {
@@ -313,7 +323,7 @@ def status_of(stats: pb.StatsResponse, claims: Iterable[pb.ClaimDetail]) -> dict
                 "lookup_tokens": usage.lookup_tokens,
                 "hit_tokens": sum(tier.hit_tokens for tier in usage.tiers),
                 "restored_bytes": sum(sum(t.restored_bytes.values()) for t in usage.tiers),
-                "misses": dict(usage.misses),
+                "missed_tokens": _missed(usage),
             }
             for label, usage in stats.usage.items()
         },

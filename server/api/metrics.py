@@ -100,7 +100,7 @@ _PAYLOAD: Final = ("payload_bytes", "Payload bytes of published entries.")
 CLIENT_COUNTERS: Final = {
     "lookups": "Searches of clients, in place or by a call.",
     "hits": "Searches that found something.",
-    "lookup_tokens": "Tokens that were searched for, where the callers told their number.",
+    "lookup_tokens": "Tokens that were searched for, by searches that know how many.",
     "restored_tokens": "Tokens whose state arrived whole in the engines.",
 }
 #: Sharing with other nodes: the figures of `Sharing.counts`.
@@ -404,6 +404,10 @@ def _reading(ledger: Ledger, counters: TierCounters) -> tuple[int, ...]:
     return reading
 
 
+def _tier_label(tier: Tier | None) -> str:
+    return "none" if tier is None else tier.label
+
+
 def collect_usage(usage: UsageBook) -> Iterator[Metric]:
     """What clients report, by label."""
     labels = list(usage.items())
@@ -420,22 +424,23 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
             for reason, count in getattr(sums, name).items()
         )
         yield _counters(f"client_{name}", about, ["namespace", "reason"], by_reason)
-    absent: list[tuple[Sequence[str], float]] = []
-    for label, sums in labels:
-        absent += [([label, why, "none"], count) for why, count in sums.absent_because.items()]
-        absent += [([label, why, tier.label], count) for (tier, why), count in sums.left.items()]
     yield _counters(
-        "client_absent",
-        "Absent misses, by what the journal says of their keys and the tier that these left.",
-        ["namespace", "because", "tier"],
-        absent,
+        "client_missed_tokens",
+        "Tokens that searches did not get, by what became of the first missing key: they add up to"
+        " lookup_tokens - hit_tokens.",
+        ["namespace", "reason", "tier", "cause"],
+        (
+            ([label, why.reason, _tier_label(why.tier), why.cause], tokens)
+            for label, sums in labels
+            for why, (tokens, _) in sums.missed.items()
+        ),
     )
     for name, about in (
         ("hit_entries", "Entries that searches found."),
         ("hit_tokens", "Tokens of the entries that searches found."),
     ):
         by_tier = (
-            ([label, tier.label], count)
+            ([label, _tier_label(tier)], count)
             for label, sums in labels
             for tier, count in getattr(sums, name).items()
         )

@@ -409,10 +409,9 @@ class SessionStream:
                 if request.heartbeat.HasField("usage"):
                     usage = check_usage(request.heartbeat.usage)
                     self._sessions.namespaces.hide(self._access, usage.absent)
-                    self._usage.add(usage)
+                    self._usage.add(usage, core.state.tables.journal, now_ns)
                     if session in self._sessions.usage.sessions:
                         self._sessions.usage.sessions[session].add(usage)
-                    self._usage.judge(usage.absent, core.state.tables.journal)
                 core.post(HeartbeatCame(session, now_ns))
                 its = core.state.tables.sessions.get(session)
                 ack = pb.HeartbeatAck(

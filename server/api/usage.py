@@ -7,11 +7,11 @@ and nothing but figures for people is made of them.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
-from operator import add, attrgetter
-from typing import Final
+from operator import add
+from threading import Lock
+from typing import Final, NamedTuple
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, MalformedMessage
@@ -21,6 +21,7 @@ from ...proto.limits import (
     MAX_LABELS,
     MAX_REPORTED,
     MAX_TOLD_KEYS,
+    MAX_TOLD_KEYS_IN_ALL,
     MAX_TOLD_MISSES,
 )
 from ...proto.namespaces import check_label
@@ -35,41 +36,82 @@ REASONS: Final = tuple(reason.value for reason in MissReason)
 OUTCOMES: Final = tuple(status.label for status in SaveStatus)
 #: How bytes reached the engine, as clients report it (`client.counters.PATHS`).
 PATHS: Final = ("view", "copy", "stream")
-#: Why absent entries are absent. They left a tier (`journal.Happening`); or they were never saved
-#: since the start; or nothing is known: it is too long ago for the journal, or no keys were sent.
-LEFT: Final = ("evicted", "deleted", "damaged", "replaced")
-BECAUSE: Final = (*LEFT, "never_saved", "not_remembered", "not_told")
+#: What became of the first key that a look-up missed, when the client says that it was absent. It
+#: left a tier (`journal.Happening`), or it left none that is known.
+LEFT: Final = ("deleted", "damaged", "replaced")
+EVICTED: Final = "evicted"
+IN_NO_TIER: Final = ("never_saved", "too_old", "before_start", "not_told")
+ABSENT: Final = MissReason.ABSENT.value
+#: Tokens of prompts for which there is no key (`client.counters.NO_KEY`).
+NO_KEY: Final = "partial_block"
+#: Reasons of missed tokens that need no journal.
+_OTHERS: Final = (*(reason for reason in REASONS if reason != ABSENT), NO_KEY)
 #: Counters that have no label but the namespace.
 SCALARS: Final = ("lookups", "hits", "lookup_tokens", "restored_tokens")
 #: Low enough for the sum over all labels to fit into a message, too.
 _MOST_SHOWN: Final = 2**57
 
 
+class Why(NamedTuple):
+    """Why tokens were missed: a reason, the tier that the key left, and why it was evicted."""
+
+    reason: str
+    tier: Tier | None = None
+    cause: str = ""
+
+
+#: The usual reasons have a series from the start, so that their first tokens show in its rate.
+_FROM_THE_START: Final = (Why("never_saved"), *(Why(EVICTED, tier, "save") for tier in Tier))
+
+
 class LabelUsage:
-    """The sums of one label. Names are those of `pb.Usage`."""
+    """The sums of one label. Names are those of `pb.Usage`.
+
+    `add` changes all of them at once: what `copy` returns adds up, on any thread.
+    """
 
     def __init__(self, name: str = DEFAULT_LABEL) -> None:
         self.name: Final = name
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
-        #: Absent misses of entries that left no tier. With `left` they add up to all absent misses.
-        self.absent_because = dict.fromkeys(BECAUSE[len(LEFT) :], 0)
-        #: Absent misses of entries that left a tier, by tier and reason.
-        self.left = {(tier, because): 0 for tier in Tier for because in LEFT}
-        self.hit_entries = dict.fromkeys(Tier, 0)
-        self.hit_tokens = dict.fromkeys(Tier, 0)
+        #: Missed tokens, and look-ups that found nothing, by what became of the first missing key.
+        #: The tokens add up to `lookup_tokens` less all `hit_tokens`, the look-ups to `misses`.
+        self.missed = dict.fromkeys(_FROM_THE_START, (0, 0))
+        #: By tier; None: not known, of look-ups that were told presences only.
+        self.hit_entries: dict[Tier | None, int] = dict.fromkeys(Tier, 0)
+        self.hit_tokens: dict[Tier | None, int] = dict.fromkeys(Tier, 0)
         self.restored_bytes = {(tier, path): 0 for tier in Tier for path in PATHS}
         #: How long restores took, in nanoseconds.
         self.restores = Histogram(LATENCY_BOUNDS_NS)
         #: By tier, reason and outcome.
         self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
 
-    def add(self, usage: pb.Usage) -> None:
-        """Add a report that was checked. `judge` adds its absent misses."""
+        self._lock: Final = Lock()
+
+    def add(self, usage: pb.Usage, journal: Journal | None = None, now_ns: int = 0) -> None:
+        """Add a report that was checked. `journal` knows why keys are absent."""
+        judged = self._judge(usage, journal, now_ns)
+        with self._lock:
+            self._add(usage)
+            for why, (tokens, lookups) in judged.items():
+                before = self.missed.get(why, (0, 0))
+                self.missed[why] = before[0] + tokens, before[1] + lookups
+
+    def copy(self) -> LabelUsage:
+        """The sums of one moment."""
+        found = LabelUsage(self.name)
+        with self._lock:
+            for name, sums in vars(self).items():
+                if isinstance(sums, dict):
+                    setattr(found, name, dict(sums))
+            found.restores.counts[:] = self.restores.counts
+            found.restores.total = self.restores.total
+        return found
+
+    def _add(self, usage: pb.Usage) -> None:
         for name in SCALARS:
             self.scalars[name] += getattr(usage, name)
-        self.absent_because["not_told"] += usage.misses.get("absent", 0) - len(usage.absent)
         for reason, count in usage.misses.items():
             self.misses[reason] += count
         for reason, count in usage.failures.items():
@@ -78,29 +120,42 @@ class LabelUsage:
             self.restores.counts[bucket] += count
         self.restores.total += usage.restore_ns
         for part in usage.tiers:
-            tier = Tier(part.tier)
-            self.hit_entries[tier] += part.hit_entries
-            self.hit_tokens[tier] += part.hit_tokens
+            where = Tier(part.tier) if part.tier else None
+            self.hit_entries[where] = self.hit_entries.get(where, 0) + part.hit_entries
+            self.hit_tokens[where] = self.hit_tokens.get(where, 0) + part.hit_tokens
+            if where is None:
+                continue
             for path, size_bytes in part.restored_bytes.items():
-                self.restored_bytes[tier, path] += size_bytes
+                self.restored_bytes[where, path] += size_bytes
             for saved in part.saves:
-                kind = tier, SaveReason(saved.reason), saved.outcome
+                kind = where, SaveReason(saved.reason), saved.outcome
                 self.saves[kind] = self.saves.get(kind, 0) + saved.entries
 
-    def judge(self, absent: Iterable[pb.AbsentMiss], journal: Journal) -> None:
-        """Count why keys are absent, as far as the journal reaches back. A miss with several keys
-        counts by one of them that left a tier."""
-        for miss in absent:
-            fates = [fate for key in miss.keys if (fate := journal.fate(key)) is not None]
-            # An entry that is cached now was saved after the client looked for it.
-            left = [fate for fate in fates if fate.what is not Happening.SAVED]
-            if left:
-                first = min(left, key=attrgetter("what"))
-                because = "evicted" if first.what in CAUSES else first.what.name.lower()
-                self.left[first.tier, because] += 1
-            else:
-                because = "never_saved" if fates or journal.reaches_back else "not_remembered"
-                self.absent_because[because] += 1
+    def _judge(
+        self, usage: pb.Usage, journal: Journal | None, now_ns: int
+    ) -> dict[Why, tuple[int, int]]:
+        """Why tokens of a report were missed. What it does not explain was not told."""
+        judged: dict[Why, tuple[int, int]] = {}
+        left_tokens = usage.lookup_tokens - sum(part.hit_tokens for part in usage.tiers)
+        left_lookups = usage.lookups - usage.hits
+        known = [
+            (Why(reason), usage.missed_tokens.get(reason, 0), usage.misses.get(reason, 0))
+            for reason in _OTHERS
+        ]
+        if journal is not None:
+            known += [
+                (fate(miss, journal, now_ns - miss.age_ns), miss.tokens, miss.lookups)
+                for miss in usage.absent
+            ]
+        for why, tokens, lookups in known:
+            if tokens or lookups:
+                before = judged.get(why, (0, 0))
+                judged[why] = before[0] + tokens, before[1] + lookups
+                left_tokens -= tokens
+                left_lookups -= lookups
+        if left_tokens or left_lookups:
+            judged[Why("not_told")] = left_tokens, left_lookups
+        return judged
 
     def message(self) -> pb.Usage:
         """The sums as operators get them, without those that are 0."""
@@ -110,35 +165,63 @@ class LabelUsage:
         if any(self.restores.counts):
             usage.restore_times.extend(map(bounded, self.restores.counts))
             usage.restore_ns = bounded(self.restores.total)
-        because: Counter[str] = Counter(self.absent_because)
-        for (_, how), count in self.left.items():
-            because[how] += count
-        counted: Iterable[tuple[str, Mapping[str, int]]] = (
-            ("misses", self.misses),
-            ("failures", self.failures),
-            ("absent_because", because),
-        )
-        for name, counts in counted:
+        for name, counts in (("misses", self.misses), ("failures", self.failures)):
             getattr(usage, name).update({reason: bounded(n) for reason, n in counts.items() if n})
-        for tier in Tier:
-            paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
+        for why, (tokens, lookups) in self.missed.items():
+            if not tokens and not lookups:
+                continue
+            usage.missed.add(
+                reason=why.reason,
+                tier=pb.Tier.ValueType(why.tier or 0),
+                cause=why.cause,
+                tokens=bounded(tokens),
+                lookups=bounded(lookups),
+            )
+        for tier in (*Tier, None):
             tier_usage = pb.TierUsage(
-                hit_entries=bounded(self.hit_entries[tier]),
-                hit_tokens=bounded(self.hit_tokens[tier]),
-                restored_bytes={path: size for path, size in paths.items() if size},
-                absent_because={
-                    how: bounded(self.left[tier, how]) for how in LEFT if self.left[tier, how]
-                },
-                saves=[
-                    pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
-                    for (saved_in, reason, outcome), entries in self.saves.items()
-                    if saved_in is tier
-                ],
+                hit_entries=bounded(self.hit_entries.get(tier, 0)),
+                hit_tokens=bounded(self.hit_tokens.get(tier, 0)),
+            )
+            if tier is not None:
+                paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
+                tier_usage.restored_bytes.update({p: size for p, size in paths.items() if size})
+            tier_usage.saves.extend(
+                pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
+                for (saved_in, reason, outcome), entries in self.saves.items()
+                if saved_in is tier
             )
             if tier_usage.ByteSize():
-                tier_usage.tier = pb.Tier.ValueType(tier)
+                tier_usage.tier = pb.Tier.ValueType(tier or 0)
                 usage.tiers.append(tier_usage)
         return usage
+
+
+def fate(miss: pb.AbsentMiss, journal: Journal, at_ns: int) -> Why:
+    """What became of the keys of a look-up at `at_ns`: of the first one that left a tier."""
+    keys = miss.keys
+    if not journal.most:
+        return Why("too_old")
+    if at_ns < journal.started_ns:
+        return Why("before_start")
+    saved = False
+    for key in keys:
+        found = journal.fate(key, at_ns)
+        if found is None:
+            continue
+        # An entry that was only saved before that time was on its way when the client looked.
+        if found.what is Happening.SAVED:
+            saved = True
+        elif found.what in CAUSES:
+            return Why(EVICTED, found.tier, CAUSES[found.what].value)
+        else:
+            return Why(found.what.name.lower(), found.tier)
+    # A key with later records may have left after the look-up only.
+    if not saved and any(journal.has_left(key) and journal.fate(key) is None for key in keys):
+        return Why("too_old")
+    if miss.more:
+        return Why("not_told")
+    # A key that is asked for again and was saved since the start is not of an earlier one.
+    return Why("before_start" if at_ns < journal.unsure_until_ns and not saved else "never_saved")
 
 
 def bounded(amount: int) -> int:
@@ -198,8 +281,8 @@ class UsageBook:
         return found
 
     def items(self) -> Iterator[tuple[str, LabelUsage]]:
-        """Labels and their sums."""
-        return iter(list(self._labels.items()))
+        """Labels and their sums, each of one moment."""
+        return ((label, sums.copy()) for label, sums in list(self._labels.items()))
 
 
 def check_usage(usage: pb.Usage) -> pb.Usage:
@@ -208,12 +291,16 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     _check_lengths(usage)
     _known("reason of a miss", usage.misses, REASONS)
     _known("reason of a failure", usage.failures, REASONS)
+    _known("reason of missed tokens", usage.missed_tokens, (*REASONS, NO_KEY))
     numbers = [getattr(usage, name) for name in SCALARS]
     numbers += [*usage.misses.values(), *usage.failures.values()]
-    numbers += [*usage.restore_times, usage.restore_ns]
+    numbers += [*usage.restore_times, usage.restore_ns, *usage.missed_tokens.values()]
+    for miss in usage.absent:
+        numbers += [miss.tokens, miss.lookups, miss.age_ns]
     tiers = set(map(int, Tier))
     for part in usage.tiers:
-        _known("tier", [part.tier], tiers)
+        hits_only = not part.restored_bytes and not part.saves
+        _known("tier", [part.tier], tiers | {0} if hits_only else tiers)
         _known("path", part.restored_bytes, PATHS)
         numbers += [part.hit_entries, part.hit_tokens, *part.restored_bytes.values()]
         for saved in part.saves:
@@ -224,18 +311,24 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         raise InvalidSize(f"a report has numbers up to {MAX_REPORTED}, not {max(numbers)}")
     if usage.hits + sum(usage.misses.values()) != usage.lookups:
         raise MalformedMessage("the hits and misses of a report do not add up to its look-ups")
-    if len(usage.absent) > min(MAX_TOLD_MISSES, usage.misses.get("absent", 0)) or any(
+    if sum(len(miss.keys) for miss in usage.absent) > MAX_TOLD_KEYS_IN_ALL or any(
         not 0 < len(miss.keys) <= MAX_TOLD_KEYS or any(len(key) != KEY_BYTES for key in miss.keys)
         for miss in usage.absent
     ):
-        raise MalformedMessage("a report names keys of misses that it does not count, or no keys")
+        raise MalformedMessage("a report names too many keys of a miss, or none")
+    for what, told, counted in (
+        ("tokens", sum(miss.tokens for miss in usage.absent), usage.missed_tokens.get(ABSENT, 0)),
+        ("look-ups", sum(miss.lookups for miss in usage.absent), usage.misses.get(ABSENT, 0)),
+    ):
+        if told > counted:
+            raise MalformedMessage(f"a report explains {told} missed {what}, and has {counted}")
     if len(usage.restore_times) not in (0, len(LATENCY_BOUNDS_NS) + 1):
         raise MalformedMessage(f"the times of restores are {len(LATENCY_BOUNDS_NS) + 1} numbers")
-    if usage.absent_because or any(part.absent_because for part in usage.tiers):
-        raise MalformedMessage("why an entry is absent is for the daemon to say")
+    if usage.missed:
+        raise MalformedMessage("what became of an entry is for the daemon to say")
     hit_tokens = sum(part.hit_tokens for part in usage.tiers)
-    if hit_tokens > usage.lookup_tokens:
-        raise MalformedMessage("a report has more hit tokens than were looked for")
+    if hit_tokens + sum(usage.missed_tokens.values()) > usage.lookup_tokens:
+        raise MalformedMessage("a report has more hit and missed tokens than were looked for")
     return usage
 
 
@@ -243,9 +336,12 @@ def _check_lengths(usage: pb.Usage) -> None:
     """Refuse columns with more values than there are names, before looking at any value."""
     _at_most(len(REASONS), "reasons of misses", usage.misses)
     _at_most(len(REASONS), "reasons of failures", usage.failures)
+    _at_most(len(REASONS) + 1, "reasons of missed tokens", usage.missed_tokens)
     _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
     _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
-    _at_most(len(Tier), "tiers", usage.tiers)
+    _at_most(len(Tier) + 1, "tiers", usage.tiers)
+    for miss in usage.absent:
+        _at_most(MAX_TOLD_KEYS, "keys of a miss", miss.keys)
     for part in usage.tiers:
         _at_most(len(PATHS), "paths", part.restored_bytes)
         _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", part.saves)

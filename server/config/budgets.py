@@ -47,6 +47,8 @@ class Plan:
     all_tiers: dict[Tier, TierPlan]
     #: Likely mistakes that do not prevent a start.
     warnings: tuple[str, ...]
+    #: A daemon has used this socket, or these directories, before.
+    restarted: bool = False
 
     @property
     def tiers(self) -> dict[Tier, TierPlan]:

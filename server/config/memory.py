@@ -37,7 +37,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "server.max_local": server.max_local_bytes * (2 if server.tcp else 1),
         "server.max_connections": server.max_connections * sockets * _CONNECTION_BYTES,
         "server.max_rpcs": server.max_rpcs * _CALL_BYTES,
-        "server.journal": server.journal_bytes,
+        "server.journal": server.journal_bytes * 5 // 4,
         "sessions.max_sessions": sessions.max_sessions * _SESSION_BYTES,
         "watch.history": watch.history_bytes if watch.max_watchers else 0,
         "shared.memory": config.shared.memory_bytes if config.shared.engine else 0,

@@ -29,10 +29,15 @@ from ...proto.vocabulary import SaveReason, Tier
 from .entries import Entry
 
 _RECORD: Final = Struct("<16sqIIBBB5x")
+#: The number of the previous record, in a record.
+_LINK: Final = Struct("<28xI")
+_EVER_NS: Final = 2**63 - 1
 RECORD_BYTES: Final = _RECORD.size
 KEY_BYTES: Final = 16
 #: The memory of a record, with its share of the buckets.
 _COST_BYTES: Final = RECORD_BYTES + 4
+#: Beside its records, a journal has this part of their memory for `LeftKeys`.
+LEFT_PART: Final = 4
 #: Records of a bucket that `fate` looks at, as there may be many.
 _MOST_LOOKS: Final = 64
 #: Records that one step of `newest_of` looks at. Takes less than a millisecond.
@@ -54,6 +59,9 @@ class Happening(IntEnum):
     #: The recovery of another tier found a copy that survives longer.
     REPLACED = 7
     EVICTED_UNDER_PRESSURE = 8
+
+
+_SAVED: Final = Happening.SAVED
 
 
 class EvictionCause(StrEnum):
@@ -90,11 +98,50 @@ class Happened(NamedTuple):
     reason: SaveReason
 
 
+class LeftKeys:
+    """Which keys left a tier, for longer than there are records of them: two Bloom filters. When
+    one has as many keys as it can tell apart, the older one is emptied and takes the next ones."""
+
+    def __init__(self, size_bytes: int) -> None:
+        # A power of two, so that a mask finds the bit.
+        bits = 8 << max(0, (size_bytes // 2).bit_length() - 1)
+        self._mask: Final = bits - 1
+        #: With two bits a key, one in a hundred others seems to be there.
+        self.most: Final = bits // 20
+        # Their pages take no memory until they are written.
+        self._new = bytearray(bits // 8)
+        self._old = bytearray(bits // 8)
+        self._count = 0
+
+    def add(self, key: bytes) -> None:
+        if self._count >= self.most:
+            self._new, self._old = bytearray(len(self._new)), self._new
+            self._count = 0
+        self._count += 1
+        hashed, mask, bits = hash(key), self._mask, self._new
+        first, second = hashed & mask, hashed >> 32 & mask
+        bits[first >> 3] |= 1 << (first & 7)
+        bits[second >> 3] |= 1 << (second & 7)
+
+    def has(self, key: bytes) -> bool:
+        hashed, mask = hash(key), self._mask
+        first, second = hashed & mask, hashed >> 32 & mask
+        for bits in (self._new, self._old):
+            if bits[first >> 3] >> (first & 7) & 1 and bits[second >> 3] >> (second & 7) & 1:
+                return True
+        return False
+
+
 class Journal:
     """The latest records that fit into `size_bytes`. 0: nothing is recorded."""
 
-    def __init__(self, size_bytes: int) -> None:
+    def __init__(self, size_bytes: int, started_ns: int = 0, unsure_ns: int = 0) -> None:
+        """`unsure_ns`: for how long after the start a key without a record may be of an earlier
+        one."""
         self.most: Final = size_bytes // _COST_BYTES
+        self._left: Final = LeftKeys(size_bytes // LEFT_PART)
+        self.started_ns: Final = started_ns
+        self.unsure_until_ns: Final = started_ns + unsure_ns
         #: Records that were written since the start.
         self.written = 0
         #: Owners and labels of the latest sessions.
@@ -137,8 +184,11 @@ class Journal:
         if not most:
             return
         pack, ring, last, mask = self._pack, self._ring, self._last, self._mask
+        left = None if what is _SAVED else self._left.add
         for entry in entries:
             key = entry.key
+            if left is not None:
+                left(key)
             bucket = hash(key) & mask
             place = number % most * 40
             # `pack` cuts the key off at the size of its field.
@@ -168,12 +218,14 @@ class Journal:
             yield None
             end = first
 
-    def fate(self, key: bytes) -> Happened | None:
+    def fate(self, key: bytes, before_ns: int = _EVER_NS) -> Happened | None:
         """The latest record of how a key left; if there is none, that of its save (SAVED); None if
-        nothing is known. The time does not depend on the number of records."""
+        nothing is known. Records after `before_ns` don't count. The time does not depend on the
+        number of records."""
         if not self.written:
             return None
         link = self._last[hash(key) & self._mask]
+        beginning, ring = key[:KEY_BYTES], self._ring
         fate: Happened | None = None
         for _ in range(_MOST_LOOKS):
             # Record numbers are kept modulo 2**32; the distance from the newest one is unique.
@@ -181,17 +233,20 @@ class Journal:
             if not link or not 0 < back <= len(self):
                 break
             place = (self.written - back) % self.most * RECORD_BYTES
-            record, link = self._record(place)
-            if record.key == key[:KEY_BYTES]:
+            same = ring[place : place + KEY_BYTES] == beginning
+            record, link = (
+                self._record(place) if same else (None, _LINK.unpack_from(ring, place)[0])
+            )
+            if record is not None and record.at_ns <= before_ns:
                 fate = record
                 if record.what is not Happening.SAVED:
                     break
         return fate
 
-    @property
-    def reaches_back(self) -> bool:
-        """Whether every record since the start is kept."""
-        return self.most > 0 and self.written <= self.most
+    def has_left(self, key: bytes) -> bool:
+        """Did this key leave a tier since the start? Wrongly True for one key in a hundred. When
+        more keys left than there is room for, the first of them are forgotten."""
+        return self._left.has(key)
 
     def since_ns(self) -> int:
         """The time of the oldest record that is kept; 0 if there is none."""

@@ -68,7 +68,7 @@ class MetaState:
         stamp_ns: int,
     ) -> None:
         self.tables = Tables(config, dict(ledgers), stamp_ns)
-        self.tables.journal = Journal(config.journal_bytes)
+        self.tables.journal = Journal(config.journal_bytes, stamp_ns, config.unsure_ns)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
         self.tables.eviction_ages = {
             (tier, cause): Histogram(AGE_BOUNDS_NS) for tier in ledgers for cause in EvictionCause

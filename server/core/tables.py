@@ -155,6 +155,9 @@ class StateConfig:
     ram_use: bool = False
     #: Memory for `journal.Journal`.
     journal_bytes: int = 0
+    #: For how long after the start a key that is not known may be of an earlier start; 0: there
+    #: was none.
+    unsure_ns: int = 0
 
 
 class Watcher(Protocol):

@@ -15,20 +15,22 @@ import pytest
 
 from prefixd.client import (
     AsyncClient,
+    AsyncHit,
+    AsyncReservation,
     Client,
     Hit,
     MissReason,
     Namespace,
     Reservation,
     ReserveItem,
+    ReserveStatus,
     SaveItem,
     SavePolicy,
     SaveReason,
     SaveStatus,
     Tier,
 )
-from prefixd.client.aio import AsyncHit, AsyncReservation, Runner
-from prefixd.client.results import ReserveStatus
+from prefixd.client.aio import Runner
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.daemon import eventually
@@ -141,7 +143,7 @@ def test_a_request_from_search_to_save(daemon: FakeDaemon) -> None:
                 assert (hit.keys, hit.token_counts, hit.token_count) == (chain[:], (30,) * 3, 90)
                 assert hit.payload_bytes == 6_000
                 targets = [bytearray(len(data)) for data in DATA]
-                assert await hit.restore_into(targets)
+                assert await client.restore_into(hit, targets)
                 assert targets == DATA
                 assert await hit.restore_into(targets[:1])
                 assert await hit.read(2) == DATA[2]
@@ -153,7 +155,7 @@ def test_a_request_from_search_to_save(daemon: FakeDaemon) -> None:
             assert not hit.lost
             assert await client.exists([*chain[:1], ONE]) == [True, False]
             assert [found.present for found in await client.probe(chain[:])] == [True] * 3
-            assert client.counters["hits"] == 1
+            assert client.counters["hits"] == 2
             assert client.speeds.snapshot().keys() == {"ram"}
             assert client.policy is POLICY
             assert (client.deadline_ms, client.save_timeout_ms) == (5_000, 30_000)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
@@ -18,7 +17,7 @@ from tests.support.daemon import eventually, private_daemon
 from tests.support.lengths import times
 
 LABELS = ("llama", "qwen")
-#: Reasons for absent keys that concern a tier.
+#: Reasons that concern a tier.
 LEFT = {"evicted", "deleted", "damaged", "replaced"}
 BLOCK_TOKENS = 16
 WHILE_IT_IS_DOWN = 10
@@ -55,16 +54,14 @@ def clients_of(daemon: PrivateDaemon) -> Iterator[dict[str, Client]]:
 
 
 def assert_each_is_one_thing(told: pb.Usage) -> None:
-    """Each look-up is a hit, a miss of another reason, or absent: from one tier, or from all."""
+    """Every look-up hits or misses, and every missed token has one reason, of one tier or none."""
     assert sum(told.misses.values()) == told.lookups - told.hits
-    assert sum(told.absent_because.values()) == told.misses["absent"]
-    left: Counter[str] = Counter()
-    for tier in told.tiers:
-        left.update(tier.absent_because)
-    assert left == {why: n for why, n in told.absent_because.items() if why in LEFT}
-    others = sum(n for why, n in told.misses.items() if why != "absent")
-    in_no_tier = sum(n for why, n in told.absent_because.items() if why not in LEFT)
-    assert told.lookups == told.hits + others + left.total() + in_no_tier
+    assert sum(each.lookups for each in told.missed) == told.lookups - told.hits
+    missed = told.lookup_tokens - sum(tier.hit_tokens for tier in told.tiers)
+    assert sum(each.tokens for each in told.missed) == missed
+    for each in told.missed:
+        assert bool(each.tier) == (each.reason in LEFT), each
+        assert bool(each.cause) == (each.reason == "evicted"), each
 
 
 def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompts: int) -> None:

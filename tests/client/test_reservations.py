@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import Client, ReserveItem, SaveReason, SaveStatus, Tier
-from prefixd.client.results import ReserveStatus
+from prefixd.client import (
+    Client,
+    ReserveItem,
+    ReserveStatus,
+    SaveReason,
+    SaveStatus,
+    Tier,
+)
 from prefixd.proto.errors import (
     CallerError,
     DaemonUnavailable,

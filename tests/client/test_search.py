@@ -328,8 +328,27 @@ def test_probes_tell_and_pin_nothing(daemon: FakeDaemon, client: Client) -> None
     assert first.entry is not None
     assert not second.present
     assert client.exists([ONE, TWO]) == [True, False]
-    assert searched(client) == {"lookups": 0, "hits": 0, "misses": {}, "rpcs": {"Lookup": 2}}
+    assert searched(client) == {"lookups": 1, "hits": 1, "misses": {}, "rpcs": {"Lookup": 2}}
     assert not daemon.claims
+
+
+def test_what_is_not_to_be_counted_is_not(daemon: FakeDaemon, client: Client) -> None:
+    daemon.put(ONE, b"bytes")
+    assert client.exists([ONE, TWO], counted=False) == [True, False]
+    assert client.exists_one(ONE, counted=False)
+    assert client.leading_run([ONE, TWO], counted=False) == 1
+    with client.claim([ONE], counted=False), client.longest_run([TWO], counted=False):
+        pass
+    client.restore_keys([ONE, TWO], [bytearray(5), bytearray(5)], counted=False)
+    with client.claim_async([TWO], counted=False).result() as hit:
+        assert not hit
+    assert searched(client)["lookups"] == 0
+    client.exists([ONE, TWO], prompt_tokens=33)
+    client.leading_run([TWO, ONE], prompt_tokens=10)
+    client.exists_one(TWO, prompt_tokens=5)
+    counted = client.counters
+    assert (counted["lookups"], counted["hits"], counted["lookup_tokens"]) == (3, 1, 48)
+    assert counted["missed_tokens"]["absent"] == 17 + 10 + 5
 
 
 # ---- restores by key that search first; tests/contract has the others

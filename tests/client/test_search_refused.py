@@ -154,6 +154,7 @@ def test_what_the_daemon_calls_a_mistake_is_a_miss(
     assert not client.longest_run([ONE], claim=False)
     reason = "unexpected" if error is MalformedMessage else "refused"
     assert unserved(client) == {reason: 4}
+    assert client.counters["misses"][reason] == 3, "a probe is no look-up"
     assert [message.count("not for me") for message in caplog.messages] == [1]
 
 

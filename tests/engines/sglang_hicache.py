@@ -9,7 +9,7 @@ from queue import Queue
 from types import ModuleType
 from typing import Any, Final
 
-MODULE: Final = "prefixd.client.connectors.sglang"
+MODULE: Final = "prefixd.connectors.sglang"
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 

@@ -74,10 +74,10 @@ class Image:
             assert row is None or row == right
         assert self.reader.get(ABSENT) == [None] * len(ABSENT)
         believed = None if not self.reader.live else False
-        assert [self.reader.has(key) or believed for key in KEYS] == [
+        assert [bool(self.reader.tier_of(key)) or believed for key in KEYS] == [
             row is not None or believed for row in found
         ]
-        assert {self.reader.has(key) for key in ABSENT} == {believed}
+        assert {self.reader.tier_of(key) for key in ABSENT} == {believed}
         for number in self.numbers():
             assert self.reader.row_at(number) in (None, *self.rows)
         return len(found) - found.count(None)
@@ -125,7 +125,7 @@ def test_entries_of_tiers_that_hang_are_passed_over(
         assert reader.find(KEYS) == expected
         assert reader.find(iter(KEYS)) == expected
         there = [row is not None for row in expected]
-        assert reader.contains(KEYS) == [reader.has(key) for key in KEYS] == there
+        assert reader.contains(KEYS) == [bool(reader.tier_of(key)) for key in KEYS] == there
         for stop_at in (True, False):
             end = there.index(stop_at) + 1 if stop_at in there else len(there)
             assert reader.find(KEYS, stop_at) == expected[:end]

@@ -102,7 +102,8 @@ def test_a_request_without_bytes_is_short() -> None:
     session = pb.SessionRef(incarnation=b"\xff" * 16, session_id=U64, secret=b"\xff" * 16)
     keys, numbers = [KEY] * BATCH, [U64] * BATCH
     ranges = [pb.ReadRange(index=U32, offset_bytes=U64, length_bytes=U64, token_ids=True)] * BATCH
-    absent = [pb.AbsentMiss(keys=[KEY] * limits.MAX_TOLD_KEYS)] * limits.MAX_TOLD_MISSES
+    told = limits.MAX_TOLD_KEYS_IN_ALL // limits.MAX_TOLD_MISSES
+    absent = [pb.AbsentMiss(keys=[KEY] * told, tokens=U64, age_ns=U64)] * limits.MAX_TOLD_MISSES
     requests: list[Message] = [
         pb.LookupRequest(keys=keys, wait_ms=U32),
         pb.ClaimRequest(session=session, keys=keys, wait_ms=U32, lease_ms=U32),
@@ -194,6 +195,7 @@ COUNTS = {
     "MAX_LABELS",
     "MAX_NAMESPACES",
     "MAX_TOLD_KEYS",
+    "MAX_TOLD_KEYS_IN_ALL",
     "MAX_TOLD_MISSES",
     "MAX_REPORTED",
     "SESSION_LOST_AFTER_INTERVALS",

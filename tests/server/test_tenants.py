@@ -167,7 +167,7 @@ async def test_session_messages_stay_within_their_namespace(
         for of in (COMMON, OWN["a"], stored("a", COMMON), stored("a", OWN["a"])):
             await b.send(touch=pb.Touch(keys=[of]))
             await b.send(suspect=pb.Suspect(keys=[of]))
-            miss = pb.AbsentMiss(keys=[of])
+            miss = pb.AbsentMiss(keys=[of], lookups=1)
             usage = pb.Usage(lookups=1, misses={"absent": 1}, absent=[miss])
             await b.send(heartbeat=pb.Heartbeat(sequence=9, usage=usage))
         await b.beat(10)
@@ -177,7 +177,7 @@ async def test_session_messages_stay_within_their_namespace(
         stats = await daemon.admin.Stats(pb.StatsRequest())
         assert set(stats.usage) == {"a", "b"}
         # The own entry was saved since, and the others never existed in this namespace.
-        assert dict(stats.usage["b"].absent_because) == {"never_saved": 4}
+        assert [(m.reason, m.lookups) for m in stats.usage["b"].missed] == [("never_saved", 4)]
         assert {e.label for e in entries.values()} == {"a", "b"}
 
 

@@ -13,6 +13,7 @@ from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_duration
 from ..message_json import tier_label
 from . import stats as stats_views
+from . import usage as usage_views
 from .daemon import claims_table
 from .tables import TierBar, make_table, percent, size, tier_name, used_bytes
 
@@ -61,7 +62,7 @@ class Board:
         found.CopyFrom(self._now)
         for label, usage in found.usage.items():
             if label in self._before.usage:
-                stats_views.count_usage(usage, self._before.usage[label], -1)
+                usage_views.count_usage(usage, self._before.usage[label], -1)
         before = {stage.stage: stage for stage in self._before.stages}
         for stage in found.stages:
             if stage.stage in before:
@@ -71,12 +72,12 @@ class Board:
 
     def rates(self) -> Rates:
         """The rates between the samples."""
-        usage = stats_views.total_usage(self.between().usage.values())
+        usage = usage_views.total_usage(self.between().usage.values())
         before = {tier.tier: tier for tier in self._before.tiers}
         pairs = [(tier, before.get(tier.tier, tier)) for tier in self._now.tiers]
         fetched = [sample.shared.get("fetched_bytes", 0) for sample in (self._now, self._before)]
         return Rates(
-            stats_views.hit_tokens(usage),
+            usage_views.hit_tokens(usage),
             usage.lookup_tokens,
             self._rate(usage.lookups),
             self._rate(_restored_bytes(usage)),
@@ -94,7 +95,7 @@ class Board:
         lines += stats_views.notice_lines(now)
         lines.append(self._hits_line(between))
         lines.append(self.tiers_table())
-        if stats_views.busiest(now.usage):
+        if usage_views.busiest(now.usage):
             lines.append(self._namespaces_table(between))
         if now.shared:
             lines.append(self._shared_line())
@@ -110,14 +111,15 @@ class Board:
         return Group(*lines)
 
     def _hits_line(self, between: pb.StatsResponse) -> Text:
-        """The hit ratio between the samples, and since the daemon's start."""
-        recent = stats_views.total_usage(between.usage.values())
-        ever = stats_views.total_usage(self._now.usage.values())
-        line = Text("hit ratio  ", style="bold")
-        now = percent(stats_views.hit_tokens(recent), recent.lookup_tokens)
-        since = percent(stats_views.hit_tokens(ever), ever.lookup_tokens)
-        line.append(now, style="bold green")
-        line.append(f" of tokens now, {since} since the start", style="not bold")
+        """Tokens hit and missed between the samples, and why."""
+        recent = usage_views.total_usage(between.usage.values())
+        ever = usage_views.total_usage(self._now.usage.values())
+        line = usage_views.tokens_line(recent)
+        if ever.lookup_tokens:
+            since = percent(usage_views.hit_tokens(ever), ever.lookup_tokens)
+            line.append(f" ({since} hit since the start)", style="not bold")
+        if why := usage_views.missed_words(recent):
+            line.append(f"\nmissed     {why}", style="not bold")
         rates = (
             f"\n           {self._rate(recent.lookups):,.0f} look-ups/s"
             f"   {size(self._rate(_restored_bytes(recent)))}/s restored"
@@ -173,21 +175,19 @@ class Board:
     def _namespaces_table(self, between: pb.StatsResponse) -> Table:
         """The labels with the most look-ups between the samples."""
         table = make_table(
-            "namespace|>hit ratio|>look-ups/s|>hit tokens/s|>restored/s|>missed|mostly"
+            "namespace|>tokens hit|>look-ups/s|>hit tokens/s|>restored/s|mostly missed"
         )
-        labels = [label for label, _ in stats_views.busiest(self._now.usage)]
+        labels = [label for label, _ in usage_views.busiest(self._now.usage)]
         labels.sort(key=lambda label: -between.usage[label].lookups)
         for label in labels[:NAMESPACES]:
             usage = between.usage[label]
-            missed = sum(usage.misses.values())
             table.add_row(
                 label,
-                percent(stats_views.hit_tokens(usage), usage.lookup_tokens),
+                percent(usage_views.hit_tokens(usage), usage.lookup_tokens),
                 f"{self._rate(usage.lookups):,.0f}",
-                f"{self._rate(stats_views.hit_tokens(usage)):,.0f}",
+                f"{self._rate(usage_views.hit_tokens(usage)):,.0f}",
                 size(self._rate(_restored_bytes(usage))),
-                f"{missed:,}",
-                max(usage.misses, key=usage.misses.__getitem__) if missed else "",
+                usage_views.missed_words(usage, most=1),
             )
         return table
 

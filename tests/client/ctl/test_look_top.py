@@ -32,7 +32,7 @@ def test_once() -> None:
             shown = CliRunner(env={"COLUMNS": "100"}).invoke(app, command)
             assert shown.exit_code == 0, shown.output
             for words in (
-                "hit ratio",
+                "tokens",
                 "ram",
                 "slowest stages",
                 "loop",
@@ -80,7 +80,7 @@ def test_watching_finds_a_daemon_again(monkeypatch: pytest.MonkeyPatch) -> None:
         to = Console(file=file, width=120)
         with pytest.raises(Interrupted):
             follow(admin, to, 1.0)
-    views = file.getvalue().split("hit ratio  ")[1:]
+    views = file.getvalue().split("tokens     no look-up")[1:]
     missed = [view for view in views if "does not answer; trying again" in view]
     assert len(views) == 5
     assert len(missed) == 1

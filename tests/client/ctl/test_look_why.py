@@ -57,12 +57,19 @@ def test_misses_are_told_apart(daemon: PrivateDaemon) -> None:
         client.save_many([SaveItem(OTHER, b"bytes", 5)], tier=Tier.SHM)
         run(daemon, "evict", "--bytes", "4KiB", "--tier", "shm")
         for missing in (OTHER, OTHER, Key(b"\x01" * 32)):
-            with client.claim([missing]) as hit:
+            with client.longest_run([missing], prompt_tokens=10) as hit:
                 assert not hit
     with daemon.admin() as admin:
         usage = eventually(lambda: admin.stats().usage.get("misser"))
-    assert dict(usage.absent_because) == {"evicted": 2, "never_saved": 1}
-    by_tier = {tier.tier: dict(tier.absent_because) for tier in usage.tiers if tier.absent_because}
-    assert by_tier == {Tier.SHM: {"evicted": 2}}
+    told = {(m.reason, m.tier, m.cause): (m.tokens, m.lookups) for m in usage.missed}
+    assert told == {
+        ("evicted", Tier.SHM, "operator"): (20, 2),
+        ("never_saved", 0, ""): (10, 1),
+    }
     said = run(daemon, "stats")
-    assert "evicted 66.7 % (shm 66.7 %), never saved 33.3 % (of 3 whose keys are known)" in said
+    assert "0.0 % hit, 100.0 % missed of 30 looked up" in said
+    lines = [" ".join(line.split()) for line in said.splitlines()]
+    assert "evicted from shm by an operator 20 66.7 %" in lines
+    assert "never saved 10 33.3 %" in lines
+    found_nothing = "3 found nothing: 2 evicted from shm by an operator, 1 never saved"
+    assert found_nothing in " ".join(lines)

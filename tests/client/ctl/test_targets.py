@@ -40,8 +40,8 @@ def test_each_is_a_line_and_all_are_a_sum(daemons: list[PrivateDaemon]) -> None:
         with Client(daemon.address) as client:
             key = Key(bytes([number]) * 32)
             client.save(key, b"state", tier=Tier.RAM, reason=SaveReason.EVICT, token_count=100)
-            client.claim([key]).release()
-            client.claim([Key(bytes(32))])
+            client.claim([key], prompt_tokens=100).release()
+            client.claim([Key(bytes(32))], prompt_tokens=100)
         with daemon.admin() as admin:
             eventually(lambda admin=admin: admin.stats().usage)
     result = ctl([*daemons], "stats")
@@ -51,7 +51,7 @@ def test_each_is_a_line_and_all_are_a_sum(daemons: list[PrivateDaemon]) -> None:
         (line,) = [line for line in lines if line[:1] == [daemon.address]]
         assert line[1] == "serving"
         assert " ".join(line).endswith("shm 0.0 % disk 0.0 %")
-    assert "of 4 look-ups" in result.stdout
+    assert "of 400 looked up" in result.stdout
     whole = json.loads(ctl([*daemons], "--json", "stats").stdout)
     assert [*whole] == [daemon.address for daemon in daemons]
     assert [int(each["tiers"][0]["entries"]) for each in whole.values()] == [1, 1]

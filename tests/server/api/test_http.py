@@ -343,7 +343,7 @@ def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
                 client.save_many([SaveItem(key, b"x" * 65536, 512)], tier=tier)
         with client.claim([Key(bytes([Tier.RAM, 39]) * 16)]) as hit, Client(made.address) as by:
             assert hit
-            assert not by.claim([SECRET_KEY])
+            assert not by.claim([SECRET_KEY], prompt_tokens=512)
             with made.admin() as admin:
                 eventually(lambda: "default" in admin.stats().usage)
             yield made, metrics_of(made)
@@ -386,7 +386,7 @@ def test_the_page_in_chromium(
     assert texts(tab, "#health") == ["serving"]
     assert texts(tab, "#problem") == [""]
     assert texts(tab, "#tiers td:first-child") == ["ram", "shm", "disk"]
-    assert "absent" in texts(tab, "#misses td:first-child")
+    assert "never saved" in texts(tab, "#missed td:first-child")
     assert "default" in texts(tab, "#namespaces td:first-child")
     (owner,) = texts(tab, "#claims td:nth-child(2)")
     assert owner.startswith(NASTY), "it is text, not an element"

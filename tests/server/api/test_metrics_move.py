@@ -13,7 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import MissReason, Tier
 from prefixd.server.api.metrics import PRESSURE, SHARED, StateCollector
-from prefixd.server.api.usage import BECAUSE, LEFT, PATHS, UsageBook
+from prefixd.server.api.usage import PATHS, UsageBook
 from prefixd.server.core.counters import Histogram
 from prefixd.server.core.events import Committed, TierChanged, TierState
 from prefixd.server.core.journal import EvictionCause
@@ -136,10 +136,8 @@ def happen(to: Sources) -> None:
         histogram.observe(1)
     label = to.usage.of("")
     label.add(told())
-    for name in BECAUSE[len(LEFT) :]:
-        label.absent_because[name] += 1
-    for tier, because in label.left:
-        label.left[tier, because] += 1
+    for why in label.missed:
+        label.missed[why] = 1, 1
 
 
 def test_every_metric_moves() -> None:

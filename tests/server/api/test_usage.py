@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from prefixd.client.counters import PATHS, Counters
+from prefixd.client.counters import PATHS, Counters, Missing
 from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
-from prefixd.proto.limits import LATENCY_BOUNDS_NS, MAX_LABELS, MAX_REPORTED, MAX_TOLD_MISSES
+from prefixd.proto.limits import (
+    LATENCY_BOUNDS_NS,
+    MAX_LABELS,
+    MAX_REPORTED,
+    MAX_TOLD_KEYS,
+    MAX_TOLD_MISSES,
+)
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector
@@ -61,7 +67,11 @@ def test_what_a_client_counts_arrives() -> None:
     message = counters.take_report().message()
     book = UsageBook()
     book.of("m").add(check_usage(message))
-    assert book.of("m").message() == message
+    told = book.of("m").message()
+    assert {m.reason: m.tokens for m in told.missed} == {"slow": 5, "partial_block": 30}
+    del told.missed[:]
+    message.missed_tokens.clear()
+    assert told == message
     assert message.lookups == 2
     assert (message.lookup_tokens, message.restored_tokens) == (95, 30)
     assert list(message.restore_times) == [0, 1, *[0] * 15, 1]
@@ -83,15 +93,21 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "misses": {"boredom": 2}},
         {**GOOD, "failures": {"boredom": 2}},
         {**GOOD, "lookup_tokens": MAX_REPORTED + 1},
-        {**GOOD, "absent": [{"keys": [KEY]}] * 3},
-        {**GOOD, "absent": [{"keys": [KEY] * 9}]},
+        {**GOOD, "absent": [{"keys": [KEY], "lookups": 1}] * 3},
+        {**GOOD, "absent": [{"keys": [KEY], "tokens": 1}]},
+        {**GOOD, "absent": [{"keys": [KEY] * (MAX_TOLD_KEYS + 1)}]},
+        {**GOOD, "absent": [{"keys": [KEY] * MAX_TOLD_KEYS}] * 5},
+        {**GOOD, "absent": [{"keys": [KEY], "age_ns": MAX_REPORTED + 1}]},
+        {**GOOD, "missed_tokens": {"boredom": 0}},
+        {**GOOD, "lookup_tokens": 5, "missed_tokens": {"absent": 6}},
         {**GOOD, "absent": [{"keys": [KEY[:8]]}]},
         {**GOOD, "absent": [{}]},
-        {**GOOD, "absent_because": {"evicted": 1}},
+        {**GOOD, "missed": [{"reason": "evicted", "tokens": 1}]},
         {**GOOD, "restore_times": [1]},
         {**GOOD, "restore_times": [0] * 17 + [MAX_REPORTED + 1]},
         {**GOOD, "restore_ns": MAX_REPORTED + 1},
         {**GOOD, "tiers": [{"hit_tokens": 1}]},
+        {**GOOD, "lookup_tokens": 1, "tiers": [{"hit_tokens": 1, "restored_bytes": {"copy": 1}}]},
         {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"copy": 2**63}}]},
@@ -105,7 +121,9 @@ def test_what_does_not_add_up_is_refused(usage: dict[str, object]) -> None:
         check_usage(pb.Usage(**usage))  # type: ignore[arg-type]
 
 
-REPORT = {"misses": {}, "failures": {}, "restore_times": [], "absent": [], "tiers": []}
+REPORT = {"restore_times": [], "absent": [], "tiers": []} | dict.fromkeys(
+    ("misses", "failures", "missed_tokens"), ()
+)
 OF_TIER = {"restored_bytes": {}, "saves": []}
 
 
@@ -114,9 +132,10 @@ OF_TIER = {"restored_bytes": {}, "saves": []}
     [
         ("misses", len(subject.REASONS)),
         ("failures", len(subject.REASONS)),
+        ("missed_tokens", len(subject.REASONS) + 1),
         ("restore_times", len(LATENCY_BOUNDS_NS) + 1),
         ("absent", MAX_TOLD_MISSES),
-        ("tiers", len(Tier)),
+        ("tiers", len(Tier) + 1),
         ("restored_bytes", len(subject.PATHS)),
         ("saves", len(SaveReason) * len(subject.OUTCOMES)),
     ],
@@ -147,9 +166,17 @@ def test_the_longest_report_there_can_be_is_taken() -> None:
     assert check_usage(usage) is usage
 
 
+def missed(told: pb.Usage) -> dict[tuple[str, int, str], tuple[int, int]]:
+    return {(m.reason, m.tier, m.cause): (m.tokens, m.lookups) for m in told.missed}
+
+
+def report(counters: Counters) -> pb.Usage:
+    return check_usage(counters.take_report().message())
+
+
 def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
-    evicted, deleted, again, never = (Key(bytes([number]) * 32) for number in range(1, 5))
-    journal = Journal(44 * 100)
+    evicted, deleted, again, never, gone = (Key(bytes([n]) * 32) for n in range(1, 6))
+    journal = Journal(44 * 100, 1)
     for what, key in (
         (Happening.SAVED, evicted),
         (Happening.EVICTED_FOR_SAVE, evicted),
@@ -158,35 +185,112 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
         (Happening.SAVED, again),
     ):
         journal.note(what, [saved(key)], 1)
-    gone = Key(bytes([5]) * 32)
     journal.note(Happening.EVICTED_BY_RESIZE, [saved(gone, Tier.DISK)], 1)
     counters = Counters()
     for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
-        counters.miss(MissReason.ABSENT, 1, keys)
-    counters.miss(MissReason.SLOW, 1, [evicted])
-    report = counters.take_report()
-    counters.give_back(report)
-    usage = check_usage(counters.take_report().message())
-    assert len(usage.absent) == 6
+        counters.miss(MissReason.ABSENT, 10, keys)
+    counters.miss(MissReason.SLOW, 7, [evicted])
+    counters.hit([Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)], [4], 64, [
+        Missing(MissReason.ABSENT, 0, [evicted])
+    ])  # fmt: skip
+    usage = report(counters)
     book = UsageBook().of("m")
-    book.judge(usage.absent, journal)
-    told = book.message()
-    assert dict(told.absent_because) == {"evicted": 2, "deleted": 1, "never_saved": 3}
-    by_tier = {tier.tier: dict(tier.absent_because) for tier in told.tiers}
-    assert by_tier == {pb.TIER_RAM: {"evicted": 1, "deleted": 1}, pb.TIER_DISK: {"evicted": 1}}
+    book.add(usage, journal, 10**12)
+    told = missed(book.message())
+    assert told == {
+        ("evicted", pb.TIER_RAM, "save"): (10 + 60, 1),
+        ("evicted", pb.TIER_DISK, "resize"): (10, 1),
+        ("deleted", pb.TIER_RAM, ""): (10, 1),
+        ("never_saved", 0, ""): (30, 3),
+        ("slow", 0, ""): (7, 1),
+    }
     with pytest.raises(MalformedMessage):
-        check_usage(pb.Usage(tiers=told.tiers))
-    for number in range(200):
-        other = Key(number.to_bytes(32, "big"))
-        journal.note(Happening.SAVED, [saved(other)], 1)
-    book.judge([pb.AbsentMiss(keys=[never])], journal)
-    assert book.absent_because["not_remembered"] == 1
-    for _ in range(2 * MAX_TOLD_MISSES):
-        counters.miss(MissReason.ABSENT, 1, [never])
-    many = check_usage(counters.take_report().message())
-    assert len(many.absent) == MAX_TOLD_MISSES
-    book.add(many)
-    assert book.absent_because["not_told"] == MAX_TOLD_MISSES, "the others"
+        check_usage(book.message())
+
+
+def test_a_miss_is_judged_by_what_was_known_when_it_happened() -> None:
+    """It was saved after the look-up, and evicted before the report."""
+    journal, counters = Journal(44 * 100, 1), Counters()
+    counters.miss(MissReason.ABSENT, 5, [KEY])
+    usage = report(counters)
+    usage.absent[0].age_ns = 10**6
+    journal.note(Happening.SAVED, [saved(KEY)], 10**9 + 100)
+    journal.note(Happening.EVICTED_FOR_SAVE, [saved(KEY)], 10**9 + 200)
+    for now_ns, why in ((10**9 + 10**6, "never_saved"), (2 * 10**9, "evicted")):
+        book = UsageBook().of("m")
+        book.add(usage, journal, now_ns)
+        assert [each.reason for each in book.message().missed] == [why]
+
+
+def test_what_is_too_old_to_be_known_is_told_from_what_was_never_saved() -> None:
+    journal, other = Journal(44 * 100, 1), Key(b"o" * 32)
+    journal.note(Happening.EVICTED_FOR_SAVE, [saved(KEY)], 1)
+    for number in range(1, 201):
+        journal.note(Happening.SAVED, [saved(Key(number.to_bytes(32, "little")))], 1)
+    counters = Counters()
+    counters.miss(MissReason.ABSENT, 5, [KEY])
+    counters.miss(MissReason.ABSENT, 7, [other])
+    book = UsageBook().of("m")
+    book.add(report(counters), journal, 10**12)
+    assert missed(book.message()) == {("too_old", 0, ""): (5, 1), ("never_saved", 0, ""): (7, 1)}
+
+
+@pytest.mark.parametrize(
+    ("looked_s", "why"), [(50, "before_start"), (150, "before_start"), (400, "never_saved")]
+)
+def test_after_a_restart_nothing_is_called_never_saved_at_first(looked_s: int, why: str) -> None:
+    journal = Journal(44 * 100, 100 * 10**9, 200 * 10**9)
+    usage = pb.Usage(
+        lookups=1, misses={"absent": 1}, absent=[pb.AbsentMiss(keys=[KEY], lookups=1, age_ns=10**9)]
+    )
+    book = UsageBook().of("m")
+    book.add(usage, journal, (looked_s + 1) * 10**9)
+    assert [each.reason for each in book.message().missed] == [why]
+
+
+def test_what_a_report_has_no_room_for_is_counted_as_not_told() -> None:
+    counters, journal = Counters(), Journal(44 * 100, 1)
+    soon: list[bool] = []
+    counters.when_many = lambda: soon.append(True)
+    for number in range(2 * MAX_TOLD_MISSES):
+        counters.miss(MissReason.ABSENT, 3, [Key(number.to_bytes(32, "big"))])
+    assert soon == [True], "a report is asked for once, before there is no room"
+    counters.miss(MissReason.ABSENT, 3, [Key(bytes(32))])
+    usage = report(counters)
+    assert len(usage.absent) == MAX_TOLD_MISSES
+    assert usage.absent[0].lookups == 2, "the same key takes no second place"
+    book = UsageBook().of("m")
+    book.add(usage, journal, 10**12)
+    told = missed(book.message())
+    assert told["not_told", 0, ""] == (3 * MAX_TOLD_MISSES, MAX_TOLD_MISSES)
+    assert sum(tokens for tokens, _ in told.values()) == usage.lookup_tokens
+
+
+def test_a_report_of_an_older_client_still_adds_up() -> None:
+    book = UsageBook().of("m")
+    book.add(check_usage(pb.Usage(lookups=3, hits=1, misses={"absent": 2}, lookup_tokens=9)))
+    assert missed(book.message()) == {("not_told", 0, ""): (9, 2)}
+
+
+def test_tokens_count_only_where_they_are_known() -> None:
+    """A look-up of raw keys knows how many tokens it found, but not how many it was for."""
+    counters, entry = Counters(), Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)
+    counters.hit([entry], [4])
+    counters.looked([Tier.RAM, -1], 3, 0, Missing(MissReason.ABSENT, 0, [KEY]))
+    usage = report(counters)
+    assert (usage.lookups, usage.hits, usage.lookup_tokens) == (2, 2, 0)
+    assert not usage.missed_tokens
+    assert {tier.tier: (tier.hit_entries, tier.hit_tokens) for tier in usage.tiers} == {
+        pb.TIER_RAM: (2, 0),
+        pb.TIER_UNSPECIFIED: (1, 0),
+    }
+    counters.looked([Tier.RAM, Tier.DISK], 3, 50, Missing(MissReason.ABSENT, 0, [KEY]))
+    counters.looked([Tier.RAM, Tier.DISK, Tier.DISK], 3, 50, None)
+    counters.hit([entry], [4], 5)
+    usage = report(counters)
+    assert usage.lookup_tokens == 105
+    assert dict(usage.missed_tokens) == {"absent": 18, "partial_block": 1}
+    assert sum(tier.hit_tokens for tier in usage.tiers) == 105 - 19
 
 
 def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
@@ -220,7 +324,7 @@ def test_labels_are_bounded() -> None:
     sums = dict(book.items())
     assert len(sums) == MAX_LABELS
     assert sums["other"].scalars["lookups"] == 3 * MAX_LABELS - (MAX_LABELS - 1)
-    assert book.of("model-0") is sums["model-0"]
+    assert book.of("model-0").scalars == sums["model-0"].scalars
 
 
 @pytest.mark.parametrize("label", ["x" * 65, "a b", 'a"b', "a\nb", "ä"])

@@ -129,7 +129,7 @@ def test_it_takes_what_it_was_given() -> None:
         full_bytes = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert full_bytes < 1.2 * 2**20
+    assert full_bytes < 1.25 * 2**20, "a quarter more, for the keys that left"
 
 
 def test_sessions_are_known_after_their_end_but_not_for_ever() -> None:

@@ -85,8 +85,8 @@ def agrees(writer: IndexWriter, reader: IndexReader, model: dict[Key, IndexRow])
     rows = [row for row in reader.get(model) if row is not None]
     assert [unpack_row(row) for row in rows] == list(model.values())
     absent = [Key(key[:-1] + bytes([key[-1] ^ 1])) for key in model]
-    assert all(map(reader.has, model))
-    assert list(map(reader.has, absent)) == [key in model for key in absent]
+    assert all(map(reader.tier_of, model))
+    assert list(map(reader.tier_of, absent)) == [key in model for key in absent]
     assert sorted(all_rows(writer)) == sorted(rows)
     extents = [len(entry.location) // 2 for entry in model.values()]
     continuation_rows = sum(-(-2 * (n - 1) // 9) for n in extents if n > 1)
@@ -251,7 +251,7 @@ def test_a_chain_is_bounded() -> None:
     with index(1_000) as (writer, reader):
         assert [writer.put(entry_of(key, 1)) for key in keys].count(True) == MAX_CHAIN
         assert reader.contains(keys) == [True] * MAX_CHAIN + [False] * 2 * MAX_CHAIN
-        assert [reader.has(key) for key in keys] == reader.contains(keys)
+        assert [bool(reader.tier_of(key)) for key in keys] == reader.contains(keys)
         assert writer.stats().unlisted == 2 * MAX_CHAIN
         # Other keys are unaffected, a listed one may change, and freed room is used again.
         assert writer.put(entry_of(key_of(1), 1))

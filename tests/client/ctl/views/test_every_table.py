@@ -20,6 +20,7 @@ from prefixd.client.ctl import main, targets
 from prefixd.client.ctl.views import daemon, lab
 from prefixd.client.ctl.views import identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
+from prefixd.client.ctl.views import usage as usage_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Board
 from prefixd.client.identity import Dimension, Part, StateIdentity, differences, unrevealed
@@ -72,14 +73,20 @@ def usage(scale: int) -> pb.Usage:
             tier=pb.Tier.ValueType(number),
             hit_tokens=scale // 4,
             restored_bytes=dict.fromkeys(("view", "copy", "stream"), 9 * TIB),
-            absent_because={"evicted": 3, "replaced": 1},
         )
         for number in (1, 2, 3)
     ]
     return pb.Usage(
         lookups=scale, hits=scale // 2, lookup_tokens=scale, restored_tokens=scale // 2,
-        misses=dict.fromkeys(stats_views.MISS_WORDS, scale // 24), failures={"unreadable": 7},
-        tiers=tiers, absent_because={"evicted": 9, "replaced": 3, "never_saved": 5, "not_told": 1},
+        misses=dict.fromkeys(usage_views.MISS_WORDS, scale // 24), tiers=tiers,
+        failures=dict.fromkeys(usage_views.MISS_WORDS, scale // 24),
+        missed=[
+            *(
+                pb.Missed(reason="evicted", tier=tier, cause=why, tokens=scale // 24, lookups=3)  # type: ignore[arg-type]
+                for tier in (1, 2, 3) for why in ("save", "resize", "pressure", "operator")
+            ),
+            *(pb.Missed(reason=why, tokens=scale // 99, lookups=1) for why in ("too_old", "slow")),
+        ],
     )  # fmt: skip
 
 
@@ -288,12 +295,12 @@ def of_daemons() -> dict[str, RenderableType]:
         "stats.activity_table": stats_views.activity_table(stats),
         "stats.budget_table": stats_views.budget_table(stats),
         "stats.namespaces_table": stats_views.namespaces_table(stats.tiers[0]),
-        "stats.reasons_table": stats_views.reasons_table(
-            "missed because", stats.usage[LABEL].misses, 4 * MANY, "of look-ups"
-        ),
         "stats.shared_nodes_table": stats_views.shared_nodes_table(stats.shared_nodes),
         "stats.stats_view": stats_views.stats_view(stats, "unix:/run/prefixd/prefixd.sock"),
         "top.Board": board().__rich__(),
+        "usage.failures_table": usage_views.failures_table(stats.usage[LABEL].failures),
+        "usage.labels_table": usage_views.labels_table(stats),
+        "usage.missed_table": usage_views.missed_table(stats.usage[LABEL]),
         "daemon.why_view": daemon.why_view("c8c9", events(), NOW_NS),
     }  # fmt: skip
 

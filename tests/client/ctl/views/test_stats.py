@@ -23,12 +23,24 @@ def stats() -> pb.StatsResponse:
                 lookups=10,
                 hits=9,
                 misses={"absent": 1},
+                missed=[
+                    pb.Missed(reason="evicted", tier=pb.TIER_RAM, cause="save", tokens=500),
+                    pb.Missed(reason="never_saved", tokens=400, lookups=1),
+                ],
                 failures={"lost": 2},
                 lookup_tokens=5000,
                 restored_tokens=4000,
                 tiers=[pb.TierUsage(tier=pb.TIER_RAM, hit_tokens=4100, restored_bytes={"copy": 7})],
             ),
-            "qwen": pb.Usage(lookups=10, hits=1, misses={"absent": 2, "unavailable": 7}),
+            "qwen": pb.Usage(
+                lookups=10,
+                hits=1,
+                misses={"absent": 2, "unavailable": 7},
+                missed=[
+                    pb.Missed(reason="never_saved", lookups=2),
+                    pb.Missed(reason="unavailable", lookups=7),
+                ],
+            ),
         },
     )
 
@@ -46,12 +58,13 @@ def test_the_statistics_say_what_there_is() -> None:
     assert "shm: recovered 5 entries (0B) at the start, dropped 2" in text
     assert "shm: 1 entries were damaged and dropped" in text
     lines = [line.split() for line in text.splitlines()]
-    assert text.splitlines()[1] == "hit ratio  82.0 % of 5,000 tokens, 50.0 % of 20 look-ups"
+    assert text.splitlines()[1] == "tokens     82.0 % hit, 18.0 % missed of 5,000 looked up"
+    assert ["evicted", "from", "ram", "500", "10.0", "%"] in lines
+    assert ["never", "saved", "400", "8.0", "%"] in lines
+    assert "look-ups   20, of which 10 found nothing: 7 no daemon answered, 3 never saved" in text
     assert "restored   4,000 tokens: 7B by copy" in text
-    assert ["llama", "82.0", "%", "90.0", "%", "10", "4,100"] in lines
-    assert [line[:4] for line in lines if line[:1] == ["unavailable"]] == [
-        ["unavailable", "7", "35.0", "%"]
-    ]
+    assert ["llama", "82.0", "%", "10", "4,100", "10.0", "%", "evicted", "from", "ram"] in lines
+    assert ["qwen", "-", "10", "0"] in lines, "there is no ratio without tokens"
     assert [line[:2] for line in lines if line[:1] == ["lost"]] == [["lost", "2"]]
 
 

@@ -18,6 +18,10 @@ def usage(scale: int) -> pb.Usage:
         lookups=10 * scale,
         hits=7 * scale,
         misses={"absent": 2 * scale, "slow": scale},
+        missed=[
+            pb.Missed(reason="evicted", tier=pb.TIER_RAM, cause="save", tokens=150 * scale),
+            pb.Missed(reason="never_saved", tokens=50 * scale, lookups=2 * scale),
+        ],
         lookup_tokens=1000 * scale,
         restored_tokens=500 * scale,
         restore_times=[scale, *[0] * 16, 2 * scale],
@@ -76,9 +80,10 @@ def test_all_of_it_is_there_at_every_width(width: int) -> None:
     board.take(sample(3), [CLAIM], 14.0)
     text = shown(board, width)
     for words in (
-        "80.0 % of tokens now", "15 look-ups/s", "1.5MiB/s restored",  # 60 in 4 s; 6 MiB
+        "80.0 % hit", "15.0 % evicted from ram",
+        "15 look-ups/s", "1.5MiB/s restored",  # 60 in 4 s; 6 MiB
         "ram", "50.0 %", "8GiB", "123,456", "512KiB", "256KiB",
-        "llama-3-70b", "qwen", "absent", "800",
+        "llama-3-70b", "qwen", "800",
         "claim", "100us", "2ms", "commit disk", "> 1ms",
         "disk arena: smaller", "oldest claims", "1m1s",
     ):  # fmt: skip
