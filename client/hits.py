@@ -129,9 +129,9 @@ class Hit(HitFacts):
         return self._reader.read_range(self, index, part, deadline_ms)
 
     def token_ids(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
-        """The token ids that were saved with entry `index` (u32 little-endian, may be empty), from
-        which `layout.verify_token_ids` recomputes its key; None: a miss. Raises InvalidSize if
-        there is no such entry."""
+        """The token ids that were saved with entry `index` (u32 little-endian, may be empty); None:
+        a miss. `prefixd.proto.payload.verify_token_ids` compares its key with them. Raises
+        InvalidSize if there is no such entry."""
         entry = self._entry(index)
         if not entry.token_ids_bytes:
             return b""
@@ -149,10 +149,10 @@ class Hit(HitFacts):
     # ---- the end
 
     def release(self, *, deadline_ms: int | None = None) -> bool:
-        """Give the claim back. True: it was held until now, as far as this client was told, and
-        what was read through views is valid. False: throw away what was read through views; the
-        results of restores stand on their own. Idempotent: returns the same again. A hit without a
-        claim has none to lose.
+        """Give the claim back. True: what was read through views is valid, because the claim was
+        held until now as far as this client was told or, in place, the rows of the entries still
+        stand. False: throw away what was read through views; the results of restores stand on
+        their own. Idempotent: returns the same again. A hit without a claim has none to lose.
 
         When the daemon can't be reached the claim counts as lost; it is given back when the daemon
         answers again, or ends with its session.

@@ -72,7 +72,7 @@ class Server(Section):
     """Also listen on host:port; port 0 lets the kernel choose; empty: no TCP. Without `tls_cert`
     there is no encryption and no authentication."""
     data: DataAddress = "auto"
-    """The data socket, on which clients that connect over `tcp` move payloads at two to three times
+    """The data socket, on which clients that connect over `tcp` move payloads at about three times
     the speed of gRPC; the daemon tells them its port. `auto`: any port at the host of `tcp`; empty:
     no data socket. It uses the TLS, certificates and tokens of `tcp`, and each connection has to
     present the secret of a session."""
@@ -139,7 +139,8 @@ class Server(Section):
     history."""
     scrub_bytes_per_second: Size = Field(8 * 2**20, alias="scrub_rate", ge=0)
     """Bytes a second that are read back from the shm tier and from the disk tier, to find damage
-    before a client does; an entry counts as its payload and 16KiB. 0: off."""
+    before a client does; an entry counts as its payload and 16KiB. A pass over a tier takes 10 min
+    at least. 0: off."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
 
