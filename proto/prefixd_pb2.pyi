@@ -2912,7 +2912,7 @@ class SharedNode(google.protobuf.message.Message):
     state: builtins.str
     """"serving"; "resting": not used for a while, as it missed deadlines; "unreachable" """
     why: builtins.str
-    """why it is not serving"""
+    """why it is not serving, or what it refused within a minute"""
     requests: builtins.int
     """since the start, one for each key"""
     unanswered: builtins.int

@@ -225,10 +225,10 @@ def _maker(whole: Config) -> Callable[[], SharedStore]:
         if len(urls) > 1 or config.payloads == "nodes":
             raise ValueError("s3 takes one bucket, and stores payloads itself")
         return partial(ObjectStore, urls[0], config.fleet)
-    from .sharing.redis_nodes import pools_of
+    from .sharing.redis_nodes import seeds_of
     from .sharing.redis_store import RedisStore
 
-    pools_of(urls)
+    seeds_of(urls)
     password = _password(config.password_file)
     if config.payloads == "engine":
         return partial(RedisStore, urls, config.fleet, password=password)

@@ -278,7 +278,8 @@ class Sessions(Section):
 class Shared(Section):
     engine: EngineUrls = ""
     """Through what nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some
-    nodes of a Valkey or Redis, single or Cluster, separated by commas; or s3://bucket[/prefix],
+    nodes of a Valkey or Redis, separated by commas: a Cluster, or a primary and its replicas;
+    redis+sentinel://host:port/service of Sentinels that know the primary; or s3://bucket[/prefix],
     with AWS_REGION, AWS_ENDPOINT_URL, AWS_ACCESS_KEY_ID and so on in the environment. Empty: this
     node shares nothing. Needs `pip install redis`, or `pip install obstore` for S3."""
     password_file: File = ""

@@ -133,9 +133,12 @@ def _tcp_address(value: object) -> object:
 
 def _engine_urls(value: object) -> object:
     for url in str(value).split(",") if value else ():
-        if not re.fullmatch(r"(rediss?|s3)://[^\s,]+", url):
-            raise ValueError("should be redis://host:port, rediss://host:port or s3://bucket")
-        if re.match(r"rediss?://[^/@]*:[^/@]*@", url):
+        if not re.fullmatch(r"(rediss?|rediss?\+sentinel|s3)://[^\s,]+", url):
+            raise ValueError(
+                "should be redis://host:port, redis+sentinel://host:port/service, the same with "
+                "rediss, or s3://bucket"
+            )
+        if re.match(r"rediss?(\+sentinel)?://[^/@]*:[^/@]*@", url):
             raise ValueError("should have no password in it: use `shared.password_file`")
     return value
 

@@ -1,4 +1,7 @@
-"""The nodes of a Valkey or Redis, single or Cluster: which node has a key, and connections to each.
+"""The nodes of a Valkey or Redis: which node has a key, and connections to each.
+
+The engine is a Cluster, or a single primary, whose replicas may take over: its role is asked for
+again and again, and a replica is never used. Sentinels are asked who the primary is.
 
 redis-py reaches a node (URL, user, password, TLS) and asks it for the slots; requests with payloads
 use `resp` on the sockets that redis-py opened. A thread for each node makes its connections, so
@@ -8,13 +11,15 @@ that no call waits for a dead node: a call takes an existing connection, or the 
 from __future__ import annotations
 
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
+from urllib.parse import unquote, urlsplit, urlunsplit
 
 import redis
 from redis.connection import ConnectionPool
@@ -33,9 +38,22 @@ RETRY_S: Final = (0.1, 5.0)
 #: After this many calls in a row without an answer in time, a node rests for a while.
 PATIENCE_CALLS: Final = 3
 REST_S: Final = 1.0
-#: How often the slots are requested; sooner when a node says that they moved.
+#: How often the slots of a Cluster are requested, and the role of a single primary; sooner when a
+#: node says that something moved.
 TOPOLOGY_EVERY_S: Final = 30.0
+PRIMARY_EVERY_S: Final = 2.0
 TOPOLOGY_AT_MOST_EVERY_S: Final = 0.5
+#: How long a node's latest refusal is reported.
+REFUSED_FOR_S: Final = 60.0
+#: `redis+sentinel://host:port/service`.
+_SENTINEL: Final = "+sentinel"
+
+
+class Seed(NamedTuple):
+    """Where to ask first: a node, or a Sentinel that knows the primary of `service`."""
+
+    address: Address
+    service: str = ""
 
 
 @dataclass(slots=True)
@@ -56,6 +74,9 @@ class Node:
     requests: int = 0
     unanswered: int = 0
     refused: int = 0
+    #: The latest refusal in the engine's own words, and when it came.
+    refusal: str = ""
+    refused_at_s: float = -math.inf
 
     def status(self) -> NodeStatus:
         state = NodeState.SERVING
@@ -63,25 +84,38 @@ class Node:
             state = NodeState.RESTING
         elif not self.connections:
             state = NodeState.UNREACHABLE
-        why = "" if state is NodeState.SERVING else self.problem
+        why = self.problem
+        if state is NodeState.SERVING:
+            recent = monotonic() - self.refused_at_s < REFUSED_FOR_S
+            why = f"it refuses requests: {self.refusal}" if recent else ""
         return NodeStatus(
             name_of(self.address), state, why, self.requests, self.unanswered, self.refused
         )
 
 
-def pools_of(urls: Sequence[str]) -> list[ConnectionPool]:
+def seeds_of(urls: Sequence[str]) -> list[tuple[Seed, ConnectionPool]]:
     """The addresses and options of URLs, see `Nodes`. Connects to none. Raises ValueError."""
     if not urls:
         raise ValueError("a shared engine needs the address of at least one node")
-    return [
-        ConnectionPool.from_url(
-            url,
+    seeds = []
+    for url in urls:
+        parts = urlsplit(url)
+        service = ""
+        if parts.scheme.endswith(_SENTINEL):
+            service = unquote(parts.path.strip("/"))
+            if not service:
+                raise ValueError(f"{url} names no service: it ends in /NAME, as Sentinel knows it")
+            parts = parts._replace(scheme=parts.scheme.removesuffix(_SENTINEL), path="")
+        pool = ConnectionPool.from_url(
+            urlunsplit(parts),
             protocol=2,  # `resp` speaks this one
             socket_connect_timeout=CONNECT_TIMEOUT_S,
             socket_timeout=CONNECT_TIMEOUT_S,
         )
-        for url in urls
-    ]
+        host = str(pool.connection_kwargs.get("host", "localhost"))
+        port = int(pool.connection_kwargs.get("port", 26_379 if service else 6_379))
+        seeds.append((Seed((host, port), service), pool))
+    return seeds
 
 
 class Nodes:
@@ -91,21 +125,17 @@ class Nodes:
         self, urls: Sequence[str], connections_per_node: int, password: str | None = None
     ) -> None:
         """`urls`: `redis://[[user]:password@]host:port[?option=...]`, or `rediss://` for TLS, of
-        some of the nodes; the user, password and options of the first are used for all nodes.
-        `password`: replaces that of the URLs. Connects in the background. Raises ValueError for an
-        invalid URL."""
-        pools = pools_of(urls)
-        self._options: Final[dict[str, Any]] = dict(pools[0].connection_kwargs)
+        some of the nodes; or `redis+sentinel://host:port/service` of Sentinels. The user, password
+        and options of the first are used for all nodes. `password`: replaces that of the URLs.
+        Connects in the background. Raises ValueError for an invalid URL."""
+        seeds = seeds_of(urls)
+        pool = seeds[0][1]
+        self._options: Final[dict[str, Any]] = dict(pool.connection_kwargs)
         if password is not None:
             self._options["password"] = password
-        self._connection_class: Final[Any] = pools[0].connection_class
-        self._seeds: Final[list[Address]] = [
-            (
-                str(pool.connection_kwargs.get("host", "localhost")),
-                int(pool.connection_kwargs.get("port", 6379)),
-            )
-            for pool in pools
-        ]
+        self._connection_class: Final[Any] = pool.connection_class
+        self._seeds: Final[list[Seed]] = [seed for seed, _ in seeds]
+        self._single = False
         self._per_node: Final = connections_per_node
         self._changed: Final = threading.Condition()
         self._nodes: dict[Address, Node] = {}
@@ -186,14 +216,31 @@ class Nodes:
             self._topology_due_s = 0.0
             self._changed.notify_all()
 
-    def count(self, address: Address, requests: int, unanswered: int, refused: int) -> None:
-        """Count requests to a node, and those without an answer or with an error."""
+    def renew(self, address: Address) -> None:
+        """The node behind this address is no primary any more: ask who is, and connect again, as
+        the name may lead to another machine by now."""
+        with self._changed:
+            node = self._nodes.get(address)
+            if node is not None:
+                for connection in node.idle:
+                    self._lose(node, connection, "it is a replica now")
+                node.idle.clear()
+            self._topology_due_s = 0.0
+            self._changed.notify_all()
+
+    def count(
+        self, address: Address, requests: int, unanswered: int, refused: int, refusal: str = ""
+    ) -> None:
+        """Count requests to a node, and those without an answer or with an error. `refusal`: what
+        the engine said to one that it will refuse again."""
         with self._changed:
             node = self._nodes.get(address)
             if node is not None:
                 node.requests += requests
                 node.unanswered += unanswered
                 node.refused += refused
+                if refusal:
+                    node.refusal, node.refused_at_s = refusal, monotonic()
 
     def statuses(self) -> list[NodeStatus]:
         """Each node, by address. Removes connections that broke since their last use."""
@@ -211,10 +258,11 @@ class Nodes:
             found["slots"] = self._problem
         return found
 
-    def client(self, address: Address) -> Any:
+    def client(self, address: Address, **changed: Any) -> Any:
         """redis-py's own client of one node (`redis.Redis`, whose types say little), for requests
-        without payloads. The caller closes it."""
-        options = self._options | {"host": address[0], "port": address[1]}
+        without payloads. `changed`: options that differ from those of the nodes. The caller closes
+        it."""
+        options = self._options | changed | {"host": address[0], "port": address[1]}
         pool = ConnectionPool(connection_class=self._connection_class, **options)
         return redis.Redis.from_pool(pool)
 
@@ -241,34 +289,89 @@ class Nodes:
                     self._changed.wait(wait_s)
                 if self._closed:
                     return
-                seeds = [*self._nodes, *self._seeds]
-            slots, problem = self._ask_for_slots(seeds)
+                # Sentinels know better than a node which was the primary.
+                known = [] if self._seeds[0].service else [Seed(each) for each in self._nodes]
+            slots, problem = self._ask_for_slots([*known, *self._seeds])
             with self._changed:
                 self._topology_at_s = monotonic()
-                self._topology_due_s = self._topology_at_s + TOPOLOGY_EVERY_S
-                if slots is None:
+                every_s = PRIMARY_EVERY_S if self._single else TOPOLOGY_EVERY_S
+                self._topology_due_s = self._topology_at_s + every_s
+                if problem:
                     self._problem = problem
                     self._topology_due_s = self._topology_at_s + 2 * TOPOLOGY_AT_MOST_EVERY_S
-                else:
-                    self._adopt(slots)
+                if slots is not None:
+                    self._adopt(slots, known=not problem)
 
-    def _ask_for_slots(self, seeds: Sequence[Address]) -> tuple[list[Address | None] | None, str]:
-        problem = ""
-        for address in dict.fromkeys(seeds):
+    def _ask_for_slots(self, seeds: Sequence[Seed]) -> tuple[list[Address | None] | None, str]:
+        """The node of each slot; None: nobody could tell. And why nobody could, or why no node is
+        used."""
+        problem, replicas_only = "", False
+        for seed in dict.fromkeys(seeds):
             try:
-                with contextlib.closing(self.client(address)) as client:
+                if seed.service:
+                    self._single = True
+                    return [self._primary(self._told_by(seed))] * SLOTS, ""
+                with contextlib.closing(self.client(seed.address)) as client:
                     ranges = client.execute_command("CLUSTER SLOTS")
-                return slots_of(ranges, address[0]), ""
+                self._single = False
+                return slots_of(ranges, seed.address[0]), ""
+            except NoPrimary as error:
+                problem, replicas_only = str(error), True
             except (redis.RedisError, OSError, ValueError) as error:
+                problem = f"{name_of(seed.address)}: {error}"
                 if "cluster support disabled" in str(error):
-                    return [address] * SLOTS, ""
-                problem = f"{name_of(address)}: {error}"
+                    self._single = True
+                    try:
+                        return [self._primary(seed.address)] * SLOTS, ""
+                    except NoPrimary as none:
+                        problem, replicas_only = str(none), True
+                    except (redis.RedisError, OSError) as unreachable:
+                        problem = f"{name_of(seed.address)}: {unreachable}"
             if self._closed:
                 break
-        return None, problem
+        return ([None] * SLOTS if replicas_only else None), problem
 
-    def _adopt(self, slots: list[Address | None]) -> None:
-        self._slots, self._known = slots, True
+    def _told_by(self, sentinel: Seed) -> Address:
+        """The primary's address. Raises redis.RedisError, OSError."""
+        question = "SENTINEL GET-MASTER-ADDR-BY-NAME", sentinel.service
+        try:
+            with contextlib.closing(self.client(sentinel.address)) as client:
+                answer = client.execute_command(*question)
+        except redis.AuthenticationError:  # most Sentinels have no password
+            without = {"username": None, "password": None}
+            with contextlib.closing(self.client(sentinel.address, **without)) as client:
+                answer = client.execute_command(*question)
+        if not answer:
+            raise redis.RedisError(f"it knows no service {sentinel.service}")
+        return address_of(answer)
+
+    def _primary(self, address: Address) -> Address:
+        """The primary: the node at `address`, or the one that it replicates. Raises NoPrimary,
+        redis.RedisError, OSError."""
+        role = self._role(address)
+        if role is None:
+            return address
+        try:
+            follows = self._role(role)
+        except (redis.RedisError, OSError) as error:
+            why = f"{name_of(address)} is a replica, and its primary can't be reached: {error}"
+            raise NoPrimary(why) from None
+        if follows is None:
+            return role
+        raise NoPrimary(f"{name_of(address)} and {name_of(role)} are replicas; there is no primary")
+
+    def _role(self, address: Address) -> Address | None:
+        """Whom the node replicates. None: nobody, or it does not say. Raises redis.RedisError,
+        OSError."""
+        try:
+            with contextlib.closing(self.client(address)) as client:
+                role = client.execute_command("ROLE")
+        except redis.ResponseError:
+            return None  # not allowed, or not known; a replica refuses what it is told to store
+        return address_of(role[1:3]) if bytes(role[0]) in (b"slave", b"replica") else None
+
+    def _adopt(self, slots: list[Address | None], *, known: bool) -> None:
+        self._slots, self._known = slots, known
         serving = {address for address in slots if address is not None}
         for address in self._nodes.keys() - serving:
             self._retire(self._nodes.pop(address))
@@ -337,8 +440,18 @@ class Nodes:
         self._changed.notify_all()
 
 
+class NoPrimary(Exception):
+    """Every node that could be asked is a replica."""
+
+
 def name_of(address: Address) -> str:
     return f"{address[0]}:{address[1]}"
+
+
+def address_of(words: Sequence[Any]) -> Address:
+    """An address as engines send it: a host and a port."""
+    host, port = words
+    return bytes(host).decode(), int(port)
 
 
 def slots_of(ranges: Any, node_host: str) -> list[Address | None]:

@@ -189,9 +189,14 @@ class RedisStore(SharedStore):
         moved = False
         for address, requests in by_node.items():
             results = [request.result for request in requests]
-            refused = sum(isinstance(result, Refused) for result in results)
-            self.nodes.count(address, len(requests), results.count(Result.UNANSWERED), refused)
-            moved = moved or (refused > 0 and any(map(_moved, requests)))
+            refusals = [request for request in requests if isinstance(request.result, Refused)]
+            lasting = [str(each.result) for each in refusals if not _moved(each)]
+            unanswered = results.count(Result.UNANSWERED)
+            last = lasting[-1] if lasting else ""
+            self.nodes.count(address, len(requests), unanswered, len(refusals), last)
+            if any(str(each.result).startswith("READONLY") for each in refusals):
+                self.nodes.renew(address)
+            moved = moved or len(lasting) < len(refusals)
         if moved:
             self.nodes.moved()
 

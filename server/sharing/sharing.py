@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -42,6 +43,7 @@ log = structlog.get_logger("prefixd.sharing")
 
 _HEARTBEAT_S: Final = 1.0
 _CLOSED_WITHIN_S: Final = 2.0
+_NUMBER: Final = re.compile(r"\d+")
 #: The time between two checks of the engine's settings.
 _SETTINGS_EVERY_S: Final = 60.0
 
@@ -145,7 +147,8 @@ class Sharing:
         bad_settings: dict[str, str] = {}
         ask_at_s = 0.0
         while not self._link.closed:
-            if monotonic() >= ask_at_s and not self._link.store.health():
+            serving = all(n.state is NodeState.SERVING for n in self._link.store.statuses())
+            if monotonic() >= ask_at_s and serving:
                 ask_at_s = monotonic() + _SETTINGS_EVERY_S
                 found = await self._link.call(self._link.store.problems)
                 bad_settings = {problem.partition(" is ")[0]: problem for problem in found}
@@ -155,7 +158,8 @@ class Sharing:
                 del notices[name]
                 log.info("shared_engine_recovered", node=name.removeprefix("shared "))
             for name, why in now.items():
-                if name not in notices:
+                # Told anew where more has changed than a number.
+                if _NUMBER.sub("", notices.get(name, "")) != _NUMBER.sub("", why):
                     log.warning("shared_engine", node=name.removeprefix("shared "), why=why)
                 notices[name] = why
             await asyncio.sleep(_HEARTBEAT_S)

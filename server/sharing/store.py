@@ -83,7 +83,7 @@ class NodeStatus:
 
     name: str
     state: NodeState
-    #: Why it is not serving.
+    #: Why it is not serving, or what it has refused within a minute.
     why: str = ""
     #: Since the start; then those without an answer, and those that were answered with an error.
     requests: int = 0
@@ -135,7 +135,7 @@ class SharedStore(ABC):
 
     @abstractmethod
     def health(self) -> dict[str, str]:
-        """Nodes that are not used now, and why. Never blocks."""
+        """Nodes that are not used now or refuse requests, and why. Never blocks."""
 
     def counts(self) -> dict[str, int]:
         """Further counters, since the start. Never blocks."""

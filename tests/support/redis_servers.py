@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
+import redis
 
 from tests.support.daemon import eventually
 from tests.support.namespaces import Host, Network
@@ -95,6 +96,65 @@ class RedisServer:
             self._process.kill()
             self._process.wait()
             self._process = None
+
+
+class Sentinel(RedisServer):
+    """A Sentinel that watches one primary, alone, and fails over within a second."""
+
+    SERVICE: Final = "cache"
+
+    def __init__(self, directory: Path, primary: RedisServer) -> None:
+        super().__init__(directory)
+        self.primary = primary
+
+    @property
+    def url(self) -> str:
+        return f"redis+sentinel://{self.address}:{self.port}/{self.SERVICE}"
+
+    def start(self) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        settings = self.directory / "sentinel.conf"
+        name = self.SERVICE
+        settings.write_text(
+            f"sentinel monitor {name} {self.primary.address} {self.primary.port} 1\n"
+            f"sentinel down-after-milliseconds {name} 300\n"
+            f"sentinel failover-timeout {name} 1000\n"
+        )
+        self._process = subprocess.Popen(
+            ["redis-server", str(settings), "--sentinel", "--port", str(self.port)],
+            cwd=self.directory,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+        def knows_a_replica() -> bool:
+            with closing(redis.Redis(self.address, self.port)) as client:
+                try:
+                    return bool(client.sentinel_slaves(name))
+                except redis.ConnectionError:
+                    return False
+
+        eventually(knows_a_replica)
+
+
+@contextmanager
+def primary_and_replica(
+    directory: Path, *options: str
+) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """A primary, and its replica with the same data so far. Neither is part of a Cluster."""
+    with ExitStack() as stack:
+        primary = RedisServer(directory / "primary", *options)
+        stack.callback(primary.kill)
+        primary.start()
+        # A replica that would take writes: only the role keeps them away.
+        follow = ("--replicaof", primary.address, str(primary.port), "--replica-read-only", "no")
+        replica = RedisServer(directory / "replica", *follow, *options)
+        stack.callback(replica.kill)
+        replica.start()
+        with closing(redis.Redis.from_url(primary.url)) as client:
+            eventually(lambda: len(client.execute_command("ROLE")[2]) == 1)
+        yield primary, replica
 
 
 @contextmanager

@@ -7,10 +7,12 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
+import pytest
 import redis
 
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing import redis_nodes
 from prefixd.server.sharing.record import MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
@@ -19,9 +21,11 @@ from ...support.certificates import Authority
 from ...support.daemon import eventually
 from ...support.redis_servers import (
     RedisServer,
+    Sentinel,
     add_replica,
     free_ports,
     needs_redis,
+    primary_and_replica,
     redis_servers,
 )
 
@@ -98,6 +102,86 @@ def test_a_replica_that_takes_over_is_used(tmp_path: Path) -> None:
         assert ("127.0.0.1", replica.port) in store.nodes.all()
         assert set(fetch(store)) == {Outcome.DONE}
         eventually(lambda: set(store.put(offers(), soon())) == {Outcome.DONE})
+
+
+def told(server: RedisServer, *command: object) -> Any:
+    with closing(redis.Redis.from_url(server.url)) as client:
+        return client.execute_command(*command)
+
+
+def swap(primary: RedisServer, replica: RedisServer) -> None:
+    """As Sentinel does: promote the replica, and demote the primary."""
+    told(replica, "REPLICAOF", "NO", "ONE")
+    told(primary, "REPLICAOF", replica.address, replica.port)
+
+
+@pytest.mark.parametrize("connections", ["stay", "break"])
+def test_roles_that_are_swapped_are_followed(tmp_path: Path, connections: str) -> None:
+    """Also while the old primary answers, and would take what nobody will ever read."""
+    with primary_and_replica(tmp_path) as (primary, replica), ExitStack() as stack:
+        store = store_of([primary], stack)
+        swap(primary, replica)
+        if connections == "break":
+            for server in (primary, replica):
+                told(server, "CLIENT", "KILL", "TYPE", "normal")
+        eventually(lambda: store.nodes.all() == [("127.0.0.1", replica.port)])
+        eventually(lambda: set(store.put(offers(), soon())) == {Outcome.DONE})
+        assert told(replica, "DBSIZE") == len(KEYS)
+        assert set(fetch(store)) == {Outcome.DONE}
+        eventually(lambda: store.health() == {})
+        swap(replica, primary)
+        eventually(lambda: store.nodes.all() == [("127.0.0.1", primary.port)])
+        eventually(lambda: store.find(KEYS, soon()) == ENTRIES)
+
+
+def test_a_primary_that_says_it_is_none_is_left_at_once(tmp_path: Path) -> None:
+    """A READONLY need not wait for the next question of who the primary is."""
+    with primary_and_replica(tmp_path) as (primary, replica), ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(
+            redis_nodes, "PRIMARY_EVERY_S", 3_600.0
+        )
+        told(primary, "CONFIG", "SET", "replica-read-only", "yes")
+        store = store_of([primary], stack)
+        swap(primary, replica)
+        assert set(store.put(offers(), soon())) == {Outcome.UNAVAILABLE}
+        eventually(lambda: set(store.put(offers(), soon())) == {Outcome.DONE})
+        assert store.nodes.all() == [("127.0.0.1", replica.port)]
+
+
+def test_a_replica_is_not_used_while_there_is_no_primary(tmp_path: Path) -> None:
+    with primary_and_replica(tmp_path) as (primary, replica), ExitStack() as stack:
+        store = store_of([primary, replica], stack)
+        primary.kill()
+        eventually(lambda: "can't be reached" in store.health().get("slots", ""))
+        assert set(store.put(offers(), soon())) == {Outcome.UNAVAILABLE}
+        told(replica, "REPLICAOF", "NO", "ONE")
+        eventually(lambda: set(store.put(offers(), soon())) == {Outcome.DONE})
+        eventually(lambda: store.health() == {})
+
+
+def test_sentinels_are_asked_for_the_primary(tmp_path: Path) -> None:
+    with primary_and_replica(tmp_path) as (primary, replica), ExitStack() as stack:
+        sentinel = Sentinel(tmp_path / "sentinel", primary)
+        stack.callback(sentinel.kill)
+        sentinel.start()
+        store = store_of([sentinel], stack)
+        assert store.nodes.all() == [("127.0.0.1", primary.port)]
+        primary.kill()
+        eventually(lambda: store.nodes.all() == [("127.0.0.1", replica.port)])
+        eventually(lambda: set(store.put(offers(), soon())) == {Outcome.DONE})
+        assert store.find(KEYS, soon()) == ENTRIES
+
+
+def test_what_the_engine_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+    with redis_servers(tmp_path, 1) as servers, ExitStack() as stack:
+        store = store_of(servers, stack)
+        told(servers[0], "ACL", "SETUSER", "default", "-set")
+        assert set(store.put(offers(), soon())) == {Outcome.REFUSED}
+        (why,) = store.health().values()
+        assert "refuses" in why
+        assert "no permissions to run the 'set' command" in why
+        assert [status.why for status in store.statuses()] == [why]
+        assert set(fetch(store)) == {Outcome.DONE}, "it serves what it has"
 
 
 def test_slots_that_move_cost_misses_while_they_do(tmp_path: Path) -> None:
