@@ -10,7 +10,9 @@ often as it was locked. A load of keys that were not looked up makes a claim of 
 
 from __future__ import annotations
 
+import logging
 import os
+import secrets
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +39,11 @@ T = TypeVar("T")
 #: Most namespaces in memory. A process serves few models.
 _MAX_NAMESPACES: Final = 1024
 _KIND: Final = attrgetter("model_name", "cache_salt")
+#: Shorter hashes of chunks are numbers of Python's `hash` (`--hash-algorithm builtin`): anybody can
+#: make two prompts with the same one.
+_LEAST_HASH_BYTES: Final = 16
+
+logger = logging.getLogger("prefixd.connectors")
 
 
 def identity_of(config: Mapping[str, Any]) -> StateIdentity:
@@ -45,9 +52,11 @@ def identity_of(config: Mapping[str, Any]) -> StateIdentity:
     LMCache tells its adapters the name of a model, and nothing of its weights. So the option
     `fingerprint` has to name them, and what else the engine behind LMCache does not tell it
     (revision, quantisation, overrides); without it nothing is shared beyond this process. `fields`
-    distinguish keys further, for example by the version of a chunk's layout.
+    distinguish keys further, for example by the version of a chunk's layout. Raises ConfigError.
     """
     fields = config.get("fields") or {}
+    if not isinstance(fields, Mapping):
+        raise ConfigError(f"prefixd's options for lmcache: fields is a dictionary, not {fields!r}")
     return StateIdentity(
         f"lmcache {ENGINE.version}",
         (
@@ -62,20 +71,32 @@ def identity_of(config: Mapping[str, Any]) -> StateIdentity:
 
 class Keys:
     """Makes prefixd's keys from LMCache's: of rank, group and hash, in a namespace of model and
-    salt."""
+    salt. Hashes of less than 128 bits name nothing beyond this process."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         """`fields`: further fields of the namespace, the same for all keys of this process."""
         self._fields = fields
         self._namespaces: dict[tuple[str, str], ForeignNamespace] = {}
+        self._process = b""
 
     def of(self, objects: Sequence[Any]) -> list[Key]:
         kinds = list(map(_KIND, objects))
         hashes = [b"%d/%d/%b" % (o.kv_rank, o.object_group_id, o.chunk_hash) for o in objects]
+        if any(len(each.chunk_hash) < _LEAST_HASH_BYTES for each in objects):
+            hashes = self._of_this_process(hashes)
         if len(set(kinds)) == 1:
             # The case of nearly every call.
             return self._namespace(*kinds[0]).keys(hashes)
         return [self._namespace(*kind).key(each) for kind, each in zip(kinds, hashes, strict=True)]
+
+    def _of_this_process(self, hashes: list[bytes]) -> list[bytes]:
+        if not self._process:
+            self._process = secrets.token_bytes(_LEAST_HASH_BYTES)
+            logger.warning(
+                "nothing is shared beyond this process: LMCache's hashes of chunks have 64 bits; "
+                "start it with --hash-algorithm blake3"
+            )
+        return [self._process + each for each in hashes]
 
     def _namespace(self, model: str, salt: str) -> ForeignNamespace:
         found = self._namespaces.get((model, salt))

@@ -261,6 +261,11 @@ def test_a_fingerprint_is_text(wrong: object) -> None:
         lmcache.identity_of(options)
 
 
+def test_the_fields_of_lmcache_are_a_dictionary() -> None:
+    with pytest.raises(ConfigError, match="fields is a dictionary, not 5"):
+        lmcache.identity_of({"fields": 5})
+
+
 # ---- random pairs
 
 

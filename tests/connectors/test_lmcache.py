@@ -86,7 +86,7 @@ def adapter(daemon: PrivateDaemon, request: pytest.FixtureRequest) -> Iterator[A
 
 def key(number: int, model: str = "m", rank: int = 0, salt: str = "") -> Any:
     return SimpleNamespace(
-        chunk_hash=number.to_bytes(8, "big"),
+        chunk_hash=number.to_bytes(32, "big"),
         model_name=model,
         kv_rank=rank,
         object_group_id=0,
@@ -224,6 +224,18 @@ def test_what_differs_in_anything_is_another_key() -> None:
     assert keys.of([]) == []
     assert keys.of([key(1)]) == lmcache.Keys({}).of([key(1)])
     assert keys.of([key(1)]) != lmcache.Keys({"layout": 2}).of([key(1)])
+
+
+def test_short_hashes_of_chunks_name_nothing_beyond_this_process(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Of 64 bits, as Python's `hash` makes them: two prompts with one hash are easily made."""
+    short = [SimpleNamespace(**{**vars(key(1)), "chunk_hash": b"8 bytes."})]
+    keys = lmcache.Keys({})
+    assert keys.of(short) == keys.of(short)
+    assert keys.of(short) != lmcache.Keys({}).of(short)
+    assert [each.getMessage()[:14] for each in caplog.records] == ["nothing is sha"] * 2
+    assert keys.of([key(1)]) == lmcache.Keys({}).of([key(1)])
 
 
 def test_without_a_daemon_every_task_ends(tmp_path: os.PathLike[str]) -> None:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
 from dataclasses import fields
 
 import pytest
 
 from prefixd.connectors.lmcache import Keys
 from tests.engines.lmcache_l2 import bench_l2, plugin
+from tests.engines.page_commands import command
 from tests.support.daemon import private_daemon
 
 pytest.importorskip("lmcache")
@@ -26,6 +29,29 @@ def test_the_benchmark_of_lmcache_passes(tier: str) -> None:
             assert not admin.check().problems
     assert (benched.status, "verified OK" in benched.text) == (0, True), benched.text
     assert benched.successes == dict.fromkeys(("Store", "Lookup", "Load"), ROUNDS * KEYS)
+
+
+def test_the_page_followed_literally() -> None:
+    from lmcache.cli.commands.server import ServerCommand
+    from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+    parser = argparse.ArgumentParser()
+    ServerCommand().add_arguments(parser)
+    given = parser.parse_args(command("lmcache.md", "lmcache", "server"))
+    (spec,) = map(json.loads, given.l2_adapter)
+    assert len(TokenHasher(16, given.hash_algorithm).compute_chunk_hashes([1] * 16)[0]) == 32
+    with private_daemon(shm="64MiB") as daemon:
+        spec["adapter_params"]["address"] = daemon.address
+        benched = bench_l2(spec, rounds=1, keys=8, data_kib=256)
+    assert (benched.status, "verified OK" in benched.text) == (0, True), benched.text
+
+
+def test_in_the_engines_process_a_chunk_has_a_number_of_64_bits() -> None:
+    """Why the page says that prefixd is attached to LMCache's server, and not in the process: two
+    prompts with one such number can be made, and are one key."""
+    from lmcache.v1.token_database import _normalize_hash_to_int
+
+    assert _normalize_hash_to_int(bytes(8) + b"\1" * 24) == _normalize_hash_to_int(bytes(32))
 
 
 def test_without_a_daemon_the_benchmark_fails(tmp_path_factory: pytest.TempPathFactory) -> None:
