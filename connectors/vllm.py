@@ -2,7 +2,7 @@
 
     --kv-transfer-config with a secondary tier
     {"type": "PrefixdTier", "module_path": "prefixd.connectors.vllm", "address": "unix:/...",
-     "tier": "shm", "fingerprint": "llama-3.1-8b 0e9e39f, no overrides"}
+     "tier": "shm", "fingerprint": "llama-3.1-8b 0e9e39f, bfloat16"}
 
 A lookup reads the daemon's shared index and answers in the same scheduler step. From another host
 it can't: it says RETRY while a thread asks the daemon, then HIT or MISS. Threads do the jobs. A

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from dataclasses import fields
 from queue import Queue
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, Final
+
+from tests.support.decisions import fields_of
 
 MODULE: Final = "prefixd.connectors.sglang"
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
@@ -144,3 +147,22 @@ def prefetch(of: Any, hashes: list[str], indices: Any) -> int:
 
 def fresh_hashes(count: int) -> list[str]:
     return [os.urandom(32).hex() for _ in range(count)]
+
+
+def storage_config(**changes: Any) -> Any:
+    """A rank's configuration of its storage backend."""
+    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
+
+    values = dict.fromkeys((each.name for each in fields(HiCacheStorageConfig)), 0)
+    return HiCacheStorageConfig(
+        **{**values, "tp_size": 1, "dcp_size": 1, "is_mla_model": False, **changes}
+    )
+
+
+def arguments(**changes: Any) -> Any:
+    """SGLang's own defaults, in an object that can be changed."""
+    from sglang.srt.server_args import ServerArgs
+
+    given = ServerArgs(model_path="/none")
+    values = {name: getattr(given, name) for name in fields_of(ServerArgs)}
+    return SimpleNamespace(**values | changes)

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,14 +25,17 @@ from prefixd.connectors.sglang import (
     _hashes_name_requests,
     identity_of,
 )
+from tests.engines.page_commands import command
 from tests.engines.sglang_hicache import (
     LAYOUTS,
+    arguments,
     backup,
     controller,
     fresh_hashes,
     host_pool,
     prefetch,
     prefixd_extra,
+    storage_config,
     without_torchvision,
 )
 from tests.support.daemon import private_daemon
@@ -85,6 +89,23 @@ def test_pages_come_back_through_its_controller(
         made.storage_backend.close()
 
 
+def test_the_page_followed_literally(daemon: PrivateDaemon) -> None:
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    given = parser.parse_args(command("sglang.md", "python", "-m", "sglang.launch_server"))
+    assert given.enable_hierarchical_cache
+    extra = json.loads(given.hicache_storage_backend_extra_config)
+    extra["address"] = daemon.address
+    pool = host_pool("page_first", pages=PAGES, page_tokens=PAGE_TOKENS, layers=LAYERS)
+    made = controller(pool, given.hicache_storage_backend, extra)
+    hashes, indices = fresh_hashes(2), torch.arange(2 * PAGE_TOKENS)
+    assert backup(made, hashes, indices) == 2 * PAGE_TOKENS
+    assert prefetch(made, hashes, indices) == 2
+    made.storage_backend.close()
+
+
 def test_an_entry_is_a_page_in_every_layout(daemon: PrivateDaemon) -> None:
     for layout in LAYOUTS:
         pool = host_pool(layout, pages=2, page_tokens=PAGE_TOKENS, layers=LAYERS)
@@ -125,25 +146,9 @@ def test_a_namespace_is_of_its_layout(daemon: PrivateDaemon) -> None:
 OPTIONS = {"fingerprint": "test weights"}
 
 
-def storage_config() -> Any:
-    from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
-
-    values = dict.fromkeys((each.name for each in fields(HiCacheStorageConfig)), 0)
-    return HiCacheStorageConfig(**{**values, "tp_size": 1, "dcp_size": 1, "is_mla_model": False})
-
-
 def digest(config: Any = None, arguments: Any = None) -> bytes:
     pool = SimpleNamespace(layout="page_first", dtype="torch.bfloat16")
     return identity_of(config or storage_config(), OPTIONS, pool, "kv", arguments).digest
-
-
-def arguments(**changes: Any) -> Any:
-    """SGLang's own defaults, in an object that can be changed."""
-    from sglang.srt.server_args import ServerArgs
-
-    given = ServerArgs(model_path="/none")
-    values = {name: getattr(given, name) for name in fields_of(ServerArgs)}
-    return SimpleNamespace(**values | changes)
 
 
 def test_every_argument_is_in_the_key_or_without_effect_by_name() -> None:

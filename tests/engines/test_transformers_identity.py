@@ -4,7 +4,6 @@ state, and what is saved by one model is never found by another. `make engines` 
 from __future__ import annotations
 
 import inspect
-import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import pytest
 from prefixd.client import Client
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import CallerError
+from tests.engines.pairs import check_pairs
 from tests.engines.tiny_models import VOCABULARY
 from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S
@@ -504,7 +504,7 @@ def test_a_model_that_was_saved_and_loaded_shares(tmp_path: Path) -> None:
 
 # ---- random pairs
 
-PAIRS, POOL = 200, 60
+POOL = 60
 CHANGES: list[tuple[str, Any]] = [
     ("seed", 8),
     ("dtype", "bfloat16"),
@@ -534,13 +534,4 @@ def test_equal_keys_are_equal_states_of_random_pairs() -> None:
         dtype = getattr(torch, options.pop("dtype", "float32"))
         model = make(**options).to(dtype)
         seen.append((identity_of(model).digest, state(model)))
-    pairs = choose.sample(list(itertools.combinations(seen, 2)), PAIRS)
-    same_key = [pair for pair in pairs if pair[0][0] == pair[1][0]]
-    assert all(equal(one[1], other[1]) for one, other in same_key)
-    could = [pair for pair in pairs if equal(pair[0][1], pair[1][1])]
-    lost = [pair for pair in could if pair[0][0] != pair[1][0]]
-    print(
-        f"of {PAIRS} pairs {len(same_key)} have one key, {len(could)} the same state bit by bit, "
-        f"and {len(lost)} of these have two keys"
-    )
-    assert same_key
+    check_pairs(seen, equal)

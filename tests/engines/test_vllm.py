@@ -4,6 +4,7 @@ are not about files. `make engines-vllm` runs this file."""
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from prefixd.client.identity import StateIdentity
 from prefixd.connectors.plugins import register_vllm
 from prefixd.connectors.vllm import identity_of
 from tests.engines import vllm_tiering as tiering
+from tests.engines.page_commands import command, option
 from tests.support.daemon import private_daemon
 from tests.support.decisions import InKey, Irrelevant, check_decided
 
@@ -117,6 +119,39 @@ def test_vllms_factory_knows_the_name_of_the_tier(daemon: PrivateDaemon, rows: A
     made = tiering.tier(memoryview(rows), type="prefixd", address=daemon.address)
     assert type(made).__name__ == "PrefixdTier"
     made.shutdown()
+
+
+def test_the_page_followed_literally(daemon: PrivateDaemon, rows: Any) -> None:
+    from vllm.config import KVTransferConfig
+    from vllm.v1.kv_offload.factory import OffloadingSpecFactory
+
+    register_vllm()
+    given = json.loads(option(command("vllm.md", "vllm", "serve"), "--kv-transfer-config"))
+    config = KVTransferConfig(**given)
+    assert knows_connector(config.kv_connector)
+    extra = config.kv_connector_extra_config
+    assert OffloadingSpecFactory.get_spec_cls(extra).__name__ == "TieringOffloadingSpec"
+    (options,) = extra["secondary_tiers"]
+    keys = tiering.keys(1, os.urandom(4))
+    one, other = (
+        tiering.tier(memoryview(rows), **options, address=daemon.address) for _ in range(2)
+    )
+    one.submit_store(tiering.job(1, keys, [0]))
+    assert tiering.ended(one).success
+    assert look_up(other, keys) == [results().HIT], "the page's fingerprint lets others share"
+    one.shutdown()
+    other.shutdown()
+
+
+def test_the_page_of_lmcache_names_a_connector_of_vllm() -> None:
+    given = json.loads(option(command("lmcache.md", "vllm", "serve"), "--kv-transfer-config"))
+    assert knows_connector(given["kv_connector"])
+
+
+def knows_connector(name: str | None) -> bool:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    return name in KVConnectorFactory._registry
 
 
 def test_keys_that_were_not_stored_are_misses(tier: Any) -> None:
