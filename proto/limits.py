@@ -90,6 +90,9 @@ MAX_WAITERS: Final = 65_536
 #: Saves in flight that requests wait for, counted once per request. Each takes about 200 bytes.
 MAX_WAITED_KEYS: Final = 262_144
 MAX_WAITED_KEYS_PER_SESSION: Final = 65_536
+#: Entries of claims, and keys of unfinished saves with their chains, over all sessions. Each takes
+#: about 100 bytes.
+MAX_HELD_KEYS: Final = 2_097_152
 MAX_PAGE_ENTRIES: Final = 10_000
 
 # ---- save policy (the gates of `client.policy`)

@@ -31,6 +31,7 @@ _LIMITS: Final = {
     "sessions.max_waiters": "max_waiters",
     "sessions.max_waited_keys": "max_waited_keys",
     "sessions.max_waited_keys_per_session": "max_waited_keys_per_session",
+    "sessions.max_held_keys": "max_held_keys",
     "sessions.max_pinned_share": "max_pinned_share",
     "sessions.max_reserved_share": "max_reserved_share",
     "sessions.unwritten_ttl": "unwritten_ttl_ns",

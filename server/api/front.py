@@ -140,7 +140,7 @@ class Front:
             return self._server(services, remote=True)
         self.sessions.namespaces.learn(tokens.namespaces)
         for name in sorted(tokens.namespaces):
-            self.sessions.usage.of(name)  # reserves its place: the number of labels is bounded
+            self.sessions.usage.keep(name)
         services[_ADMIN] = self._admin_methods()
         return self._server(services, remote=True)
 

@@ -255,17 +255,17 @@ class SessionStream:
         places.take(holder)
         try:
             self._caller.lasts()
-            async with aclosing(self._serve(hello, requests)) as events:
-                async for event in events:
-                    yield event
+            label = self._sessions.namespaces.label(self._access, hello.label)
+            with self._sessions.usage.session(label, self._tenant) as self._usage:
+                async with aclosing(self._serve(hello, requests)) as events:
+                    async for event in events:
+                        yield event
         finally:
             places.give(holder)
 
     async def _serve(
         self, hello: pb.Hello, requests: AsyncIterator[pb.SessionRequest]
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        label = self._sessions.namespaces.label(self._access, hello.label)
-        self._usage = self._sessions.usage.of(label, self._tenant)
         session = await self._open(hello)
         core = self._core
         self._task = asyncio.current_task()

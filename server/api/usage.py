@@ -8,6 +8,7 @@ and nothing but figures for people is made of them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import add
 from threading import Lock
@@ -70,8 +71,12 @@ class LabelUsage:
     `add` changes all of them at once: what `copy` returns adds up, on any thread.
     """
 
-    def __init__(self, name: str = DEFAULT_LABEL) -> None:
+    def __init__(self, name: str = DEFAULT_LABEL, holder: Holder | None = None) -> None:
         self.name: Final = name
+        #: Whose share of the labels it counts to. None: it takes no place.
+        self.holder: Final = holder
+        #: Open sessions that count under it.
+        self.sessions = 0
         self.scalars = dict.fromkeys(SCALARS, 0)
         self.misses = dict.fromkeys(REASONS, 0)
         self.failures = dict.fromkeys(REASONS, 0)
@@ -248,7 +253,8 @@ class SessionUsage:
 
 
 class UsageBook:
-    """The sums of all labels. When there are too many, new labels are counted as `OTHER_LABEL`. The
+    """The sums of all labels. When there are too many, a new one takes the place of the one without
+    an open session that was used first; while there is none, it counts under `OTHER_LABEL`. The
     event loop's; `items` may be called on any thread."""
 
     def __init__(self) -> None:
@@ -258,19 +264,47 @@ class UsageBook:
         #: What open sessions have reported, by their number.
         self.sessions: Final[dict[int, SessionUsage]] = {}
 
+    @contextmanager
+    def session(self, label: str, tenant: str = HOST) -> Iterator[LabelUsage]:
+        """The sums of a label, which keep their place meanwhile. See `of`."""
+        found = self.of(label, tenant)
+        found.sessions += 1
+        try:
+            yield found
+        finally:
+            found.sessions -= 1
+
+    def keep(self, label: str) -> None:
+        """Reserve a place for a label for as long as the daemon runs."""
+        self.of(label).sessions += 1
+
     def of(self, label: str, tenant: str = HOST) -> LabelUsage:
         """The sums of a label; "" is `DEFAULT_LABEL`. A tenant that has its share of the labels
         counts under `OTHER_LABEL`. Raises InvalidSize for an invalid label."""
         label = check_label(label) if label else DEFAULT_LABEL
         found = self._labels.get(label)
         if found is None:
-            holder = Holder(tenant)
-            if label != OTHER_LABEL and self._places.may_take(holder):
-                self._places.add(holder)
-            else:
-                label = OTHER_LABEL
-            found = self._labels.setdefault(label, LabelUsage(label))
+            holder = None if label == OTHER_LABEL else self._place_for(tenant)
+            label = OTHER_LABEL if holder is None else label
+            found = self._labels.setdefault(label, LabelUsage(label, holder))
         return found
+
+    def _place_for(self, tenant: str) -> Holder | None:
+        """Take a place for one more label of this tenant. None: it may have no more."""
+        holder = Holder(tenant)
+        if not self._places.may_take(holder):
+            unused = [each for each in self._labels.values() if each.holder and not each.sessions]
+            its_own = [each for each in unused if each.holder == holder]
+            if not its_own and self._places.held_by(holder):
+                return None
+            gone = next(iter(its_own or unused), None)
+            if gone is None or gone.holder is None:
+                return None
+            # Its sums are not added to others: they would look like work done now.
+            del self._labels[gone.name]
+            self._places.give(gone.holder)
+        self._places.add(holder)
+        return holder
 
     def restores(self) -> Histogram:
         """How long restores took, over all labels."""

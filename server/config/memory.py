@@ -16,6 +16,8 @@ _ENTRY_BYTES: Final = 600
 _CONNECTION_BYTES: Final = 64 * 2**10
 _CALL_BYTES: Final = 64 * 2**10
 _SESSION_BYTES: Final = 16 * 2**10
+#: A key that a claim or an unfinished save holds, with what the tables note of it.
+_HELD_KEY_BYTES: Final = 100
 
 
 def memory_parts(plan: Plan) -> dict[str, int]:
@@ -39,6 +41,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "server.max_rpcs": server.max_rpcs * _CALL_BYTES,
         "server.journal": server.journal_bytes * 5 // 4,
         "sessions.max_sessions": sessions.max_sessions * _SESSION_BYTES,
+        "sessions.max_held_keys": sessions.max_held_keys * _HELD_KEY_BYTES,
         "watch.history": watch.history_bytes if watch.max_watchers else 0,
         "shared.memory": config.shared.memory_bytes if config.shared.engine else 0,
         "entries": entries * _ENTRY_BYTES,

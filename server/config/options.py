@@ -247,12 +247,16 @@ class Sessions(Section):
     max_waited_keys_per_session: int = Field(limits.MAX_WAITED_KEYS_PER_SESSION, ge=0)
     """Most saves in flight that the requests of one client wait for; requests beyond that are
     answered without waiting."""
+    max_held_keys: int = Field(limits.MAX_HELD_KEYS, ge=1)
+    """Most entries of claims, and keys of unfinished saves with the chains before them, of all
+    clients together, about 100 bytes each; further claims and saves are refused."""
     max_pinned_share: Share = 0.75
-    """The largest part of a tier that the claims of one client may pin; further claims are refused.
-    The rest is left for other clients to save into. A single engine that uses a whole node rarely
-    pins more than it is restoring."""
+    """The largest part of a tier that the claims of one client, or of all clients of one tenant
+    over TCP, may pin; further claims are refused. The rest is left for other clients to save into.
+    A single engine that uses a whole node rarely pins more than it is restoring. Beside other
+    clients that hold something, a tenant holds no more of a tier than it leaves free."""
     max_reserved_share: Share = 0.5
-    """The largest part of a tier that the saves of one client may reserve at once, because
+    """The same for what saves may reserve at once, because
     reservations evict the entries of others; further saves are told to try again. A single entry
     may be larger, unless it is reserved before its bytes arrive."""
     unwritten_ttl_ns: Duration = Field(

@@ -20,7 +20,7 @@ from ...tiers.ledger import Ledger
 from ...tiers.order import OrderOfKeys, Recency
 from ...tiers.shares import Tally
 from .entries import SHARDS, Entry, shard_of
-from .sessions import Claim, Reservation, Session, Stage
+from .sessions import Claim, Reservation, Session, Stage, Tenant
 from .tables import Tables, Timer
 
 #: Further problems are counted without a sentence.
@@ -204,7 +204,9 @@ class Recount:
             session = t.sessions.get(number) or t.ending.get(number)
             if session is not None:
                 yield self._visit_session(session)
-                yield from self._visit_pins(session)
+                yield from self._visit_pins(f"session {number}", session)
+        for name in list(t.tenants):
+            yield from self._visit_tenant(name)
         for number in timed[Timer.WAITING]:
             yield self._visit_waiting(number)
         yield from self._visit_timers(timed, timers)
@@ -305,10 +307,10 @@ class Recount:
             )
         return 1 + len(session.claims) + len(session.tokens) + len(session.waits)
 
-    def _visit_pins(self, session: Session) -> Iterator[int]:
-        """Check what a session is charged for its pins. If it has many, and they change between two
-        steps, this can't be checked."""
-        pins = session.pins
+    def _visit_pins(self, name: str, holder: Session | Tenant) -> Iterator[int]:
+        """Check what is charged for pins. If there are many, and they change between two steps,
+        this can't be checked."""
+        pins = holder.pins
         changes, stored_bytes = pins.changes, 0
         for part in pins.parts:
             if changes != pins.changes:
@@ -316,10 +318,23 @@ class Recount:
             stored_bytes += sum(map(_STORED_BYTES, part))
             if pins.mask:
                 yield len(part)
-        pinned_bytes = sum(session.pinned_bytes.values())
+        pinned_bytes = sum(holder.pinned_bytes.values())
         if changes == pins.changes and pinned_bytes != stored_bytes:
-            number = session.session
-            self._say(f"session {number} is charged {pinned_bytes} pinned bytes, and holds others")
+            self._say(f"{name} is charged {pinned_bytes} pinned bytes, and holds others")
+
+    def _visit_tenant(self, name: str) -> Iterator[int]:
+        """Check what a tenant is charged, as far as it does not change between two steps."""
+        t, tenant = self._t, self._t.tenants.get(name)
+        if tenant is None:
+            return
+        its_own = [s for s in (*t.sessions.values(), *t.ending.values()) if s.of is tenant]
+        yield len(its_own)
+        if tenant.sessions != len(its_own):
+            self._say(f"tenant {name} has {len(its_own)} sessions, not {tenant.sessions}")
+        reserved_bytes = sum(sum(session.reserved_bytes.values()) for session in its_own)
+        if sum(tenant.reserved_bytes.values()) != reserved_bytes:
+            self._say(f"tenant {name} is charged other reserved bytes than its sessions")
+        yield from self._visit_pins(f"tenant {name}", tenant)
 
     def _visit_waiting(self, request: int) -> int:
         t = self._t
@@ -446,6 +461,10 @@ class Recount:
             self._say(f"{t.waited_keys} keys are said to be waited for, {waited_keys} are")
         if (t.waiters.used, t.waits.used) != (len(t.waiting), waited_keys):
             self._say(f"shares of {t.waiters.used} waiting requests and {t.waits.used} waits")
+        batches = {id(r.batch): len(r.batch.chain) for r in t.reservations.values()}
+        held = sum(claim.keys for claim in t.claims.values()) + sum(batches.values())
+        if t.held.used != held:
+            self._say(f"{t.held.used} held keys are counted, {held} are held")
         for entry in t.condemned.values():
             if entry.published or not entry.pins:
                 self._say(f"entry {_name(entry.key)} is condemned without a claim on it")

@@ -23,6 +23,7 @@ from .entries import Entry
 from .journal import Happening
 from .sessions import Claim, Session
 from .tables import Timer
+from .tenants import may_pin
 from .transition import Refusal, Transition
 
 #: Deletes that are remembered while a tier does not serve: some megabytes.
@@ -93,6 +94,8 @@ def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
         return ClaimAnswer(0, asked.lease_ns, tuple(results), claimed)
     _check_share(transition, session, entries)
     taken = Claim(t.next_claim, session.session, entries, transition.served_ns, asked.lease_ns)
+    transition.hold(session, taken.keys)
+    t.held.add(session.holder, taken.keys)
     t.next_claim += 1
     # In this order: a pinned entry has no place in a recency order, so a use has nothing to move.
     transition.pin(session, taken)
@@ -129,6 +132,18 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
                     f"the claims of this session hold {pinned_bytes} bytes of the {tier.label} "
                     f"tier, and {added_bytes} more are above its share of {most_bytes}; release "
                     "some first"
+                )
+            )
+        its = session.of
+        if its is not None and not may_pin(
+            its, t.ledgers[tier], entries, t.config.max_pinned_share
+        ):
+            t.counters.quota_refusals += 1
+            raise Refusal(
+                LimitReached(
+                    f"all clients of this tenant hold {its.held_bytes(tier)} bytes of the "
+                    f"{tier.label} tier, and {added_bytes} more are above what they may keep from "
+                    "others; release some first"
                 )
             )
 

@@ -17,6 +17,7 @@ from .reads import find
 from .saves import lose, order_of
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 from .tables import Reserve, StateConfig, Timer
+from .tenants import may_reserve
 from .transition import Refusal, Transition
 
 _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
@@ -43,6 +44,7 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
     if session.chained_keys > MOST_CHAINED_KEYS:
         chained = f"chains of {session.chained_keys} keys"
         raise Refusal(LimitReached(f"this session's saves hold {chained}; finish some"))
+    transition.hold(session, len(asked.ancestors) + len(asked.items))
     mine = [item.key for item in asked.items]
     if transition.park(asked, ClaimMode.ANY, mine):
         return
@@ -54,7 +56,8 @@ def reserve(transition: Transition, asked: ReserveAsked) -> None:
         for entry in reversed(there):
             transition.use(entry) if entry.key in keys else transition.refresh_all((entry,))
     session.reserving += len(asked.items)
-    job = t.reserving[asked.request] = Reserve(asked, session, SaveBatch(chain))
+    batch = SaveBatch(chain, holder=session.holder)
+    job = t.reserving[asked.request] = Reserve(asked, session, batch)
     t.backlog.append(job)
 
 
@@ -197,11 +200,12 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         )
         if not batch.unsettled:
             session.chained_keys += len(batch.chain)
+            t.held.add(batch.holder, len(batch.chain))
         batch.unsettled.add(token)
         t.reservations[token] = reservation
         t.in_flight[key] = reservation
         session.tokens[token] = None
-        session.reserved_bytes[tier] = session.reserved_bytes.get(tier, 0) + stored_bytes
+        session.reserve(tier, stored_bytes)
         counters.reservations += 1
         t.set_timer(expires_ns, Timer.RESERVATION, token)
         for recount in t.recounts:
@@ -240,6 +244,14 @@ def make_room(
         t.counters.quota_refusals += 1
         for_ever = stored_bytes > int(ledger.arena_bytes * t.config.max_reserved_share)
         return SaveStatus.TOO_LARGE if for_ever and not begin else SaveStatus.NO_ROOM
+    its = session.of
+    if (
+        its is not None
+        and not may_reserve(its, ledger, coming, t.config.max_reserved_share)
+        and (its.held_bytes(tier) or not begin)
+    ):
+        t.counters.quota_refusals += 1
+        return SaveStatus.NO_ROOM
     if not begun:
         ledger.prepare(coming)
     if admission is _FITS:

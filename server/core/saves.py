@@ -161,7 +161,7 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
         del t.reservations[token], in_flight[entry.key]
         if session is not None:
             session.tokens.pop(token, None)
-            session.reserved_bytes[tier] -= entry.stored_bytes
+            session.reserve(tier, -entry.stored_bytes)
         batch.unsettled.discard(token)
         effects.append(IndexPut(entry, reservation.parent))
         if reservation.waiters:
@@ -191,6 +191,7 @@ def _replace_overtaken(transition: Transition, key: Key) -> None:
 def _used_as_a_whole(transition: Transition, batch: SaveBatch, session: Session | None) -> None:
     """After the last save of a batch has ended, refresh its chain, the root last."""
     if not batch.unsettled:
+        transition.tables.held.give(batch.holder, len(batch.chain))
         transition.refresh_chain(batch.chain, session)
 
 
@@ -210,7 +211,7 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, 
     session = t.holder(reservation.session)
     if session is not None:
         session.tokens.pop(token, None)
-        session.reserved_bytes[entry.tier] -= entry.stored_bytes
+        session.reserve(entry.tier, -entry.stored_bytes)
     transition.effects.append(SaveEnded((token,), outcome, why))
     transition.wake(reservation, saved=False)
     batch.unsettled.discard(token)

@@ -14,10 +14,12 @@ from typing import Final
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from .entries import Entry
-from .shares import HOST
+from .shares import HOST, Holder
 
 #: A session that pins this many entries keeps them in `_PARTS` dicts from then on.
 SPLIT_AT: Final = 8_192
+#: The memory of a claim, in entries.
+_CLAIM_KEYS: Final = 8
 #: A power of two.
 _PARTS: Final = 256
 
@@ -32,6 +34,11 @@ class Claim:
     #: In served time, see `Tables.served_ns`.
     taken_ns: int
     lease_ns: int
+
+    @property
+    def keys(self) -> int:
+        """What it adds to `Tables.held`: a claim itself takes as much as a few entries."""
+        return _CLAIM_KEYS + len(self.entries)
 
 
 class Stage(IntEnum):
@@ -84,6 +91,8 @@ class SaveBatch:
     chain: tuple[Key, ...]
     #: Tokens of the items that have not ended.
     unsettled: set[int] = field(default_factory=set)
+    #: Whose share of `Tables.held` its chain counts to.
+    holder: Holder = field(default_factory=Holder)
     #: The sizes and counts of its entries, most of which are equal: equal numbers share one object,
     #: which saves 96 bytes per entry.
     numbers: dict[int, int] = field(default_factory=dict)
@@ -156,6 +165,49 @@ class Pins:
 
 
 @dataclass(slots=True, eq=False)
+class Tenant:
+    """What the open sessions of a tenant over TCP hold together (`core.shares`). The clients on
+    this host have none: only their sessions leave room to each other."""
+
+    #: Those that are open or ending.
+    sessions: int = 0
+    #: The entries that its sessions pin, and how many of its sessions pin each.
+    pins: Pins = field(default_factory=Pins)
+    #: Stored bytes of `pins`, and of the reservations.
+    pinned_bytes: dict[Tier, int] = field(default_factory=dict)
+    reserved_bytes: dict[Tier, int] = field(default_factory=dict)
+
+    def held_bytes(self, tier: Tier) -> int:
+        return self.pinned_bytes.get(tier, 0) + self.reserved_bytes.get(tier, 0)
+
+    def pin(self, entry: Entry) -> None:
+        """One more session pins an entry."""
+        held = self.pins.parts[hash(entry.key) & self.pins.mask]
+        count = held.get(entry, 0)
+        held[entry] = count + 1
+        if not count:
+            self.pinned_bytes[entry.tier] = (
+                self.pinned_bytes.get(entry.tier, 0) + entry.stored_bytes
+            )
+        self.pins.changed()
+
+    def unpin(self, entry: Entry) -> None:
+        """A session pins an entry no longer."""
+        self.pins.changes += 1
+        held = self.pins.parts[hash(entry.key) & self.pins.mask]
+        count = held[entry]
+        if count > 1:
+            held[entry] = count - 1
+        else:
+            del held[entry]
+            self.pinned_bytes[entry.tier] -= entry.stored_bytes
+
+    def reserve(self, tier: Tier, stored_bytes: int) -> None:
+        """A session reserves more, or less if negative."""
+        self.reserved_bytes[tier] = self.reserved_bytes.get(tier, 0) + stored_bytes
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """A connected client. Its times are in served time, see `Tables.served_ns`."""
 
@@ -187,6 +239,8 @@ class Session:
     #: The label of its client, and its tenant (`core.shares`).
     label: str = ""
     tenant: str = HOST
+    #: What its tenant holds. None: it is a client on this host.
+    of: Tenant | None = None
     #: Its saves that were published, and their payload bytes.
     saves: int = 0
     saved_bytes: int = 0
@@ -195,3 +249,14 @@ class Session:
     def holds(self) -> bool:
         """Whether something is kept from others for it, or about to be."""
         return bool(self.claims or self.tokens or self.waits or self.reserving)
+
+    @property
+    def holder(self) -> Holder:
+        """Whose share of everything it takes."""
+        return Holder(self.tenant, self.session)
+
+    def reserve(self, tier: Tier, stored_bytes: int) -> None:
+        """It reserves more, or less if negative."""
+        self.reserved_bytes[tier] = self.reserved_bytes.get(tier, 0) + stored_bytes
+        if self.of is not None:
+            self.of.reserve(tier, stored_bytes)

@@ -71,11 +71,10 @@ class Shares:
         left = self.left_for(holder.tenant)
         if amount > left:
             return False
-        if holder.tenant != HOST:
-            its = self._tenants.get(holder.tenant, 0)
-            if its and its + amount > left - amount:
-                return False
-        return self._session_may(holder, amount, amount)
+        its = 0 if holder.tenant == HOST else self._tenants.get(holder.tenant, 0)
+        return leaves_enough(its, amount, left - amount) and self._session_may(
+            holder, amount, amount
+        )
 
     def may_keep(self, holder: Holder, amount: int) -> bool:
         """Whether what a tenant took may become that of one of its sessions."""
@@ -121,6 +120,19 @@ class Shares:
     def give(self, holder: Holder, amount: int = 1) -> None:
         """Give back what `take` took."""
         self.add(holder, -amount)
+
+
+def leaves_enough(its: int, more: int, left: int) -> bool:
+    """Whether one who holds `its`, and takes `more`, holds no more than is `left` then."""
+    return not its or its + more <= left
+
+
+def may_hold(its: int, more: int, new: int, used: int, total: int) -> bool:
+    """The rule for what several may hold at once, as entries are pinned by all who read them.
+    `its`: what a tenant holds of the `used` part of `total`. It is to hold `more`, of which nobody
+    holds the `new` part yet."""
+    left = total - total // _HOST_PART - used - new
+    return left >= 0 and leaves_enough(its, more, left)
 
 
 def _add(counts: dict, key: object, amount: int) -> None:  # type: ignore[type-arg]  # of both kinds

@@ -28,7 +28,8 @@ from .counters import AGE_BOUNDS_NS, Histogram, TierCounters
 from .effects import Answer, Effect, Opened, RecordUsage, Refused, Reply
 from .journal import EvictionCause, Happening, Journal
 from .reservations import Footprint
-from .sessions import Session
+from .sessions import Session, Tenant
+from .shares import HOST
 from .tables import (
     EndSession,
     FlushUsage,
@@ -309,10 +310,22 @@ class MetaState:
                 if reservation is not None:
                     saves.lose(transition, reservation, job.why, tell=False)
             else:
-                del t.ending[job.session.session]
+                self._forget_session(job.session)
                 return True, took
             took += 1
         return False, took
+
+    def _forget_session(self, session: Session) -> None:
+        """It holds nothing more, except saves whose writers have not stopped yet, and claims whose
+        pins are being taken back."""
+        t, tenant = self.tables, session.of
+        del t.ending[session.session]
+        if tenant is not None:
+            for tier, stored_bytes in session.reserved_bytes.items():
+                tenant.reserve(tier, -stored_bytes)
+            tenant.sessions -= 1
+            if not tenant.sessions:
+                del t.tenants[session.tenant]
 
     def _flush_usage(self, transition: Transition, job: FlushUsage, steps: int) -> tuple[bool, int]:
         t = transition.tables
@@ -343,6 +356,9 @@ class MetaState:
             label=asked.label,
             tenant=asked.tenant,
         )
+        if asked.tenant != HOST:
+            session.of = t.tenants.setdefault(asked.tenant, Tenant())
+            session.of.sessions += 1
         t.next_session += 1
         t.sessions[session.session] = session
         t.journal.know(session.session, asked.owner, asked.label)

@@ -22,7 +22,7 @@ from .effects import Reserved
 from .entries import Entry, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .journal import HAPPENINGS, EvictionCause, Journal
-from .sessions import Claim, Reservation, SaveBatch, Session
+from .sessions import Claim, Reservation, SaveBatch, Session, Tenant
 from .shares import Holder, Shares
 
 
@@ -142,6 +142,8 @@ class StateConfig:
     #: Saves that requests may wait for, over all requests and for each session.
     max_waited_keys: int = limits.MAX_WAITED_KEYS
     max_waited_keys_per_session: int = limits.MAX_WAITED_KEYS_PER_SESSION
+    #: Entries of claims, and keys of unfinished saves with their chains, over all sessions.
+    max_held_keys: int = limits.MAX_HELD_KEYS
     #: Shares of a tier that the claims, and the reservations, of one session may hold.
     max_pinned_share: float = 1.0
     max_reserved_share: float = 1.0
@@ -185,6 +187,8 @@ class Tables:
     #: room is not free before the last of these claims ends.
     condemned: dict[int, Entry] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
+    #: By name: what the sessions of each tenant over TCP hold, as long as there are any.
+    tenants: dict[str, Tenant] = field(default_factory=dict)
     #: Sessions that ended and still hold something, see `EndSession`.
     ending: dict[int, Session] = field(default_factory=dict)
     #: Each belongs to exactly one session and is in its `claims`.
@@ -201,6 +205,10 @@ class Tables:
     #: The same requests, and the saves that they wait for, in shares of the tenants.
     waiters: Shares = field(default_factory=lambda: Shares("waiting requests (max_waiters)", 0))
     waits: Shares = field(default_factory=lambda: Shares("waits (max_waited_keys)", 0))
+    #: What claims and unfinished saves hold, see `StateConfig.max_held_keys`.
+    held: Shares = field(
+        default_factory=lambda: Shares("keys of claims and saves (max_held_keys)", 0)
+    )
     #: Work that was left for later, the next job first.
     backlog: deque[Job] = field(default_factory=deque)
     #: Each `Unpin` in `backlog`, by claim.

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from ...proto import limits
-from ...proto.errors import PrefixdError, UnknownSession
+from ...proto.errors import LimitReached, PrefixdError, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
@@ -62,6 +62,14 @@ class Transition:
                 )
             )
         return found
+
+    def hold(self, session: Session, keys: int) -> None:
+        """Raises Refusal unless a session may hold so many keys more. `Tables.held` counts them."""
+        t = self.tables
+        t.held.total = t.config.max_held_keys
+        if not t.held.may_take(session.holder, keys):
+            t.counters.quota_refusals += 1
+            raise Refusal(LimitReached(t.held.why(session.holder)))
 
     # ---- waiting
 
@@ -348,7 +356,7 @@ class Transition:
         """Pin the entries of a claim."""
         t = self.tables
         pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
-        pins = session.pins
+        pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
         for entry in reversed(claim.entries):
             for recount in t.recounts:
@@ -362,13 +370,15 @@ class Transition:
             if not count:
                 tier = entry.tier
                 pinned_bytes[tier] = pinned_bytes.get(tier, 0) + entry.stored_bytes
+                if tenant is not None:
+                    tenant.pin(entry)
         pins.changed()
 
     def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
         """Take the pins of an ended claim from these entries, in this order."""
         t = self.tables
         pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
-        pins = session.pins
+        pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
         pins.changes += 1
         for entry in entries:
@@ -381,6 +391,8 @@ class Transition:
             else:
                 del held[entry]
                 pinned_bytes[entry.tier] -= entry.stored_bytes
+                if tenant is not None:
+                    tenant.unpin(entry)
             entry.pins -= 1
             if entry.pins:
                 continue
@@ -413,6 +425,7 @@ class Transition:
         session = t.holder(claim.session)
         assert session is not None
         session.claims.pop(claim_id, None)
+        t.held.give(session.holder, claim.keys)
         job = Unpin(claim_id, session, claim.entries, len(claim.entries))
         t.unpinning[claim_id] = job
         t.backlog.append(job)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from prefixd.server.api import grpc_adapter, grpc_connections
 from prefixd.server.api.access import Access, Role, Tokens
 from prefixd.server.api.grpc_connections import MAX_REFUSALS, GrpcConnections, plain_host
 from prefixd.server.api.usage import UsageBook
+from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
 from tests.support.running import Outside, Refused, Running, key, payload, running
@@ -158,13 +159,19 @@ async def test_a_tenant_leaves_sessions_to_others(tmp_path: Path) -> None:
 
 def test_a_tenant_leaves_labels_to_others() -> None:
     book = UsageBook()
-    of_a = {book.of(f"a/{number}", "namespace a").name for number in range(3 * MAX_LABELS)}
-    of_b = {book.of(f"b/{number}", "namespace b").name for number in range(3 * MAX_LABELS)}
-    here = {book.of(f"model-{number}").name for number in range(3 * MAX_LABELS)}
-    assert "other" in of_a & of_b & here
-    assert (len(of_a), len(of_b)) == (29, 15)
-    assert "model-0" in here
-    assert len(list(book.items())) == MAX_LABELS
+    with ExitStack() as sessions:
+
+        def names(label: str, tenant: str) -> set[str]:
+            """The names under which so many sessions of a tenant are counted."""
+            begun = (book.session(f"{label}{n}", tenant) for n in range(3 * MAX_LABELS))
+            return {sessions.enter_context(each).name for each in begun}
+
+        of_a, of_b = names("a/", "namespace a"), names("b/", "namespace b")
+        here = names("model-", HOST)
+        assert "other" in of_a & of_b & here
+        assert (len(of_a), len(of_b)) == (29, 15)
+        assert "model-0" in here
+        assert len(list(book.items())) == MAX_LABELS
 
 
 # ---- connections

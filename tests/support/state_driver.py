@@ -16,6 +16,7 @@ from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
+from prefixd.server.core.shares import HOST
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
@@ -170,8 +171,9 @@ class Driver:
 
     # ---- sessions and time
 
-    def open(self, owner: str = "alice") -> int:
-        answer = self.ask(ev.SessionOpened(self.request(), owner, self.now_ns))
+    def open(self, owner: str = "alice", tenant: str = HOST) -> int:
+        question = ev.SessionOpened(self.request(), owner, self.now_ns, tenant=tenant)
+        answer = self.ask(question)
         assert isinstance(answer, an.Opened)
         return answer.session
 

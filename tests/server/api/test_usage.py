@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -319,12 +320,34 @@ def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> No
 
 def test_labels_are_bounded() -> None:
     book = UsageBook()
+    with ExitStack() as sessions:
+        for number in range(3 * MAX_LABELS):
+            usage = sessions.enter_context(book.session(f"model-{number}"))
+            usage.scalars["lookups"] += 1
+        sums = dict(book.items())
+        assert len(sums) == MAX_LABELS
+        assert sums["other"].scalars["lookups"] == 3 * MAX_LABELS - (MAX_LABELS - 1)
+        assert book.of("model-0").scalars == sums["model-0"].scalars
+
+
+def test_a_label_without_a_session_gives_its_place_to_a_new_one() -> None:
+    book = UsageBook()
+    book.keep("kept")
     for number in range(3 * MAX_LABELS):
-        book.of(f"model-{number}").scalars["lookups"] += 1
-    sums = dict(book.items())
-    assert len(sums) == MAX_LABELS
-    assert sums["other"].scalars["lookups"] == 3 * MAX_LABELS - (MAX_LABELS - 1)
-    assert book.of("model-0").scalars == sums["model-0"].scalars
+        with book.session(f"a/{number}", "namespace a") as usage:
+            assert usage.name == f"a/{number}"
+    its_own = [name for name, _ in book.items() if name.startswith("a/")]
+    last = 3 * MAX_LABELS
+    assert its_own == [f"a/{number}" for number in range(last - len(its_own), last)], "the latest"
+    with ExitStack() as sessions:
+        here = [sessions.enter_context(book.session(f"m-{n}")).name for n in range(MAX_LABELS)]
+        assert here.count("other") == MAX_LABELS - (MAX_LABELS - 2 - len(its_own)), (
+            "those of a stay"
+        )
+        with book.session("b/0", "namespace b") as usage:
+            assert usage.name == "b/0", "a tenant without one gets one that nobody uses"
+    assert {"kept", "b/0"} <= {name for name, _ in book.items()}
+    assert len(list(book.items())) == MAX_LABELS
 
 
 @pytest.mark.parametrize("label", ["x" * 65, "a b", 'a"b', "a\nb", "ä"])

@@ -426,7 +426,7 @@ def test_check_config_says_what_it_comes_to(
         "ram: 1MiB (configured)",
         "shm: off (switched off)",
         f"disk: 1MiB in {tmp_path}/d (configured)",
-        "memory: at most 2.93GiB, of which server.staging_total 1GiB, server.max_saves 1GiB, "
+        "memory: at most 3.12GiB, of which server.staging_total 1GiB, server.max_saves 1GiB, "
         "server.max_reads 256MiB",
     ]
     assert list(tmp_path.iterdir()) == []

@@ -38,5 +38,5 @@ def test_each_option_adds_what_it_allows() -> None:
 def test_the_sum_is_described_with_its_largest_parts() -> None:
     plan = resolve(load_config(["--ram=64GiB", "--shm=0", "--disk=0"], {}), MACHINE)
     line = describe(plan)
-    assert line.startswith("memory: at most 67.51GiB")
+    assert line.startswith("memory: at most 67.71GiB")
     assert "of which ram.budget 64GiB, " in line

@@ -28,7 +28,7 @@ def everything() -> Driver:
     driver = Driver()
     driver.tables.ledgers[Tier.DISK] = ledger(Tier.DISK, 10, shares={"team": 2})
     driver.open("alice")
-    driver.open("bob")
+    driver.open("bob", "team")
     driver.save(1, "a b c")
     driver.save(1, "d", tier=Tier.DISK)
     driver.claim(1, "a b")
@@ -266,6 +266,22 @@ def reservations_of_a_session_miscounted(d: Driver) -> None:
     d.tables.sessions[1].reserved_bytes[Tier.RAM] += 1
 
 
+def held_keys_miscounted(d: Driver) -> None:
+    d.tables.held.add(Holder())
+
+
+def sessions_of_a_tenant_miscounted(d: Driver) -> None:
+    d.tables.tenants["team"].sessions += 1
+
+
+def pins_of_a_tenant_miscounted(d: Driver) -> None:
+    d.tables.tenants["team"].pinned_bytes[Tier.RAM] = 1
+
+
+def reservations_of_a_tenant_miscounted(d: Driver) -> None:
+    d.tables.tenants["team"].reserved_bytes[Tier.RAM] = 1
+
+
 def condemned_without_a_claim(d: Driver) -> None:
     d.damage("a")
     (condemned,) = d.tables.condemned.values()
@@ -345,6 +361,10 @@ PLANTS: dict[Plant, str] = {
     waited_keys_of_a_session_miscounted: r"session 1 is charged \d+ waited keys, not its own",
     pins_of_a_session_miscounted: "session 1 is charged 1 pinned bytes, and holds others",
     reservations_of_a_session_miscounted: "session 1 is charged 5 reserved bytes, and holds others",
+    held_keys_miscounted: r"\d+ held keys are counted, \d+ are held",
+    sessions_of_a_tenant_miscounted: "tenant team has 1 sessions, not 2",
+    pins_of_a_tenant_miscounted: "tenant team is charged 1 pinned bytes, and holds others",
+    reservations_of_a_tenant_miscounted: "tenant team is charged other reserved bytes",
     condemned_without_a_claim: "entry 61.* is condemned without a claim on it",
     wrong_length: "ram: an entry of 2 bytes lies on 1",
     shared_room: "ram: two entries share the bytes at",
@@ -433,6 +453,7 @@ def test_a_step_is_as_much_as_it_may_be() -> None:
         + len(t.in_flight)
         + sum(1 + len(each.claims) + len(each.tokens) + len(each.waits) for each in sessions)
         + sum(len(wait.pending) for wait in waits)
+        + len(t.tenants)
         + len(t.entries)
         + len(t.unrecorded)
     )
