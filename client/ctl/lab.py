@@ -66,7 +66,10 @@ BlockBytesOption = Annotated[
     int | None, size_option("Size of a block's KV state: shows capacities in bytes, too.")
 ]
 PoliciesOption = Annotated[
-    str | None, typer.Option("--policy", metavar="NAME,...", help="Policies (default: all five).")
+    str | None,
+    typer.Option(
+        "--policy", metavar="NAME,...", help="Policies (default: all five, and the optimum)."
+    ),
 ]
 CapacityBlocksOption = Annotated[
     str | None,

@@ -47,7 +47,9 @@ def replay(
 ) -> None:
     """Replay a trace through the policies: what each hits at each capacity.
 
-    Exact, and without a daemon: replay-live sends a trace through one.
+    Exact, and without a daemon: replay-live sends a trace through one. `optimal` is
+    no policy but Belady's bound: the most blocks that any cache of this size could
+    hit, if it knew the future.
     """
     from ..lab.simulate import TouchOrder, replay_document
     from ..lab.trace import TraceColumns, TraceReader
@@ -199,6 +201,7 @@ def _cells(
     bad options, before the trace is read."""
     from ...proto.units import parse_bytes
     from ...tiers.eviction import POLICIES
+    from ..lab.optimal import OPTIMAL
     from ..lab.simulate import Cell
 
     if capacity is not None and block_bytes is None:
@@ -208,7 +211,7 @@ def _cells(
     blocks = lab.parse_list("number of blocks", capacity_blocks, int)
     sizes = [parse_bytes(size) for size in lab.parse_list("size", capacity, str)]
     fractions = lab.parse_list("fraction", capacity_fraction, float)
-    policies = [*POLICIES] if policy is None else lab.parse_list("policy", policy, str)
+    policies = [*POLICIES, OPTIMAL] if policy is None else lab.parse_list("policy", policy, str)
     for name in policies:
         for count in (0, *blocks):
             Cell(name, count)  # checks both

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from html import escape
 
 from ...proto.units import format_bytes, percent
+from .optimal import OPTIMAL
 from .page import CHART_STYLE, STYLE, Json, value_at
 
 #: Policy -> mark, which tells policies apart without colour.
@@ -22,10 +23,12 @@ MARKS = {
     "arc": "diamond",
     "lfu": "triangle",
     "fifo": "cross",
+    "optimal": "star",
 }
 
 
-LABELS = {"lru": "LRU", "s3fifo": "S3-FIFO", "arc": "ARC", "lfu": "LFU", "fifo": "FIFO"}
+LABELS = {"lru": "LRU", "s3fifo": "S3-FIFO", "arc": "ARC", "lfu": "LFU", "fifo": "FIFO",
+          "optimal": "optimum"}  # fmt: skip
 
 
 #: Values of a sampled curve in the legend.
@@ -84,11 +87,16 @@ def mark(policy: str, x: float, y: float, size: float = 4.5, extra: str = "") ->
     attributes = f'class="mark p-{escape(policy)}" {extra}'.rstrip()
     if shape == "circle":
         return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{size}" {attributes}/>'
-    half = size * {"square": 0.9, "diamond": 1.25, "triangle": 1.2, "cross": 1.0}[shape]
+    half = (
+        size * {"square": 0.9, "diamond": 1.25, "triangle": 1.2, "cross": 1.0, "star": 1.5}[shape]
+    )
     corners = {
         "square": ((-1, -1), (1, -1), (1, 1), (-1, 1)),
         "diamond": ((0, -1), (1, 0), (0, 1), (-1, 0)),
         "triangle": ((0, -1), (1, 0.8), (-1, 0.8)),
+        "star": (
+            (0, -1), (0.3, -0.3), (1, 0), (0.3, 0.3), (0, 1), (-0.3, 0.3), (-1, 0), (-0.3, -0.3),
+        ),
         "cross": (
             (-1, -0.4), (-0.4, -0.4), (-0.4, -1), (0.4, -1), (0.4, -0.4), (1, -0.4),
             (1, 0.4), (0.4, 0.4), (0.4, 1), (-0.4, 1), (-0.4, 0.4), (-1, 0.4),
@@ -112,6 +120,16 @@ def curve_chart(data: Json, width: int, height: int) -> str:
     ]
     for index, sampled in enumerate(data.get("sampled", ())):
         parts.append(_line(frame, sampled["points"], f"sampled s-{index}"))
+    best = sorted(
+        (
+            {"capacity_blocks": r["capacity_blocks"], "hit_rate": r["overall_hit_rate"]}
+            for r in data.get("results", ())
+            if r["policy"] == OPTIMAL
+        ),
+        key=lambda point: point["capacity_blocks"],
+    )
+    if best:
+        parts.append(_line(frame, best, "optimal"))
     parts.append(_line(frame, data["curve"]["points"], "lru-curve"))
     knee = data["curve"].get("knee")
     if knee is not None:

@@ -26,6 +26,8 @@ circle.knee { fill: none; stroke: var(--ink); stroke-width: 1.8; }
 .p-arc { fill: var(--arc); background: var(--arc); }
 .p-lfu { fill: var(--lfu); background: var(--lfu); }
 .p-fifo { fill: var(--fifo); background: var(--fifo); }
+.p-optimal { fill: var(--soft); background: var(--soft); }
+.line.optimal { stroke: var(--soft); stroke-width: 1.5; stroke-dasharray: 2 4; }
 """
 
 

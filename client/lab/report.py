@@ -14,6 +14,7 @@ from ... import __version__
 from ...proto.units import format_bytes, percent
 from .charts import curve_chart, curve_legend, label
 from .curve import DEFAULT_POINTS, LruCurve, curve_error
+from .optimal import OPTIMAL
 from .page import Format, Json, cards, count, figure, render_page, table, value_at
 from .simulate import ReplayResult
 
@@ -145,14 +146,19 @@ def _comparison(data: Json) -> str:
         rows.append(row + [cells.get(column, "") for column in columns])
     return (
         "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
-        "capacity; the best of a row stands out.</p>" + table(["capacity", *names], rows)
+        "capacity; the best policy of a row stands out. The optimum knows the future: what it hits "
+        "more than the best policy is what a better policy could gain at most.</p>"
+        + table(["capacity", *names], rows)
     )
 
 
 def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
     """Cells with the hit rates of the results at these paths; the best stands out."""
     tokens = {key: value_at(data, f"{path}.total_hit_tokens") for key, path in paths.items()}
-    best = max(tokens.values())
+    best = max(
+        (tokens[key] for key, path in paths.items()
+         if value_at(data, path).get("policy") != OPTIMAL), default=-1,
+    )  # fmt: skip
     cells = {}
     for key, path in paths.items():
         style = ' class="best"' if tokens[key] == best else ""

@@ -24,6 +24,7 @@ from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction import make_policy
+from .optimal import OPTIMAL, Optimum
 from .trace import TraceColumns, TraceSummary
 
 #: Block references times cells per process, below which starting one takes longer than it saves.
@@ -39,14 +40,16 @@ class TouchOrder(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One replay to run. Raises ValueError for an unknown policy or a negative capacity."""
+    """One replay to run, of a policy or of the optimum. Raises ValueError for an unknown policy or
+    a negative capacity."""
 
     policy: str
     capacity_blocks: int
     touch_order: TouchOrder = TouchOrder.IN_ORDER
 
     def __post_init__(self) -> None:
-        make_policy(self.policy, self.capacity_blocks)
+        if self.policy != OPTIMAL or self.capacity_blocks < 0:
+            make_policy("lru" if self.policy == OPTIMAL else self.policy, self.capacity_blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +118,8 @@ def replay(
     """Replay a trace once. Raises ValueError when a block has no tokens."""
     if block_tokens < 1:
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
+    if cell.policy == OPTIMAL:
+        return _optimum(trace, cell, block_tokens, per_request)
     policy = make_policy(cell.policy, cell.capacity_blocks)
     root_mru = cell.touch_order is TouchOrder.ROOT_MRU
     resident_run, access_run = policy.resident_run, policy.access_run
@@ -130,7 +135,6 @@ def replay(
     seconds = perf_counter() - started
     # Every block of weight 1 fits into any capacity but 0.
     admitted = trace.blocks - hit_blocks if cell.capacity_blocks else 0
-    ranked = sorted(hit_tokens)
     return ReplayResult(
         cell=cell,
         block_tokens=block_tokens,
@@ -142,11 +146,39 @@ def replay(
         accesses=trace.blocks,
         queue_moves=policy.moves,
         seconds=seconds,
-        hit_tokens_percentiles={
-            f"p{percent}": percentile(ranked, percent) for percent in (10, 50, 90)
-        },
+        hit_tokens_percentiles=_percentiles(hit_tokens),
         per_request=(prompt_tokens, hit_tokens) if per_request else None,
     )
+
+
+def _optimum(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+    """The optimum in the form of a replay, which moves no queues."""
+    started = perf_counter()
+    hit_blocks, kept, evictions = Optimum(trace).hits(cell.capacity_blocks)
+    prompt_tokens = array("q", [length for _, length in trace])
+    hit_tokens = array(
+        "q",
+        [min(n * block_tokens, m) for n, m in zip(hit_blocks, prompt_tokens, strict=True)],
+    )
+    return ReplayResult(
+        cell=cell,
+        block_tokens=block_tokens,
+        total_hit_tokens=sum(hit_tokens),
+        total_prompt_tokens=sum(prompt_tokens),
+        final_cache_blocks=kept,
+        evictions=evictions,
+        ghost_blocks=0,
+        accesses=trace.blocks,
+        queue_moves=0,
+        seconds=perf_counter() - started,
+        hit_tokens_percentiles=_percentiles(hit_tokens),
+        per_request=(prompt_tokens, hit_tokens) if per_request else None,
+    )
+
+
+def _percentiles(hit_tokens: array[int]) -> dict[str, int]:
+    ranked = sorted(hit_tokens)
+    return {f"p{percent}": percentile(ranked, percent) for percent in (10, 50, 90)}
 
 
 def percentile(ranked: Sequence[int], percent: int) -> int:

@@ -566,6 +566,12 @@ class TraceColumns:
             yield blocks[start:end].tolist(), length
             start = end
 
+    def reversed_blocks(self) -> Iterator[list[int]]:
+        """The block numbers of the requests, from the last request to the first."""
+        ends = self._ends
+        for index in range(len(ends) - 1, -1, -1):
+            yield self._blocks[ends[index - 1] if index else 0 : ends[index]].tolist()
+
     def summary(self, block_tokens: int) -> TraceSummary:
         """Count everything, and the hits of a cache without limits."""
         hit_tokens = known = 0

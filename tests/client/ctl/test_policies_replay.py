@@ -95,7 +95,7 @@ def test_defaults_are_all_policies_at_shares_of_the_blocks(trace: str) -> None:
     data, _ = run_replay(trace)
     unique = data["trace"]["unique_blocks"]
     capacities = dict.fromkeys(round(share * unique) for share in (0.01, 0.05, 0.1, 0.2, 0.5))
-    assert cells(data) == [(policy, c) for policy in POLICIES for c in capacities]
+    assert cells(data) == [(policy, c) for policy in (*POLICIES, "optimal") for c in capacities]
     assert "per_request" not in data["results"][0]
 
 
