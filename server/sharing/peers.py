@@ -16,8 +16,10 @@ from __future__ import annotations
 import re
 import threading
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 from typing import Final
 
@@ -34,7 +36,10 @@ from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 #: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
 #: Nodes that this node is connected to at a time.
-MAX_PEERS: Final = 64
+MAX_PEERS: Final = 256
+#: Reads from different nodes at the same time, over all fetches. What exceeds them is read one node
+#: after the other.
+_THREADS: Final = 32
 _CONNECT_TIMEOUT_MS: Final = 1_000
 #: How long an unreachable node is reported after its last read: it may have been removed.
 _REPORTED_FOR_S: Final = 60.0
@@ -148,6 +153,8 @@ class PeerStore(SharedStore):
         self._came_from: OrderedDict[Key, str] = OrderedDict()
         self._counts = super().counts()
         self._closed = False
+        self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-peer")
+        self._idle: Final = threading.Semaphore(_THREADS)
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
         most_bytes = HEADER_BYTES + MAX_PLACES * (MAX_ADDRESS_BYTES + 1)
@@ -171,15 +178,21 @@ class PeerStore(SharedStore):
             for number, at in enumerate(places):
                 if choice < len(at) and Outcome.DONE not in outcomes[number]:
                     reads[at[choice], choice + 1 < len(at)].append(number)
-            for (location, more), numbers in reads.items():
-                some = [wanted[number] for number in numbers]
-                results = self._read(location, some, deadline_s, patient=not more)
-                for number, outcome in zip(numbers, results, strict=True):
+            results = self._at_once(
+                [
+                    partial(
+                        self._read, location, [wanted[n] for n in numbers], deadline_s, not more
+                    )
+                    for (location, more), numbers in reads.items()
+                ]
+            )
+            for numbers, result in zip(reads.values(), results, strict=True):
+                for number, outcome in zip(numbers, result, strict=True):
                     outcomes[number].append(outcome)
                 if choice:
                     with self._lock:
-                        self._counts["second_asked"] += len(some)
-                        self._counts["second_came"] += results.count(Outcome.DONE)
+                        self._counts["second_asked"] += len(numbers)
+                        self._counts["second_came"] += result.count(Outcome.DONE)
         gone = [
             want.entry.key
             for want, each in zip(wanted, outcomes, strict=True)
@@ -190,8 +203,29 @@ class PeerStore(SharedStore):
         order = (Outcome.DONE, Outcome.UNAVAILABLE, Outcome.DAMAGED, Outcome.ABSENT)
         return [min(each, key=order.index) for each in outcomes]
 
+    def _at_once(self, reads: Sequence[Callable[[], list[Outcome]]]) -> list[list[Outcome]]:
+        """The results of reads from different nodes, which go on at the same time: one in this
+        thread, the others on threads that are idle. All have ended when this returns."""
+        begun: dict[int, Future[list[Outcome]]] = {}
+        for number in range(1, len(reads)):
+            if not self._idle.acquire(blocking=False):
+                break
+            try:
+                begun[number] = self._threads.submit(self._on_thread, reads[number])
+            except RuntimeError:  # closed meanwhile
+                self._idle.release()
+                break
+        own = {n: read() for n, read in enumerate(reads) if n not in begun}
+        return [own[n] if n in own else begun[n].result() for n in range(len(reads))]
+
+    def _on_thread(self, read: Callable[[], list[Outcome]]) -> list[Outcome]:
+        try:
+            return read()
+        finally:
+            self._idle.release()
+
     def _read(
-        self, location: str, wanted: Sequence[Wanted], deadline_s: float, *, patient: bool
+        self, location: str, wanted: Sequence[Wanted], deadline_s: float, patient: bool
     ) -> list[Outcome]:
         """Read from one node. If not `patient`, give up early, to leave time for another one."""
         peer = self._peer(location)
@@ -275,3 +309,4 @@ class PeerStore(SharedStore):
         self._engine.close()
         for peer in peers:
             peer.close()
+        self._threads.shutdown()

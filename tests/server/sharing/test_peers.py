@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.wire.security import Security
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
-from prefixd.server.sharing.peers import DaemonPeer, Pace
+from prefixd.server.sharing.peers import DaemonPeer, Pace, PeerStore
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
 from tests.server.sharing.test_two_nodes import (
     evict_all,
@@ -145,6 +148,54 @@ def test_entries_that_neither_node_has_are_forgotten(
     assert restored_blocks(clients[2]) == 3
     assert not any(keys_of(clients[2])[3].hex().encode() in name for name in engine.values)
     assert second_reads(daemons[2]) == (1, 0)
+
+
+class Meeting:
+    """Peers whose reads wait until as many nodes are read from at once."""
+
+    def __init__(self, nodes: int) -> None:
+        self.barrier = threading.Barrier(nodes)
+
+    def peer(self, location: str) -> Any:
+        return SimpleNamespace(read=self.read, pace=Pace(), location=location)
+
+    def read(self, wanted: list[Wanted], _deadline_s: float) -> list[Outcome]:
+        self.barrier.wait(PATIENCE_S)
+        return [Outcome.DONE] * len(wanted)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 33])
+def test_a_search_reads_from_all_its_nodes_at_once(nodes: int) -> None:
+    meeting = Meeting(nodes)
+    engine: Any = SimpleNamespace(close=lambda: None)
+    with (
+        closing(PeerStore(engine, "127.0.0.1:1", Security())) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(store, "_peer", meeting.peer)
+        for _ in range(3):
+            wanted = [
+                replace(want, entry=replace(want.entry, location=f"127.0.0.1:{2 + number % nodes}"))
+                for number in range(2 * nodes)
+                for want in [read_of(Key(number.to_bytes(32, "big")), b"x")]
+            ]
+            assert store.get(wanted, monotonic() + PATIENCE_S) == [Outcome.DONE] * len(wanted)
+
+
+def test_more_nodes_than_threads_are_read_in_turn() -> None:
+    meeting = Meeting(1)
+    engine: Any = SimpleNamespace(close=lambda: None)
+    with (
+        closing(PeerStore(engine, "127.0.0.1:1", Security())) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(store, "_peer", meeting.peer)
+        entries = [
+            SharedEntry(Key(n.to_bytes(32, "big")), 1, 1, 0, 0, f"127.0.0.1:{n + 2}")
+            for n in range(100)
+        ]
+        wanted = [Wanted(entry, memoryview(bytearray(1))) for entry in entries]
+        assert store.get(wanted, monotonic() + PATIENCE_S) == [Outcome.DONE] * 100
 
 
 def test_the_wait_follows_earlier_reads_and_is_half_the_time_at_most() -> None:
