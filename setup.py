@@ -21,7 +21,7 @@ from setuptools import Extension, setup
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "src/prefixd"
 KERNEL = ROOT / "proto/native"
-LINKED = ("client", "connectors", "proto", "server", "tiers")
+LINKED = ("client", "proto", "server", "tiers")
 
 #: A link or a picture of the README within the repository.
 RELATIVE = re.compile(r"""(\]\(|(?:src|srcset|href)=")(?![a-z]+:|[#/])([^)"\s]+)""")
@@ -75,4 +75,5 @@ if __name__ == "__main__":
         long_description=readme(),
         long_description_content_type="text/markdown",
         ext_modules=[kernel()],
+        options={"bdist_wheel": {"py_limited_api": "cp311"}},
     )

@@ -18,18 +18,13 @@ if TYPE_CHECKING:
     from ..proto.keys import context_hash as context_hash
     from ..proto.keys import extend_chain as extend_chain
     from ..proto.keys import prefix_key as prefix_key
-    from ..proto.keys import prefix_keys as prefix_keys
     from ..proto.vocabulary import ClaimMode as ClaimMode
     from ..proto.vocabulary import DeleteStatus as DeleteStatus
     from ..proto.vocabulary import MissReason as MissReason
-    from ..proto.vocabulary import Presence as Presence
     from ..proto.vocabulary import SaveReason as SaveReason
     from ..proto.vocabulary import SaveStatus as SaveStatus
     from ..proto.vocabulary import Tier as Tier
     from .aio import AsyncClient as AsyncClient
-    from .aio import AsyncHit as AsyncHit
-    from .aio import AsyncReservation as AsyncReservation
-    from .chains import BlockChain as BlockChain
     from .client import Client as Client
     from .hits import Hit as Hit
     from .identity import Dimension as Dimension
@@ -37,8 +32,6 @@ if TYPE_CHECKING:
     from .identity import StateIdentity as StateIdentity
     from .policy import SavePolicy as SavePolicy
     from .results import Entry as Entry
-    from .results import Found as Found
-    from .results import ReserveStatus as ReserveStatus
     from .results import RestoreResult as RestoreResult
     from .results import SaveOutcome as SaveOutcome
     from .saves import Reservation as Reservation
@@ -51,7 +44,6 @@ if TYPE_CHECKING:
     from .watch import ResidentKeys as ResidentKeys
     from .watch import Synced as Synced
     from .watch import Watch as Watch
-    from .watch import WatchPosition as WatchPosition
     from .wire.transport import ReserveItem as ReserveItem
 
 #: The module that each name comes from.
@@ -61,19 +53,16 @@ _HOMES = {
         "..proto": "errors",
         "..proto.extras": "Extra",
         "..proto.keys": "Adapter ForeignNamespace Key Namespace block_keys context_hash "
-        "extend_chain prefix_key prefix_keys",
-        "..proto.vocabulary": "ClaimMode DeleteStatus MissReason Presence SaveReason SaveStatus "
-        "Tier",
-        ".aio": "AsyncClient AsyncHit AsyncReservation",
-        ".chains": "BlockChain",
+        "extend_chain prefix_key",
+        "..proto.vocabulary": "ClaimMode DeleteStatus MissReason SaveReason SaveStatus Tier",
+        ".aio": "AsyncClient",
         ".client": "Client",
         ".hits": "Hit",
         ".identity": "Dimension Part StateIdentity",
         ".policy": "SavePolicy",
-        ".results": "Entry Found ReserveStatus RestoreResult SaveOutcome",
+        ".results": "Entry RestoreResult SaveOutcome",
         ".saves": "Reservation SaveItem",
-        ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch "
-        "WatchPosition",
+        ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch",
         ".wire.transport": "ReserveItem",
     }.items()
     for name in names.split()
@@ -82,10 +71,7 @@ _HOMES = {
 __all__ = [  # literal, for type checkers
     "Adapter",
     "AsyncClient",
-    "AsyncHit",
-    "AsyncReservation",
     "AsyncWatch",
-    "BlockChain",
     "ClaimMode",
     "Cleared",
     "Client",
@@ -96,17 +82,14 @@ __all__ = [  # literal, for type checkers
     "Evicted",
     "Extra",
     "ForeignNamespace",
-    "Found",
     "Hit",
     "Key",
     "MissReason",
     "Namespace",
     "Part",
-    "Presence",
     "Published",
     "Reservation",
     "ReserveItem",
-    "ReserveStatus",
     "ResidentKeys",
     "RestoreResult",
     "SaveItem",
@@ -118,13 +101,11 @@ __all__ = [  # literal, for type checkers
     "Synced",
     "Tier",
     "Watch",
-    "WatchPosition",
     "block_keys",
     "context_hash",
     "errors",
     "extend_chain",
     "prefix_key",
-    "prefix_keys",
 ]
 
 

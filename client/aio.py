@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Final, ParamSpec, Self, Type
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace
 from ..proto.limits import DEFAULT_BLOCK_TOKENS
+from .arguments import instances
 from .chains import BlockChain
 from .claims import HitFacts
 from .client import Client
@@ -37,7 +38,7 @@ from .counters import Snapshot
 from .hits import Hit
 from .identity import StateIdentity
 from .policy import LoadSpeeds, SavePolicy
-from .results import ReserveStatus, RestoreResult, SaveOutcome
+from .results import ReserveStatus, SaveOutcome
 from .saves import Reservation
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment
@@ -340,6 +341,9 @@ class AsyncClient(Asynchronous):
         super().__init__(client, Runner(max_concurrency, client.deadline_ms))
         self.client = client
 
+    def __repr__(self) -> str:
+        return f"<Async{repr(self.client)[1:]}"
+
     # ---- looking for state
 
     longest_prefix = coroutine(Client.longest_prefix, AsyncHit)
@@ -370,22 +374,11 @@ class AsyncClient(Asynchronous):
 
     # ---- restoring it
 
-    async def restore_into(
-        self,
-        hit: AsyncHit,
-        buffers: Sequence[Payload],
-        *,
-        indices: Sequence[int] | None = None,
-        deadline_ms: int | None = None,
-    ) -> RestoreResult:
-        """`Client.restore_into`."""
-        return await hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
-
     async def release_many(
         self, hits: Sequence[AsyncHit], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.release_many`."""
-        released = [hit.hit for hit in hits]
+        released = [each.hit for each in instances("hits", hits, AsyncHit)]
         call = partial(self.client.release_many, released, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 
@@ -406,7 +399,10 @@ class AsyncClient(Asynchronous):
         self, writes: Sequence[tuple[AsyncReservation, Payload]], *, deadline_ms: int | None = None
     ) -> list[SaveOutcome]:
         """`Client.write`."""
-        payloads = [(each.reservation, payload) for each, payload in writes]
+        payloads = [
+            (each.reservation if isinstance(each, AsyncReservation) else each, payload)
+            for each, payload in writes
+        ]
         call = partial(self.client.write, payloads, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 
@@ -414,7 +410,8 @@ class AsyncClient(Asynchronous):
         self, reservations: Sequence[AsyncReservation], *, deadline_ms: int | None = None
     ) -> list[bool]:
         """`Client.cancel`."""
-        ended = [each.reservation for each in reservations]
+        given = instances("reservations", reservations, AsyncReservation)
+        ended = [each.reservation for each in given]
         call = partial(self.client.cancel, ended, deadline_ms=deadline_ms)
         return await self._runner.run(call)
 

@@ -11,22 +11,15 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
-from ..proto.errors import InvalidSize, InvalidTokens
-from ..proto.keys import Key, Namespace, check_key, iter_block_keys, prefix_keys
-from ..proto.limits import DEFAULT_BOUNDARY_ALIGN_TOKENS, KEY_BYTES, MAX_BATCH_KEYS
+from ..proto.errors import InvalidTokens
+from ..proto.keys import Key, Namespace, iter_block_keys, prefix_keys
+from ..proto.limits import DEFAULT_BOUNDARY_ALIGN_TOKENS, MAX_BATCH_KEYS
+from .arguments import whole
 from .ranks import check_shard
 
 if TYPE_CHECKING:
     from ..proto.extras import Extras
     from ..proto.tokens import Tokens
-
-
-def checked_keys(keys: Sequence[Key]) -> list[Key]:
-    """Raises InvalidKey."""
-    keys = list(keys)
-    if set(map(type, keys)) == {bytes} and set(map(len, keys)) == {KEY_BYTES}:
-        return keys  # nearly always, at a tenth of the cost
-    return [check_key(key) for key in keys]
 
 
 def count_tokens(tokens: Tokens) -> int:
@@ -55,8 +48,7 @@ class PrefixWalk(NamedTuple):
 def boundaries(token_count: int, stride_tokens: int = 1) -> list[int]:
     """The multiples of the stride in 1 ... token_count, and the count itself, ascending. Of more
     than `MAX_WALK_LENGTHS` the shorter ones only where they are multiples of `COARSE_TOKENS`."""
-    if stride_tokens < 1:
-        raise InvalidSize(f"a stride has at least one token, not {stride_tokens}")
+    stride_tokens = whole("stride_tokens", stride_tokens, 1)
     lengths = range(stride_tokens, token_count + 1, stride_tokens)
     fine = lengths[-MAX_WALK_LENGTHS:]
     coarse = list(range(COARSE_TOKENS, fine[0], COARSE_TOKENS)) if fine else []
@@ -102,6 +94,7 @@ class BlockChain(Sequence[Key]):
         InvalidSize, InvalidTokens, InvalidExtras, and InvalidNamespace for a namespace without a
         shard in one of several ranks."""
         check_shard(namespace)
+        block_tokens = whole("block_tokens", block_tokens)
         token_count = count_tokens(tokens)
         self._keys: list[Key] = []
         self._rest: Iterator[Key] = iter_block_keys(
@@ -129,6 +122,10 @@ class BlockChain(Sequence[Key]):
         if selected:
             self._hash_up_to(max(selected[0], selected[-1]))
         return [self._keys[position] for position in selected]
+
+    def __repr__(self) -> str:
+        partial = f" and {self.partial_tokens} tokens" if self.partial_tokens else ""
+        return f"<BlockChain: {self.whole_blocks} blocks of {self.block_tokens} tokens{partial}>"
 
     def __iter__(self) -> Iterator[Key]:
         keys = self._keys

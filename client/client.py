@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
-from ..proto.errors import CallerError, ConfigError, InvalidSize
+from ..proto.errors import CallerError, ConfigError
 from ..proto.frames import TRACING_VARIABLE
 from ..proto.keys import Key
 from ..proto.limits import (
@@ -28,6 +28,7 @@ from ..proto.limits import (
     MAX_LEASE_MS,
 )
 from ..proto.vocabulary import SaveReason, Tier
+from .arguments import instance, whole
 from .context import CallContext
 from .counters import Counters, Snapshot
 from .hits import Reader
@@ -66,10 +67,12 @@ class Client(Lookups):
     While the daemon is down every call is a miss at once, and the client keeps trying to
     reach it in the background.
 
-    Every method takes `deadline_ms` for that one call: how long it may take, on top of the time it
-    may wait for others (`wait_ms`) and the time allowed for moving its bytes (64 MiB/s at least). A
-    daemon that hangs costs one call its deadline; until it answers again other calls are misses at
-    once.
+    Every method that may wait takes `deadline_ms` for that one call: how long it may take, on top
+    of the time it may wait for others (`wait_ms`) and the time allowed for moving its bytes
+    (64 MiB/s at least). Without it, a call takes the client's `deadline_ms`; `save` and `save_many`
+    take `save_timeout_ms`, which is longer, because a save is worth waiting for, and is all that
+    they take, however large they are. A daemon that hangs costs one call its deadline; until it
+    answers again other calls are misses at once.
 
     A program that ends without closing its client drops the asynchronous saves that are pending.
     A forked process can't use the client: every call raises CallerError there.
@@ -129,13 +132,14 @@ class Client(Lookups):
             ("max_pending_bytes", max_pending_bytes, 1),
             ("savers", savers, 1),
         ):
-            if value < least:
-                raise InvalidSize(f"{what} is at least {least}, not {value}")
-        if not 0 <= lease_ms <= MAX_LEASE_MS:
-            raise InvalidSize(f"lease_ms is in 0 ... {MAX_LEASE_MS}, not {lease_ms}")
+            whole(what, value, least)
+        whole("lease_ms", lease_ms, 0, MAX_LEASE_MS)
+        if policy is not None:
+            instance("policy", policy, SavePolicy)
         if verify not in VERIFY_CHOICES:
             raise CallerError(f"verify is one of {', '.join(VERIFY_CHOICES)}, not {verify!r}")
         self._closed = False
+        self._address = address or "the default addresses"
         self.deadline_ms = deadline_ms
         self.save_timeout_ms = save_timeout_ms
         self.policy = policy or SavePolicy()
@@ -153,7 +157,8 @@ class Client(Lookups):
                 transport = LocalTransport(remote)
         self._transport = transport
         self._context = context = CallContext(transport, counters, deadline_ms)
-        self._reader = reader_type(context, self.speeds, verify)
+        self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
+        self._reader = reader_type(context, self._calls, self.speeds, verify)
         self._searcher = searcher_type(
             context, self._reader, benefit, lease_ms=lease_ms, shared_wait_ms=shared_wait_ms
         )
@@ -164,7 +169,6 @@ class Client(Lookups):
             max_pending_bytes=max_pending_bytes,
             savers=savers,
         )
-        self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
         # Not __del__: when that runs at the end of the program, the threads are gone already.
         self._finalizer = weakref.finalize(
             self, _forgotten, context, self._writer.queue, self._calls, self._reader
@@ -265,7 +269,7 @@ class Client(Lookups):
         """Would an asynchronous save of `payload_bytes` be dropped at this moment? A save larger
         than `max_pending_bytes` is taken when no other is pending."""
         self._check_usable()
-        return not self._writer.queue.takes(payload_bytes)
+        return not self._writer.queue.takes(whole("payload_bytes", payload_bytes))
 
     @property
     def pending_saves(self) -> int:
@@ -316,8 +320,7 @@ class Client(Lookups):
 
         In the done-callback of a save it makes the queued saves itself."""
         self._check_usable()
-        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-        return self._writer.queue.flush(within_ms / 1e3)
+        return self._writer.queue.flush(self._within_ms(deadline_ms) / 1e3)
 
     # ---- this client
 
@@ -344,6 +347,7 @@ class Client(Lookups):
         `prefixctl identity`. For connectors, when they attach or go on in another namespace. Waits
         for nothing. The daemon keeps the latest few of a client."""
         self._check_usable()
+        instance("identity", identity, StateIdentity)
         level = logging.INFO if identity.unshared is None else logging.WARNING
         logger.log(level, "keys of %s", identity)
         logger.debug("keys of %s:\n%s", identity.engine, "\n".join(identity.lines()))
@@ -370,8 +374,12 @@ class Client(Lookups):
         self._closed = True
         self._finalizer.detach()
         if self._context.owner.is_here:
-            within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+            within_ms = self._within_ms(deadline_ms)
             _close(self._context, self._writer.queue, self._calls, self._reader, within_ms / 1e3)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "connected" if self.connected else "not connected"
+        return f"<Client of {self._address}: {state}>"
 
     def __enter__(self) -> Client:
         return self

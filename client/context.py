@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 
 from ..proto import errors
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason, SaveStatus
+from .arguments import whole
 from .counters import Counters
 from .results import SaveOutcome
 from .wire.deadline import Deadline
@@ -139,5 +141,12 @@ class CallContext:
         self, deadline_ms: int | None, *, wait_ms: int = 0, transfer_bytes: int = 0
     ) -> Deadline:
         """The deadline of a call that begins now; see `Deadline`."""
-        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
+        within_ms = self.deadline_ms if deadline_ms is None else whole("deadline_ms", deadline_ms)
         return Deadline(within_ms + wait_ms, transfer_bytes)
+
+    def countdown(self, deadline_ms: int | None) -> Callable[[], int]:
+        """A function that returns the milliseconds left until the deadline of a call that begins
+        now."""
+        within_ms = self.deadline_ms if deadline_ms is None else whole("deadline_ms", deadline_ms)
+        since_s = monotonic()
+        return lambda: within_ms - round((monotonic() - since_s) * 1e3)

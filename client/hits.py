@@ -5,17 +5,20 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
 from ..proto.payload import FlatBytes, layer_slice, prefault
 from ..proto.vocabulary import ClaimMode, MissReason
+from .arguments import sequence, whole
 from .buffers import all_flat
 from .claims import HitFacts, Pins
 from .context import CallContext
 from .policy import LoadSpeeds
 from .restores import Copier, Restore, Verify
 from .results import Entries, Entry, RestoreResult, restore_result
+from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.link import Holding
 from .wire.sinks import Sink, renumbered
@@ -72,16 +75,28 @@ class Hit(HitFacts):
         `result.token_count` how many tokens that saves. Raises InvalidSize for more buffers than
         entries, and for entries that don't exist.
         """
+        sequence("buffers", buffers)
         if indices is None:
             indices = range(len(buffers))
             if len(buffers) > len(self):
                 raise InvalidSize(f"{len(buffers)} buffers for a hit of {len(self)} entries")
         else:
-            if len(indices) != len(buffers):
+            if len(sequence("indices", indices)) != len(buffers):
                 raise InvalidSize(f"{len(buffers)} buffers for {len(indices)} entries")
             for index in indices:
                 self._check(index)
         return self._reader.restore(self, indices, buffers, deadline_ms)
+
+    def restore_async(
+        self,
+        buffers: Sequence[Payload],
+        *,
+        indices: Sequence[int] | None = None,
+        deadline_ms: int | None = None,
+    ) -> Future[RestoreResult]:
+        """`restore_into` by another thread. Never blocks. Don't touch the buffers, or release the
+        hit, until it is done; deadline and bounds are those of `Client.claim_async`."""
+        return self._reader.restore_async(self, buffers, indices, deadline_ms)
 
     def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
         """The payload of entry `index`, verified as a restore is; None: a miss.
@@ -124,7 +139,7 @@ class Hit(HitFacts):
         such entry or it has no such layer.
         """
         entry = self._entry(index)
-        region = layer_slice(entry.payload_bytes, entry.layer_count, layer)
+        region = layer_slice(entry.payload_bytes, entry.layer_count, whole("a layer", layer))
         part = Range(entry, 0, region.start, region.stop - region.start)
         return self._reader.read_range(self, index, part, deadline_ms)
 
@@ -143,7 +158,7 @@ class Hit(HitFacts):
         return self._found[index]
 
     def _check(self, index: int) -> None:
-        if not 0 <= index < len(self):
+        if not 0 <= whole("an index", index) < len(self):
             raise InvalidSize(f"there is no entry {index} in a hit of {len(self)}")
 
     # ---- the end
@@ -193,8 +208,11 @@ class SomeAreGone(Exception):
 class Reader:
     """Reads and releases hits for one client. Thread-safe."""
 
-    def __init__(self, context: CallContext, speeds: LoadSpeeds, verify: Verify) -> None:
+    def __init__(
+        self, context: CallContext, calls: CallQueue, speeds: LoadSpeeds, verify: Verify
+    ) -> None:
         self._context = context
+        self._calls = calls
         self.transport = context.transport
         self._counters = context.counters
         self._failures = context.failures
@@ -225,6 +243,23 @@ class Reader:
             for number, miss in zip(fitting, restored, strict=True):
                 misses[number] = miss
         return self._result(hit, indices, misses, began_s)
+
+    def restore_async(
+        self,
+        hit: Hit,
+        buffers: Sequence[Payload],
+        indices: Sequence[int] | None,
+        deadline_ms: int | None,
+    ) -> Future[RestoreResult]:
+        """See `Hit.restore_async`."""
+        self.owner.check()
+        places = sequence("buffers", buffers) if indices is None else sequence("indices", indices)
+        dropped = [MissReason.DROPPED] * len(places)
+        left_ms = self._context.countdown(deadline_ms)
+        return self._calls.submit(
+            lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms()),
+            lambda: restore_result((), (), dropped),
+        )
 
     def _result(
         self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None], began_s: float

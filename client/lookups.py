@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ..proto.errors import CallerError, ClientClosed, InvalidSize
 from ..proto.keys import Key, Namespace, check_key
 from ..proto.limits import DEFAULT_BLOCK_TOKENS, KEY_BYTES, MAX_WAIT_MS
 from ..proto.vocabulary import ClaimMode, DeleteStatus, MissReason
-from .chains import BlockChain, checked_keys, prefix_walk
+from .arguments import checked_keys, instances, sequence, whole
+from .chains import BlockChain, prefix_walk
 from .context import CallContext
 from .counters import Missing
 from .hits import Hit, Reader
 from .policy import SavePolicy
-from .results import NOT_FOUND, Found, RestoreResult, restore_result
+from .results import NOT_FOUND, Found, RestoreResult
 from .search import Searcher
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
@@ -159,6 +159,7 @@ class Lookups:
         knows, and keys without it count no tokens. `counted` as in `claim`.
         """
         deadline = self._begin(deadline_ms, wait_ms)
+        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         counts: list[int] | None = None
         run: Sequence[Key]
         if isinstance(keys, BlockChain):
@@ -194,6 +195,7 @@ class Lookups:
         so this is none. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms, wait_ms)
+        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         return self._searcher.search(
             checked_keys(keys),
             None,
@@ -245,6 +247,7 @@ class Lookups:
         where that is not possible (see `in_place`), reports every key as absent. Raises InvalidKey.
         """
         deadline = self._begin(deadline_ms)
+        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         checked = checked_keys(keys)
         if not checked:
             return []
@@ -280,6 +283,8 @@ class Lookups:
     ) -> bool:
         """Is this key published? As `exists`, at a fraction of its cost."""
         self._check_usable()
+        if prompt_tokens:
+            prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         if type(key) is not bytes or len(key) != KEY_BYTES:
             key = check_key(key)
         tier = self._transport.peek_one(key)
@@ -312,6 +317,7 @@ class Lookups:
         without its entries. Other parameters as in `exists`; it counts as a look-up, too. Raises
         InvalidKey."""
         deadline = self._begin(deadline_ms)
+        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         run = keys.complete_keys if isinstance(keys, BlockChain) else checked_keys(keys)
         if isinstance(keys, BlockChain):
             prompt_tokens = keys.block_tokens * len(run)
@@ -371,34 +377,23 @@ class Lookups:
         self._begin(deadline_ms)
         if not isinstance(mode, ClaimMode) or mode is ClaimMode.FIRST:
             raise CallerError(f"a restore of keys is of mode RUN or ANY, not {mode!r}")
+        sequence("buffers", buffers)
         counts: list[int] | None = None
         run: Sequence[Key]
         if isinstance(keys, BlockChain):
             run = keys.complete_keys[: len(buffers)]
             counts = [keys.block_tokens] * len(run)
         else:
-            run = checked_keys(keys[: len(buffers)])
+            run = checked_keys(keys, len(buffers))
         if len(buffers) > len(run):
             raise InvalidSize(f"{len(buffers)} buffers for {len(run)} keys")
-        left_ms = self._countdown(deadline_ms)
+        left_ms = self._context.countdown(deadline_ms)
         return self._searcher.restore(run, counts, mode, buffers, left_ms, counted=counted)
-
-    def restore_into(
-        self,
-        hit: Hit,
-        buffers: Sequence[Payload],
-        *,
-        indices: Sequence[int] | None = None,
-        deadline_ms: int | None = None,
-    ) -> RestoreResult:
-        """Copy the payloads of a hit into `buffers`; see `Hit.restore_into`."""
-        self._check_usable()
-        return hit.restore_into(buffers, indices=indices, deadline_ms=deadline_ms)
 
     def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
         """Release hits in one rpc; see `Hit.release`."""
         self._check_usable()
-        return self._reader.release(hits, deadline_ms)
+        return self._reader.release(instances("hits", hits, Hit), deadline_ms)
 
     # ---- use and deletion
 
@@ -451,7 +446,8 @@ class Lookups:
         self._begin(deadline_ms, wait_ms)
         mode = _checked(mode)
         checked = checked_keys(keys)
-        left_ms = self._countdown(deadline_ms)
+        prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
+        left_ms = self._context.countdown(deadline_ms)
         return self._calls.submit(
             lambda: self._searcher.search(
                 checked,
@@ -465,24 +461,6 @@ class Lookups:
             lambda: Hit(self._reader, miss=MissReason.DROPPED),
         )
 
-    def restore_async(
-        self,
-        hit: Hit,
-        buffers: Sequence[Payload],
-        *,
-        indices: Sequence[int] | None = None,
-        deadline_ms: int | None = None,
-    ) -> Future[RestoreResult]:
-        """`Hit.restore_into` by another thread. Never blocks. Don't touch the buffers, or release
-        the hit, until it is done; deadline and bounds are those of `claim_async`."""
-        self._check_usable()
-        dropped = [MissReason.DROPPED] * len(buffers if indices is None else indices)
-        left_ms = self._countdown(deadline_ms)
-        return self._calls.submit(
-            lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms()),
-            lambda: restore_result((), (), dropped),
-        )
-
     # ---- how each call begins
 
     def _check_usable(self) -> None:
@@ -494,16 +472,11 @@ class Lookups:
     def _begin(self, deadline_ms: int | None, wait_ms: int = 0) -> Deadline:
         """Check that a call may be made, and until when. Raises CallerError."""
         self._check_usable()
-        if not 0 <= wait_ms <= MAX_WAIT_MS:
-            raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {wait_ms}")
-        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-        return Deadline(within_ms + wait_ms)
+        wait_ms = whole("wait_ms", wait_ms, 0, MAX_WAIT_MS)
+        return Deadline(self._within_ms(deadline_ms) + wait_ms)
 
-    def _countdown(self, deadline_ms: int | None) -> Callable[[], int]:
-        """A function that returns the milliseconds left until the deadline."""
-        within_ms = self.deadline_ms if deadline_ms is None else deadline_ms
-        since_s = monotonic()
-        return lambda: within_ms - round((monotonic() - since_s) * 1e3)
+    def _within_ms(self, deadline_ms: int | None) -> int:
+        return self.deadline_ms if deadline_ms is None else whole("deadline_ms", deadline_ms)
 
 
 def _checked(mode: ClaimMode) -> ClaimMode:

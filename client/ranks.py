@@ -12,12 +12,10 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ..proto.errors import InvalidNamespace
-
-if TYPE_CHECKING:
-    from ..proto.keys import Namespace
+from ..proto.keys import Namespace, check_namespace
 
 #: What launchers tell the processes that they start: torchrun and its like, Open MPI.
 _VARIABLES: Final = (
@@ -61,9 +59,9 @@ def _launched(_process: int) -> Rank | None:
 
 
 def check_shard(namespace: Namespace) -> None:
-    """Raises InvalidNamespace for a namespace without a shard if this process is one of several
-    ranks."""
-    if namespace.shard:
+    """Raises InvalidNamespace for what is none, and for one without a shard if this process is one
+    of several ranks."""
+    if check_namespace(namespace).shard:
         return
     here = rank_here()
     if here is not None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 from typing import NamedTuple, overload
 
 from ..proto.keys import Key
-from ..proto.vocabulary import MissReason, Presence, SaveReason, SaveStatus, Tier
+from ..proto.vocabulary import Labelled, MissReason, Presence, SaveReason, SaveStatus, Tier
 
 
 class Entry(NamedTuple):
@@ -26,6 +25,10 @@ class Entry(NamedTuple):
     token_ids_bytes: int
     generation: int
     reason: SaveReason
+
+    def __repr__(self) -> str:
+        size = f"{self.payload_bytes} bytes, {self.token_count} tokens"
+        return f"<Entry {self.key.hex()[:16]} in {self.tier}: {size}, {self.reason}>"
 
 
 class Entries(Sequence[Entry]):
@@ -133,6 +136,10 @@ class SaveOutcome(NamedTuple):
     age_ms: int = 0
     message: str = ""
 
+    def __repr__(self) -> str:
+        why = f" by {self.owner!r}" if self.owner else f": {self.message}" if self.message else ""
+        return f"<SaveOutcome {self.key.hex()[:16]}: {self.status}{why}>"
+
     @property
     def ok(self) -> bool:
         """Is the key published now, by this save or another?"""
@@ -147,7 +154,7 @@ class SaveOutcome(NamedTuple):
 _FINAL = frozenset((SaveStatus.SAVED, SaveStatus.PRESENT, SaveStatus.TOO_LARGE))
 
 
-class ReserveStatus(IntEnum):
+class ReserveStatus(Labelled):
     """The answer to a reservation; numbered as `SaveStatus` is."""
 
     GRANTED = 1
@@ -159,7 +166,7 @@ class ReserveStatus(IntEnum):
     """The call failed, or the daemon refused all of it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class RestoreResult:
     """What a restore put into the buffers. True when there are some, and all of them are good."""
 
@@ -177,6 +184,11 @@ class RestoreResult:
 
     def __bool__(self) -> bool:
         return self.miss is None and bool(self.restored)
+
+    def __repr__(self) -> str:
+        good, why = sum(self.restored), "" if self.miss is None else f", {self.miss}"
+        of = f"{good} of {len(self.restored)} buffers"
+        return f"<RestoreResult: {of}, run of {self.run}, {self.token_count} tokens{why}>"
 
 
 def restore_result(

@@ -15,6 +15,7 @@ from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
 from ..proto.payload import FlatBytes, check_layout, check_token_ids
 from ..proto.tokens import token_bytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
+from .arguments import checked_keys, instances, whole
 from .buffers import all_flat, flat_bytes
 from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
@@ -33,7 +34,7 @@ T = TypeVar("T")
 _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class SaveItem:
     """One key to save. The payload is referenced: don't change it before the save is done.
 
@@ -49,6 +50,10 @@ class SaveItem:
     token_count: int | None = None
     layer_count: int = 0
     token_ids: Tokens | bytes | None = None
+
+    def __repr__(self) -> str:
+        key = bytes(self.key).hex()[:16] if isinstance(self.key, bytes) else repr(self.key)
+        return f"<SaveItem {key}: a {type(self.payload).__name__}, {self.token_count} tokens>"
 
 
 class Reservation:
@@ -108,7 +113,7 @@ class Reservation:
         return self._holding
 
     def __repr__(self) -> str:
-        return f"<Reservation: {self.status.name.lower()} {self.key.hex()[:16]}>"
+        return f"<Reservation: {self.status.label} {self.key.hex()[:16]}>"
 
     def __enter__(self) -> Reservation:
         return self
@@ -158,7 +163,9 @@ class Writer:
     ) -> list[SaveOutcome]:
         """See `Client.save_many`."""
         savings, terms = self._checked(items, terms)
-        within_ms = self._save_timeout_ms if deadline_ms is None else deadline_ms
+        within_ms = (
+            self._save_timeout_ms if deadline_ms is None else whole("deadline_ms", deadline_ms)
+        )
         # The engine waits no longer than it was promised, whatever the size.
         return self._save_now(savings, terms, Deadline(within_ms))
 
@@ -171,6 +178,8 @@ class Writer:
     ) -> Future[T]:
         """See `Client.save_many_async`. `result`: what the future gets of the outcomes."""
         savings, terms = self._checked(items, terms)
+        if deadline_ms is not None:
+            whole("deadline_ms", deadline_ms)
         size_bytes = _size_of(savings)
 
         def save() -> T:
@@ -188,9 +197,13 @@ class Writer:
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline_ms: int | None
     ) -> list[Reservation]:
         """See `Client.reserve`."""
-        items = [item._replace(key=check_key(item.key)) for item in items]
+        items = [
+            item._replace(key=check_key(item.key))
+            for item in instances("items", items, ReserveItem)
+        ]
         for item in items:
-            check_layout(item.payload_bytes, item.layer_count)
+            size_bytes = whole("payload_bytes", item.payload_bytes)
+            check_layout(size_bytes, whole("layer_count", item.layer_count))
             check_token_ids(len(item.token_ids))
             _check_tokens(item.token_count)
         terms = _checked_terms(terms)
@@ -213,6 +226,7 @@ class Writer:
     ) -> list[SaveOutcome]:
         """See `Client.write`."""
         self._context.owner.check()
+        writes = _checked_writes(writes)
         if len({id(reservation) for reservation, _ in writes}) < len(writes):
             raise InvalidBatch("a write has each reservation once")
         payloads = []
@@ -247,7 +261,8 @@ class Writer:
     def cancel(self, reservations: Sequence[Reservation], deadline_ms: int | None) -> list[bool]:
         """See `Client.cancel`."""
         self._context.owner.check()
-        holdings = [reservation._take() for reservation in reservations]
+        given = instances("reservations", reservations, Reservation)
+        holdings = [reservation._take() for reservation in given]
         held = [holding for holding in holdings if holding is not None]
         deadline = self._context.deadline(deadline_ms)
         cancelled: list[bool] = []
@@ -266,6 +281,7 @@ class Writer:
     def _checked(
         self, items: Sequence[SaveItem], terms: SaveTerms
     ) -> tuple[list[Saving], SaveTerms]:
+        items = instances("items", items, SaveItem)
         payloads = all_flat([item.payload for item in items])
         return list(map(_saving, items, payloads)), _checked_terms(terms)
 
@@ -349,7 +365,7 @@ def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
     payload_bytes = len(payload)
-    check_layout(payload_bytes, layer_count)
+    check_layout(payload_bytes, whole("layer_count", layer_count))
     if token_ids:
         check_token_ids(len(token_ids))
     _check_tokens(token_count)
@@ -361,8 +377,19 @@ def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
 
 def _check_tokens(token_count: int | None) -> None:
     # 0 is refused: a count that is not known is None.
-    if token_count is not None and not 1 <= token_count < 2**32:
-        raise InvalidSize(f"a token count is in 1 ... 2^32 - 1, or None, not {token_count}")
+    if token_count is not None:
+        whole("token_count (or None)", token_count, 1, 2**32 - 1)
+
+
+def _checked_writes(
+    writes: Sequence[tuple[Reservation, Payload]],
+) -> Sequence[tuple[Reservation, Payload]]:
+    pairs: list[tuple[Reservation, Payload]] = []
+    for pair in instances("writes", writes, tuple):
+        if len(pair) != 2 or not isinstance(pair[0], Reservation):
+            raise CallerError("writes are pairs of a Reservation and its payload")
+        pairs.append(pair)
+    return pairs
 
 
 def _checked_terms(terms: SaveTerms) -> SaveTerms:
@@ -370,8 +397,6 @@ def _checked_terms(terms: SaveTerms) -> SaveTerms:
         raise UnknownTier(f"a tier is one of Tier, not {terms.tier!r}")
     if not isinstance(terms.reason, SaveReason):
         raise UnknownReason(f"a save reason is one of SaveReason, not {terms.reason!r}")
-    if not 0 <= terms.wait_ms <= MAX_WAIT_MS:
-        raise InvalidSize(f"a wait is in 0 ... {MAX_WAIT_MS} ms, not {terms.wait_ms}")
-    if not 0 <= terms.ttl_ms <= MAX_LEASE_MS:
-        raise InvalidSize(f"ttl_ms is in 0 ... {MAX_LEASE_MS}, not {terms.ttl_ms}")
-    return terms._replace(ancestors=[check_key(key) for key in terms.ancestors])
+    whole("wait_ms", terms.wait_ms, 0, MAX_WAIT_MS)
+    whole("ttl_ms", terms.ttl_ms, 0, MAX_LEASE_MS)
+    return terms._replace(ancestors=checked_keys(terms.ancestors))

@@ -72,7 +72,12 @@ def normalize_address(address: str, *, listening: bool = False) -> str:
     `listening` allows port 0, which lets the kernel choose a port. Raises ConfigError if `address`
     is not an address, its port is out of range, or its path is longer than the kernel takes.
     """
+    if not isinstance(address, str):
+        raise ConfigError(f"an address is text: unix:/path or host:port, not {address!r}")
     text = address.strip()
+    if scheme := re.match(r"([a-z0-9+]+)://(?!/)", text, re.IGNORECASE):
+        bare = text[scheme.end() :].rstrip("/")
+        raise ConfigError(f"{address!r} is no address: write {bare}, without {scheme.group()}")
     if text.startswith(("/", "./", "../", "~/")):
         text = f"{UNIX_SCHEME}{Path(text).expanduser().absolute()}"
     if text.startswith(UNIX_SCHEME):
@@ -87,7 +92,8 @@ def normalize_address(address: str, *, listening: bool = False) -> str:
         return f"{UNIX_SCHEME}{path}"
     host, colon, port = text.rpartition(":")
     if not colon or not host or not port.isascii() or not port.isdigit():
-        raise ConfigError(f"{address!r} is no address: write unix:/path or host:port")
+        like = f", as unix:{Path(text).absolute()}" if "/" in text or text.endswith(".sock") else ""
+        raise ConfigError(f"{address!r} is no address: write unix:/path or host:port{like}")
     if re.fullmatch(r"[0-9A-Fa-f.]*:[0-9A-Fa-f:.]*", host):
         raise ConfigError(
             f"{address!r} is no address: an IPv6 address stands in brackets, as in [{host}]:{port}"

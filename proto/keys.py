@@ -111,7 +111,7 @@ class Adapter:
         return self.sha256 + struct.pack("<q", round(self.scale * 2**32))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Namespace:
     """The scope of keys: two namespaces that differ in anything share no key.
 
@@ -135,6 +135,16 @@ class Namespace:
     preamble: bytes = field(init=False, repr=False, compare=False)
     #: The prefix key of no tokens: the parent of block 0 of every chain.
     root: Key = field(init=False, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        # Without the salt, which separates tenants.
+        quantisation = _encoded("", self.quantisation).decode(errors="replace")
+        shard = _encoded("", self.shard).decode(errors="replace")
+        parts = [f"root {self.root.hex()[:16]}", repr(quantisation)]
+        parts += [f"{len(self.adapters)} adapters"] if self.adapters else []
+        parts += [f"shard {shard!r}"] if shard else []
+        parts += ["with a salt"] if self.salt else []
+        return f"<Namespace: {', '.join(parts)}>"
 
     def __post_init__(self) -> None:
         _check_bytes("fingerprint", self.fingerprint, FINGERPRINT_BYTES)
@@ -301,8 +311,16 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
 # ---- prefix entries
 
 
+def check_namespace(namespace: Namespace) -> Namespace:
+    """`namespace` itself. Raises InvalidNamespace for what is none."""
+    if not isinstance(namespace, Namespace):
+        raise InvalidNamespace(f"a namespace is a Namespace, not a {type(namespace).__name__}")
+    return namespace
+
+
 def prefix_key(namespace: Namespace, tokens: Tokens, extras: Extras = ()) -> Key:
     """The key of the complete state after `tokens`."""
+    check_namespace(namespace)
     raw = token_bytes(tokens)
     key = prefix_key_of_bytes(namespace, raw)
     return Key(with_extras(key, checked_extras(extras, len(raw) // TOKEN_BYTES)))
@@ -324,6 +342,7 @@ def prefix_keys(
     Tokens after the last length are neither hashed nor checked. Each key has the `extras` whose
     positions are below its length.
     """
+    check_namespace(namespace)
     if not lengths_tokens:
         return []
     sequence = sliceable(tokens)

@@ -5,14 +5,19 @@ from __future__ import annotations
 from enum import IntEnum, StrEnum
 
 
-class _Labelled(IntEnum):
+class Labelled(IntEnum):
+    """A closed set of the contract. `str` of a member is its label."""
+
     @property
     def label(self) -> str:
         """The name for people, in lower case: `ram`, `cold`, `too_large`."""
         return self.name.lower()
 
+    def __str__(self) -> str:
+        return self.label
 
-class Tier(_Labelled):
+
+class Tier(Labelled):
     """The three tiers in which an entry can be stored."""
 
     RAM = 1
@@ -20,7 +25,7 @@ class Tier(_Labelled):
     DISK = 3
 
 
-class SaveReason(_Labelled):
+class SaveReason(Labelled):
     """Why a state is saved."""
 
     COLD = 1
@@ -35,7 +40,7 @@ class SaveReason(_Labelled):
     """The engine is about to stop."""
 
 
-class ClaimMode(IntEnum):
+class ClaimMode(Labelled):
     """Which keys of a claim to pin."""
 
     RUN = 0
@@ -46,7 +51,7 @@ class ClaimMode(IntEnum):
     """Each one that is present."""
 
 
-class SaveStatus(_Labelled):
+class SaveStatus(Labelled):
     """How the save of a key ended. The daemon reports values below 100. Values from 100 on are the
     client's own and not part of the contract."""
 
@@ -68,7 +73,7 @@ class SaveStatus(_Labelled):
     """It took too long. It may still be published."""
 
 
-class DeleteStatus(IntEnum):
+class DeleteStatus(Labelled):
     """What became of a key that was to be deleted. Values from 100 on as in `SaveStatus`."""
 
     DELETED = 1
@@ -88,6 +93,11 @@ class DeleteStatus(IntEnum):
 
 class MissReason(StrEnum):
     """Why something was not served from the cache."""
+
+    @property
+    def label(self) -> str:
+        """The name for people, as of the other enumerations."""
+        return self.value
 
     ABSENT = "absent"
     """It was never saved, or it was evicted."""
@@ -116,7 +126,7 @@ class MissReason(StrEnum):
     log has the details."""
 
 
-class Presence(IntEnum):
+class Presence(Labelled):
     """The result of a probe for a key. The numbers are those of the wire."""
 
     ABSENT = 1

@@ -15,8 +15,8 @@ import pytest
 
 import prefixd.client
 from prefixd.client import Client, Tier
+from prefixd.client.connectors.engine import attach
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors.engine import attach
 from tests.support.daemon import private_daemon
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,7 +67,7 @@ def test_what_is_to_be_installed_exists() -> None:
         "vllm",
     }
     files = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *PAGES, *ROOT.glob("deploy/*.*")]
-    for room in ("client", "server", "connectors", "src"):
+    for room in ("client", "server", "src"):
         files += [file for file in (ROOT / room).rglob("*.py") if not file.is_symlink()]
     for file in files:
         for line in re.findall(r"pip install (.+)", file.read_text()):

@@ -15,22 +15,20 @@ import pytest
 
 from prefixd.client import (
     AsyncClient,
-    AsyncHit,
-    AsyncReservation,
     Client,
     Hit,
     MissReason,
     Namespace,
     Reservation,
     ReserveItem,
-    ReserveStatus,
     SaveItem,
     SavePolicy,
     SaveReason,
     SaveStatus,
     Tier,
 )
-from prefixd.client.aio import Runner
+from prefixd.client.aio import AsyncHit, AsyncReservation, Runner
+from prefixd.client.results import ReserveStatus
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidKey, InvalidSize, UnknownReason
 from prefixd.proto.keys import Key, prefix_key
 from tests.support.daemon import eventually
@@ -143,7 +141,7 @@ def test_a_request_from_search_to_save(daemon: FakeDaemon) -> None:
                 assert (hit.keys, hit.token_counts, hit.token_count) == (chain[:], (30,) * 3, 90)
                 assert hit.payload_bytes == 6_000
                 targets = [bytearray(len(data)) for data in DATA]
-                assert await client.restore_into(hit, targets)
+                assert await hit.restore_into(targets)
                 assert targets == DATA
                 assert await hit.restore_into(targets[:1])
                 assert await hit.read(2) == DATA[2]

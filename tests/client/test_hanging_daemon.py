@@ -17,17 +17,9 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import (
-    Client,
-    MissReason,
-    Namespace,
-    ReserveItem,
-    ReserveStatus,
-    SaveReason,
-    SaveStatus,
-    Tier,
-)
+from prefixd.client import Client, MissReason, Namespace, ReserveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.results import ReserveStatus
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 from tests.support.fakes import PATIENCE_S, keys

@@ -94,7 +94,10 @@ def test_fewer_buffers_take_the_first_entries(daemon: FakeDaemon, hit: Hit) -> N
     assert hit.restore_into(targets).token_count == 200
     assert targets == DATA[:2]
     assert len(daemon.read_ranges) == 2
-    assert hit.restore_into([])
+    nothing = hit.restore_into([])
+    assert (bool(nothing), nothing.miss) == (False, None), (
+        "nothing was wanted, and nothing restored"
+    )
     assert daemon.rpcs["Read"] == 1
 
 
@@ -374,7 +377,7 @@ def test_an_empty_hit_needs_no_release(daemon: FakeDaemon, client: Client) -> No
     assert not hit
     assert hit.miss is MissReason.ABSENT
     assert repr(hit) == "<Hit: none, absent>"
-    assert hit.restore_into([])
+    assert hit.restore_into([]).miss is MissReason.ABSENT
     assert hit.release()
     del hit
     gc.collect()

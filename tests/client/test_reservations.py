@@ -7,14 +7,8 @@ from typing import Any
 
 import pytest
 
-from prefixd.client import (
-    Client,
-    ReserveItem,
-    ReserveStatus,
-    SaveReason,
-    SaveStatus,
-    Tier,
-)
+from prefixd.client import Client, ReserveItem, SaveReason, SaveStatus, Tier
+from prefixd.client.results import ReserveStatus
 from prefixd.proto.errors import (
     CallerError,
     DaemonUnavailable,

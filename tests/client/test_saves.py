@@ -11,15 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client import (
-    Client,
-    ReserveItem,
-    ReserveStatus,
-    SaveItem,
-    SaveReason,
-    SaveStatus,
-    Tier,
-)
+from prefixd.client import Client, ReserveItem, SaveItem, SaveReason, SaveStatus, Tier
+from prefixd.client.results import ReserveStatus
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     CallerError,

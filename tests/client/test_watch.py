@@ -25,13 +25,12 @@ from prefixd.client import (
     Synced,
     Tier,
     Watch,
-    WatchPosition,
 )
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.live import LiveReplay
 from prefixd.client.lab.replayer import LiveOptions
 from prefixd.client.lab.workloads import generate
-from prefixd.client.watch import WatchEvent, event_of
+from prefixd.client.watch import WatchEvent, WatchPosition, event_of
 from prefixd.client.wire.session import Backoff
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError, DaemonUnavailable, UnknownTier

@@ -114,7 +114,7 @@ def test_some_entries_are_restored_each_with_its_own_result(client: Client, tier
         assert right == payload_of(keys[3], SIZE)
         assert short == bytes(SIZE - 1)
         assert not result
-        assert hit.restore_into([], indices=[])
+        assert hit.restore_into([], indices=[]).restored == ()
 
 
 def test_some_entries_are_released_and_the_others_stay_pinned(
@@ -226,7 +226,7 @@ def test_claims_and_restores_are_futures(client: Client, tier: Tier) -> None:
     with claiming.result(PATIENCE_S) as hit:
         assert hit.keys == keys
         target = bytearray(SIZE)
-        result = client.restore_async(hit, [target], indices=[1]).result(PATIENCE_S)
+        result = hit.restore_async([target], indices=[1]).result(PATIENCE_S)
         assert result
         assert target == payload_of(keys[1], SIZE)
     assert called == [claiming]
@@ -240,7 +240,7 @@ def test_futures_of_a_client_that_closes_are_misses(
     monkeypatch.setattr(client._calls, "_max_pending", 0)
     assert client.claim_async(fresh_keys(1)).result(0).miss is MissReason.DROPPED
     hit = client.claim(save(client, 1, size=10))
-    result = client.restore_async(hit, [bytearray(10)]).result(0)
+    result = hit.restore_async([bytearray(10)]).result(0)
     assert (result.restored, result.miss) == ((False,), MissReason.DROPPED)
     hit.release()
     client.close()

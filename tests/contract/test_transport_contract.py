@@ -21,10 +21,8 @@ from prefixd.client import (
     Hit,
     MissReason,
     Namespace,
-    Presence,
     Reservation,
     ReserveItem,
-    ReserveStatus,
     SaveItem,
     SavePolicy,
     SaveReason,
@@ -34,9 +32,11 @@ from prefixd.client import (
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
 from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.results import ReserveStatus
 from prefixd.client.wire import security
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
+from prefixd.proto.vocabulary import Presence
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fakes import PATIENCE_S
@@ -235,7 +235,7 @@ def test_saved_payloads_come_back(
         assert (result.run, result.token_count, result.miss) == (4, 28, None)
         assert result.payload_bytes == sum(SIZES)
         buffers = [bytearray(size) for size in SIZES[:2]]
-        assert client.restore_into(hit, buffers).run == 2
+        assert hit.restore_into(buffers).run == 2
         assert [hit.read(index) for index in range(4)] == payloads
         assert [hit.layer(0, layer) for layer in range(4)] == [
             payloads[0][start : start + 1024] for start in range(0, 4096, 1024)
@@ -565,8 +565,6 @@ USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "touch": lambda c, h, _r: c.touch(h.keys),
     "delete": lambda c, h, _r: c.delete(h.keys),
     "claim_async": lambda c, h, _r: c.claim_async(h.keys),
-    "restore_async": lambda c, h, _r: c.restore_async(h, [bytearray(SIZES[0])]),
-    "restore_into": lambda c, h, _r: c.restore_into(h, [bytearray(SIZES[0])]),
     "restore_keys": lambda c, h, _r: c.restore_keys(h.keys, [bytearray(SIZES[0])]),
     "release_many": lambda c, h, _r: c.release_many([h]),
     "save": lambda c, h, _r: c.save(h.keys[0], b"a", tier=Tier.RAM, reason=EVICT),

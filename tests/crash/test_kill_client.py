@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from prefixd.client import Client, Key, Presence, SaveItem, SaveReason, SaveStatus, Tier
+from prefixd.client import Client, Key, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.vocabulary import Presence
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.small_staging import admin_of
 from tests.support.warm import WARM

@@ -34,7 +34,7 @@ def plugin(address: str, tier: str) -> dict[str, Any]:
     """The adapter's specification."""
     return {
         "type": "plugin",
-        "module_path": "prefixd.connectors.lmcache",
+        "module_path": "prefixd.client.connectors.lmcache",
         "class_name": "PrefixdL2Adapter",
         "adapter_params": {"address": address, "tier": tier, "fingerprint": "test"},
     }

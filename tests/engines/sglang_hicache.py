@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from tests.support.decisions import fields_of
 
-MODULE: Final = "prefixd.connectors.sglang"
+MODULE: Final = "prefixd.client.connectors.sglang"
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct", "page_head")
 
 

@@ -19,7 +19,7 @@ from tests.support.daemon import private_daemon
 llama_cpp = pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from prefixd.connectors.llama_cpp import (  # noqa: E402
+from prefixd.client.connectors.llama_cpp import (  # noqa: E402
     PrefixdCache,
     attach_to_server,
     block_sequences,
@@ -186,7 +186,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from prefixd.client import Client, Tier
-from prefixd.connectors.llama_cpp import PrefixdCache
+from prefixd.client.connectors.llama_cpp import PrefixdCache
 from tests.engines.test_llama_cpp import PROMPT, make
 address, model = sys.argv[1:]
 llama = make(Path(model), blocks=True)

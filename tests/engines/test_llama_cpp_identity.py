@@ -25,8 +25,8 @@ from tests.support.decisions import fields_of
 llama_cpp = pytest.importorskip("llama_cpp")
 pytest.importorskip("gguf")
 
-from prefixd.connectors.llama_cpp import PrefixdCache, block_sequences  # noqa: E402
-from prefixd.connectors.llama_cpp_identity import (  # noqa: E402
+from prefixd.client.connectors.llama_cpp import PrefixdCache, block_sequences  # noqa: E402
+from prefixd.client.connectors.llama_cpp_identity import (  # noqa: E402
     CONTEXT_PARAMS,
     LLAMA_PARAMETERS,
     MODEL_PARAMS,
@@ -157,7 +157,7 @@ def test_every_parameter_of_llama_is_decided() -> None:
 
 
 #: Of what is in the key: another value. Those that need another device, or a pointer, are in
-#: tests/connectors, with the others.
+#: tests/client/connectors, with the others.
 IN_KEY: dict[str, Any] = {
     "model": "b.gguf",
     "lora_path": "lora1.gguf",

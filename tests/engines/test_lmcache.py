@@ -9,7 +9,7 @@ from dataclasses import fields
 
 import pytest
 
-from prefixd.connectors.lmcache import Keys
+from prefixd.client.connectors.lmcache import Keys
 from tests.engines.lmcache_l2 import bench_l2, plugin
 from tests.engines.page_commands import command
 from tests.support.daemon import private_daemon

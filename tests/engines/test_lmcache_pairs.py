@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.connectors.lmcache import Keys, identity_of
+from prefixd.client.connectors.lmcache import Keys, identity_of
 from tests.engines.pairs import check_pairs
 
 pytest.importorskip("lmcache")

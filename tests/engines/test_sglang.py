@@ -17,14 +17,14 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.connectors.sglang import (
+from prefixd.client.connectors.sglang import (
     _UPDATES,
     _WITHOUT_EFFECT,
     CONFIG_ELSEWHERE,
     _hashes_name_requests,
     identity_of,
 )
+from prefixd.client.ctl.private import PrivateDaemon
 from tests.engines.page_commands import command
 from tests.engines.sglang_hicache import (
     LAYOUTS,
@@ -192,7 +192,7 @@ def test_sglangs_hooks_reach_the_backends() -> None:
 import sys
 from types import ModuleType
 from sglang.srt.plugins.hook_registry import HookRegistry
-from prefixd.connectors import plugins, sglang
+from prefixd.client.connectors import plugins, sglang
 class SchedulerWeightUpdaterManager:
     def update_weights_from_disk(self): return "updated"
     def end_weight_update(self): raise RuntimeError

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.connectors.sglang import identity_of
+from prefixd.client.connectors.sglang import identity_of
 from tests.engines.pairs import check_pairs
 from tests.engines.sglang_hicache import arguments, host_pool, storage_config, without_torchvision
 

@@ -20,8 +20,8 @@ from tests.support.fakes import PATIENCE_S
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from prefixd.connectors.engine import UnsupportedEngine  # noqa: E402
-from prefixd.connectors.transformers import load_cache, namespace_of, save_cache  # noqa: E402
+from prefixd.client.connectors.engine import UnsupportedEngine  # noqa: E402
+from prefixd.client.connectors.transformers import load_cache, namespace_of, save_cache  # noqa: E402
 
 TOKENS = [1] + [3 + (n * n * 31 + n * 7) % 500 for n in range(1_024)]
 

@@ -23,14 +23,14 @@ from tests.support.fakes import PATIENCE_S
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from prefixd.connectors.engine import UnsupportedEngine  # noqa: E402
-from prefixd.connectors.transformers import (  # noqa: E402
+from prefixd.client.connectors.engine import UnsupportedEngine  # noqa: E402
+from prefixd.client.connectors.transformers import (  # noqa: E402
     identity_of,
     load_cache,
     namespace_of,
     save_cache,
 )
-from prefixd.connectors.transformers_identity import WITHOUT_EFFECT  # noqa: E402
+from prefixd.client.connectors.transformers_identity import WITHOUT_EFFECT  # noqa: E402
 
 TOKENS = [1] + [3 + (n * n * 31 + n * 7) % 500 for n in range(699)]
 SMALL = {

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefixd.client.connectors.plugins import register_vllm
+from prefixd.client.connectors.vllm import identity_of
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.identity import StateIdentity
-from prefixd.connectors.plugins import register_vllm
-from prefixd.connectors.vllm import identity_of
 from tests.engines import vllm_tiering as tiering
 from tests.engines.page_commands import command, option
 from tests.support.daemon import private_daemon

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.connectors.vllm import identity_of
+from prefixd.client.connectors.vllm import identity_of
 from tests.engines.pairs import check_pairs
 
 pytest.importorskip("vllm")

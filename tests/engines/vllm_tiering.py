@@ -7,7 +7,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any, Final
 
-MODULE: Final = "prefixd.connectors.vllm"
+MODULE: Final = "prefixd.client.connectors.vllm"
 
 
 def spec(

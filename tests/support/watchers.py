@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from prefixd.client import ResidentKeys, Synced, Tier, WatchPosition
-from prefixd.client.watch import WatchEvent, event_of
+from prefixd.client import ResidentKeys, Synced, Tier
+from prefixd.client.watch import WatchEvent, WatchPosition, event_of
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from tests.support.running import OpenSession, Outside, Running, next_of

@@ -18,7 +18,6 @@ from prefixd.client import (
     Hit,
     MissReason,
     Namespace,
-    Presence,
     ReserveItem,
     SaveItem,
     SaveReason,
@@ -31,6 +30,7 @@ from prefixd.client.local.arenas import FileArena, MappedArena
 from prefixd.proto.errors import CallerError
 from prefixd.proto.keys import Key, block_keys, prefix_keys
 from prefixd.proto.tokens import token_bytes
+from prefixd.proto.vocabulary import Presence
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 

@@ -445,7 +445,7 @@ def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> Non
         hit = client.claim([key])
         os.kill(daemon.pid, signal.SIGSTOP)
         try:
-            result = client.restore_into(hit, [bytearray(len(large))], deadline_ms=200)
+            result = hit.restore_into([bytearray(len(large))], deadline_ms=200)
             assert result.miss is MissReason.DEADLINE
             result = client.restore_keys([key], [bytearray(len(large))], deadline_ms=200)
             assert result.miss in (MissReason.DEADLINE, MissReason.UNAVAILABLE)
@@ -453,7 +453,7 @@ def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> Non
             os.kill(daemon.pid, signal.SIGCONT)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         buffer = bytearray(len(large))
-        assert client.restore_into(hit, [buffer])
+        assert hit.restore_into([buffer])
         assert buffer == large
         os.kill(daemon.pid, signal.SIGSTOP)
         try:

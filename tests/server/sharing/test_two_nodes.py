@@ -117,12 +117,12 @@ def restored_blocks(client: Client) -> int:
     """Restore all blocks of the prompt that a search finds, and check their bytes. Returns their
     number."""
     hit = client.longest_run(client.chain(NAMESPACE, TOKENS, BLOCK_TOKENS))
-    return restored(client, hit) if hit else 0
+    return restored(hit) if hit else 0
 
 
-def restored(client: Client, hit: Hit) -> int:
+def restored(hit: Hit) -> int:
     buffers = [bytearray(BLOCK_BYTES) for _ in hit.keys]
-    result = client.restore_into(hit, buffers)
+    result = hit.restore_into(buffers)
     assert all(bytes(buffer) == payload(n, BLOCK_BYTES) for n, buffer in enumerate(buffers))
     hit.release()
     return sum(result.restored)
@@ -199,7 +199,7 @@ def test_a_search_without_a_claim_also_fetches(
     save(first, range(12))
     eventually(lambda: len(engine.values) == 12)
     hit = second.longest_run(second.chain(NAMESPACE, TOKENS, BLOCK_TOKENS), claim=False)
-    assert len(hit.keys) == restored(second, hit) == 12
+    assert len(hit.keys) == restored(hit) == 12
 
 
 def test_a_partial_local_run_is_extended(
@@ -235,7 +235,7 @@ def test_the_longest_prefix_of_another_node_is_preferred(
     with second.longest_prefix(NAMESPACE, tokens) as hit:
         assert list(hit.token_counts) == [4096]
         room = bytearray(50_000)
-        assert second.restore_into(hit, [room])
+        assert hit.restore_into([room])
         assert room == payload(4096, 50_000)
 
 

@@ -1,0 +1,362 @@
+"""llama-cpp-python: a cache for `Llama.set_cache`.
+
+    from llama_cpp import Llama
+    from prefixd.client import Client
+    from prefixd.connectors.llama_cpp import PrefixdCache, block_sequences
+
+    with block_sequences():
+        llama = Llama("model.gguf", n_ctx=8192)
+    llama.set_cache(PrefixdCache.of(llama, Client()))
+
+With a spare sequence (`block_sequences`) a prompt is kept in blocks, and a prompt that diverges
+reuses the blocks before. Without one, with a recurrent model, or where the tokens before a sliding
+window are not kept (`swa_full=False`), whole states are kept: that of a prompt, and that of the
+prompt with its completion. A recurrent state can't go back by a token, so the state of a prompt is
+that before its last token, which the cache evaluates itself.
+
+What is found is loaded into the context at once, and the engine is told that there is no state to
+load (KeyError). It then finds the prompt in its context and evaluates the rest. Scores are not
+kept: after a load the last token is evaluated again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
+from itertools import accumulate
+from typing import Any, Final, NoReturn
+
+from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
+from ...proto.limits import MAX_BATCH_KEYS
+from ...proto.vocabulary import ClaimMode, SaveReason, Tier
+from .. import Client
+from ..hits import Hit
+from ..identity import StateIdentity
+from ..saves import SaveItem
+from .engine import UnsupportedEngine
+from .llama_cpp_context import LlamaContext, common
+from .llama_cpp_identity import ENGINE, low_level
+
+__all__ = ["PrefixdCache", "attach_to_server", "block_sequences"]
+
+logger = logging.getLogger("prefixd.client.connectors")
+
+DEFAULT_BLOCK_TOKENS: Final = 256
+
+# From here on the engine's calls are watched. Without the engine, the first use says what is wrong.
+with suppress(UnsupportedEngine):
+    low_level()
+
+
+class PrefixdCache:
+    """What `Llama.set_cache` takes. For one `Llama`; like it, used by one thread at a time."""
+
+    def __init__(
+        self,
+        context: LlamaContext,
+        client: Client,
+        *,
+        tier: Tier = Tier.RAM,
+        block_tokens: int = DEFAULT_BLOCK_TOKENS,
+    ) -> None:
+        """`context`: see `of`. The caller keeps the client."""
+        self._context = context
+        self._client = client
+        self._tier = tier
+        self._block_tokens = block_tokens
+        self._identify()
+        #: The prompt of the last lookup. The next save is that of its completion.
+        self._prompt: list[int] = []
+        #: Whether the completion of that prompt is still to be saved.
+        self._unsaved = False
+
+    @classmethod
+    def of(
+        cls,
+        llama: Any,
+        client: Client,
+        *,
+        fingerprint: bytes | None = None,
+        salt: bytes | str = b"",
+        **options: Any,
+    ) -> PrefixdCache:
+        """A cache for this `llama_cpp.Llama`. `fingerprint`: 32 bytes that identify the weights;
+        None: the SHA-256 of the model's files, which takes about a second per GiB, once on a host.
+        `salt` keeps tenants apart. `options`: those of the constructor. Raises UnsupportedEngine.
+        """
+        context = LlamaContext(llama, fingerprint=fingerprint, salt=salt)
+        cache = cls(context, client, **options)
+        client.announce(cache.identity)
+        context.after_generation(cache._save_completion)
+        return cache
+
+    @property
+    def identity(self) -> StateIdentity:
+        """What the keys of this cache say, as of its last use."""
+        return self._identity
+
+    def _identify(self) -> None:
+        self._identity = self._context.identity()
+        self._namespace: Namespace = self._identity.namespace()
+
+    def _notice_changes(self) -> None:
+        """Take other keys if other adapters are applied than at the last use."""
+        if self._context.adapters_changed():
+            self._identify()
+            self._client.announce(self._identity)
+
+    # ---- what llama-cpp-python calls
+
+    @property
+    def cache_size(self) -> int:
+        """Always 0: this process keeps nothing, and the daemon's entries are not only its own."""
+        return 0
+
+    def __contains__(self, tokens: Sequence[int]) -> bool:
+        tokens = list(tokens)
+        try:
+            self._notice_changes()
+            if self._context.has_spare_sequence:
+                return self._client.leading_run(self._blocks(tokens)[0], counted=False) > 0
+            return any(self._client.exists(self._prefixes(tokens)[0], counted=False))
+        except Exception:
+            logger.exception("looking into the cache failed; nothing is there")
+            return False
+
+    def __getitem__(self, tokens: Sequence[int]) -> NoReturn:
+        """Load what is cached of this prompt into the context. Always raises KeyError: the engine
+        finds by itself what is in the context."""
+        self._prompt, self._unsaved = list(tokens), True
+        try:
+            self._notice_changes()
+            if self._all_verified():
+                if self._context.has_spare_sequence:
+                    self._load_blocks(self._prompt)
+                else:
+                    self._load_state(self._prompt)
+        except Exception:
+            # A request must never fail because of the cache.
+            logger.exception("loading from the cache failed; the prompt is evaluated")
+            self._context.forget()
+        raise KeyError("what is cached was loaded into the context")
+
+    def __setitem__(self, tokens: Sequence[int], _state: object) -> None:
+        """Save the state of the context, which is that of these tokens. `_state` is ignored: it
+        contains the scores as well."""
+        known = self._context.tokens()
+        if known == list(tokens[: len(known)]):
+            self._save_completion()
+
+    def _all_verified(self) -> bool:
+        """Whether every token in the context is verified. False: a handler of images has just
+        evaluated this prompt; nothing may be loaded over it. For any other prompt, what is not
+        verified is forgotten: the engine would reuse it by its ids."""
+        verified, known = self._context.verified(), self._context.tokens()
+        if verified == len(known):
+            return True
+        if known == self._prompt:
+            return False
+        if self._context.can_be_cut:
+            self._context.cut(verified)
+            self._context.set_tokens(known[:verified])
+        else:
+            self._context.forget()
+        return True
+
+    def _save_completion(self) -> None:
+        """Save the prompt of the last lookup and what was generated, as far as it is verified."""
+        if not self._unsaved:
+            return
+        self._unsaved = False
+        try:
+            if self._context.adapters_changed():
+                self._identify()  # while it was generated: then nothing is verified
+            known, verified = self._context.tokens(), self._context.verified()
+            if self._context.has_spare_sequence:
+                self._save_blocks(known[:verified])
+            elif verified == len(known):
+                self._save_states(known)
+        except Exception:
+            logger.exception("saving to the cache failed")
+
+    # ---- blocks
+
+    def _blocks(self, tokens: list[int]) -> tuple[list[Key], list[int]]:
+        """The keys of the blocks, including an incomplete last one, and the end of each."""
+        chain = self._client.chain(
+            self._namespace, tokens, self._block_tokens, include_partial=True
+        )
+        return list(chain), list(accumulate(chain.token_counts))
+
+    def _load_blocks(self, tokens: list[int]) -> None:
+        # Tokens that are in the context already need not be loaded.
+        present = common(self._context.tokens(), tokens)
+        keys, ends = self._blocks(tokens)
+        found = self._client.leading_run(keys, prompt_tokens=len(tokens))
+        if not found or ends[found - 1] <= present:
+            return
+        start = present // self._block_tokens
+        with self._client.longest_run(keys[:found], counted=False) as hit:
+            missing = range(start, len(hit))
+            buffers = [bytearray(hit.entries[index].payload_bytes) for index in missing]
+            run = hit.restore_into(buffers, indices=missing).run
+        if not run:
+            return
+        good = start * self._block_tokens
+        self._context.cut(good)
+        for data, end in zip(buffers[:run], ends[start:], strict=False):
+            if not self._context.load_block(data, good, end):
+                self._context.cut(good)
+                break
+            good = end
+        self._context.set_tokens(tokens[:good])
+
+    def _save_blocks(self, tokens: list[int]) -> None:
+        """Save the complete blocks of prompt and completion, and the incomplete last block of the
+        prompt alone, which the next request with this prompt looks for."""
+        if self._client.would_drop():
+            return
+        keys, ends = self._blocks(tokens[: len(tokens) - len(tokens) % self._block_tokens])
+        self._save_from(self._client.leading_run(keys, counted=False), keys, ends)
+        prompt = self._prompt
+        if len(prompt) % self._block_tokens and tokens[: len(prompt)] == prompt:
+            keys, ends = self._blocks(prompt)
+            if not self._client.exists_one(keys[-1], counted=False):
+                self._save_from(len(keys) - 1, keys, ends)
+
+    def _save_from(self, start: int, keys: list[Key], ends: list[int]) -> None:
+        """Save the blocks from `start` on."""
+        firsts = [0, *ends[:-1]]
+        items = [
+            SaveItem(keys[index], self._context.block(first, ends[index]), ends[index] - first)
+            for index, first in enumerate(firsts[: len(keys)])
+            if index >= start
+        ]
+        if items:
+            self._client.save_many_async(
+                items, tier=self._tier, reason=SaveReason.FINISH, ancestors=keys[:start]
+            )
+
+    # ---- whole states
+
+    def _prefixes(self, tokens: list[int]) -> tuple[list[Key], list[int]]:
+        """The keys of as many prefixes as one call takes, longest first, and their lengths."""
+        # The engine evaluates the last token in any case, and a recurrent state can't forget it.
+        longest = len(tokens) if self._context.can_be_cut else len(tokens) - 1
+        lengths = list(range(max(1, longest - MAX_BATCH_KEYS + 1), longest + 1))
+        return prefix_keys(self._namespace, tokens, lengths)[::-1], lengths[::-1]
+
+    def _load_state(self, tokens: list[int]) -> None:
+        context, known = self._context, self._context.tokens()
+        present = common(known, tokens)
+        if not context.can_be_cut:
+            if known == tokens and context.can_sample():
+                return
+            if present < len(known) or present == len(tokens):
+                present = 0  # the engine can't go back to it
+        keys, lengths = self._prefixes(tokens)
+        with self._client.claim(keys, mode=ClaimMode.FIRST, prompt_tokens=len(tokens)) as hit:
+            length = lengths[hit.positions[0]] if hit else 0
+            data = _whole(hit) if length > present else None
+        if data is not None:
+            if context.load_state(data, length):
+                context.set_tokens(tokens[:length])
+                present = length
+            else:
+                context.set_tokens([])
+                present = 0
+        if not context.can_be_cut:
+            self._evaluate_to_the_last(tokens, present)
+
+    def _evaluate_to_the_last(self, tokens: list[int], present: int) -> None:
+        """Evaluate all but the last token, and save the state, which is found for this prompt again
+        and can't be made later."""
+        context, rest = self._context, tokens[present:-1]
+        if not rest:
+            return
+        if not present:
+            context.forget()
+        context.evaluate(rest)
+        key = prefix_key(self._namespace, tokens[:-1])
+        if context.verified() == len(tokens) - 1 and not self._client.would_drop():
+            self._save_state(key, context.state(), len(tokens) - 1)
+
+    def _save_states(self, tokens: list[int]) -> None:
+        """Save the state of prompt and completion, and that of the prompt alone, which the next
+        request with this prompt looks for."""
+        prompt = len(self._prompt)
+        if self._client.would_drop() or not tokens:
+            return
+        whole = self._context.state()
+        if (
+            self._context.can_be_cut
+            and 0 < prompt < len(tokens)
+            and tokens[:prompt] == self._prompt
+        ):
+            key = prefix_key(self._namespace, self._prompt)
+            if not self._client.exists_one(key, counted=False):
+                self._context.cut(prompt)
+                self._save_state(key, self._context.state(), prompt)
+                if not self._context.load_state(whole, len(tokens)):
+                    self._context.set_tokens([])
+        key = prefix_key(self._namespace, tokens)
+        if not self._client.exists_one(key, counted=False):
+            self._save_state(key, whole, len(tokens))
+
+    def _save_state(self, key: Key, data: bytearray, token_count: int) -> None:
+        self._client.save_async(
+            key, data, tier=self._tier, reason=SaveReason.FINISH, token_count=token_count
+        )
+
+
+def _whole(hit: Hit) -> bytearray | None:
+    """The payload of a hit with one entry. None: it could not be restored."""
+    data = bytearray(hit.entries[0].payload_bytes)
+    return data if hit.restore_into([data]) else None
+
+
+# ---- the engine
+
+
+@contextmanager
+def block_sequences() -> Iterator[None]:
+    """A `Llama` made in this context has a spare sequence; `Llama` has no parameter for that."""
+    lib = low_level()
+    default: Callable[[], Any] = lib.llama_context_default_params
+
+    def with_a_spare() -> Any:
+        params = default()
+        params.n_seq_max = 2
+        params.kv_unified = True
+        return params
+
+    lib.llama_context_default_params = with_a_spare
+    try:
+        yield
+    finally:
+        lib.llama_context_default_params = default
+
+
+def attach_to_server(make_cache: Callable[[Any], Any]) -> None:
+    """Give every model that llama-cpp-python's server loads from now on `make_cache(llama)`.
+
+    Switches off the server's default `logits_all`, so requests for `logprobs` are refused."""
+    server = ENGINE.require(
+        "llama_cpp.server.model",
+        ["LlamaProxy.load_llama_from_model_settings"],
+    )
+    load = server.LlamaProxy.load_llama_from_model_settings
+
+    def load_with_cache(settings: Any) -> Any:
+        if getattr(settings, "logits_all", False):
+            logger.info("logits_all is off: prefixd keeps no scores, so there are no logprobs")
+            settings = copy(settings)
+            settings.logits_all = False
+        with block_sequences():
+            llama = load(settings)
+        llama.set_cache(make_cache(llama))
+        return llama
+
+    server.LlamaProxy.load_llama_from_model_settings = staticmethod(load_with_cache)
