@@ -39,8 +39,9 @@ from .sharing.store import SharedStore
 _STAGING_IDLE_NS: Final = 10**9
 
 
-def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
-    """The store of one tier. Raises StoreError if the system can't provide what it needs."""
+def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool, later: bool = False) -> Store:
+    """The store of one tier. `later`: that of the disk is not open yet. Raises StoreError if the
+    system can't provide what it needs."""
     if plan.tier is Tier.RAM:
         return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
@@ -58,6 +59,7 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool) -> Store:
         plan.slab_bytes,
         sync=sync,
         max_budget_bytes=plan.max_budget_bytes,
+        later=later,
     )
 
 

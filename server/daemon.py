@@ -7,7 +7,7 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import astuple, replace
@@ -21,20 +21,21 @@ from grpc_health.v1 import health_pb2
 from .. import __version__
 from ..proto.endpoints import LOCAL_SUFFIX, socket_path
 from ..proto.errors import ConfigError, PrefixdError
+from ..proto.vocabulary import Tier
 from ..tiers.heap import keep_large_blocks
-from ..tiers.store import Store, StoreError
+from ..tiers.store import StoreError
 from . import assembly, preflight
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
 from .api.sessions import ServiceConfig
-from .config.budgets import Plan, resolve
-from .config.loading import load_config
-from .config.machine import Machine
+from .config.budgets import Plan
+from .config.loading import load_config, load_plan
 from .config.options import Config
 from .credentials import Certificates, certificates_of, read_files
 from .listening import Sockets, listen_on_tcp
 from .logs import configure_logs
+from .opening import Opening, begin_tiers
 from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
 from .reloading import Reloader
 from .runtime import process_memory
@@ -43,14 +44,9 @@ from .runtime.descriptors import Descriptors, secure
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
 from .runtime.process_memory import give_back_idle_heap
-from .runtime.recovery import Recovery
-from .runtime.resizing import Securing, fit
 
 log = structlog.get_logger("prefixd")
 
-#: The part of an arena that is allocated before its tier serves. The rest follows in the
-#: background.
-_SECURED_BEFORE_SERVING_BYTES = 256 * 2**20
 #: The daemon listens after this time even if tiers are still recovering. With the imports before
 #: it, that is within a second.
 _HEAD_START_S = 0.25
@@ -62,22 +58,22 @@ _HEALTH_INTERVAL_S = 1.0
 def main(argv: list[str] | None = None) -> None:
     """The console script. Exit status 1: could not start, and another time it may; 2: bad
     configuration, or something that it names can't be used."""
-    load = partial(load_config, sys.argv[1:] if argv is None else argv)
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        config = load(examine=preflight.problems)
+        plan = load_plan(argv, examine=preflight.problems)
     except ConfigError as problem:
         sys.exit(_complain(problem, 2))
     # Ignored until the event loop handles it.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keep_large_blocks()
+    config = plan.config
     configure_logs(config.log.level, config.log.format)
     try:
         server, sessions = config.server, config.sessions
         fds = secure(sessions.max_sessions, server.max_connections, tcp=bool(server.tcp))
         with lock_directories(config) as used_before:
-            machine = Machine.probe(config.shm.directory, config.disk.directory)
-            plan = replace(resolve(config, machine), restarted=used_before)
-            asyncio.run(serve(plan, load, fds))
+            plan = replace(plan, restarted=plan.restarted or used_before)
+            asyncio.run(serve(plan, partial(load_config, argv), fds))
     except ConfigError as problem:
         sys.exit(_complain(problem, 2))
     except (PrefixdError, StoreError, OSError) as problem:
@@ -169,12 +165,23 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
     clock = Clock()
     with ExitStack() as closing:
         stores = {}
+        openings: dict[Tier, tuple[Opening, asyncio.Task[None]]] = {}
         for tier, tier_plan in plan.tiers.items():
-            store = assembly.make_store(
-                tier_plan, verify_at_start=config.shm.verify_at_start, sync=config.disk.sync
+            stores[tier] = store = assembly.make_store(
+                tier_plan,
+                verify_at_start=config.shm.verify_at_start,
+                sync=config.disk.sync,
+                later=tier is Tier.DISK,
             )
-            closing.callback(store.close)
-            stores[tier] = store
+            if tier is Tier.DISK:
+                opening = Opening(tier_plan, store, config.server.address, config.disk.mount)
+                closing.callback(opening.close)
+                openings[tier] = opening, asyncio.create_task(opening.run())
+            else:
+                closing.callback(store.close)
+        # Most starts have little to open and to recover, so their clients find all tiers open.
+        late_s = asyncio.get_running_loop().time() + _HEAD_START_S
+        await _ended([task for _, task in openings.values()], late_s)
         index = IndexWriter(incarnation, assembly.max_entries(plan, stores))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
@@ -187,8 +194,7 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             hung_after_ns=config.disk.hung_after_ns,
         )
         try:
-            # Most starts have little to recover, so their clients find all tiers open.
-            await asyncio.wait(begin_tiers(core, plan, incarnation), timeout=_HEAD_START_S)
+            await _ended(begin_tiers(core, plan, incarnation, openings), late_s)
             process_memory.begin()
             yield core
         finally:
@@ -198,28 +204,13 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
                 leave(1 if core.broken.is_set() else 0)
 
 
-def begin_tiers(core: Core, plan: Plan, incarnation: bytes) -> list[asyncio.Task[None]]:
-    """Let every tier recover, allocate memory and serve; returns tasks that end when it does."""
-    recovery = Recovery(core, incarnation)
-    return [
-        core.supervisor.task(
-            f"{tier.label} start",
-            _begin_tier(
-                core, recovery, store, Securing(core, store), plan.tiers[tier].budget_bytes
-            ),
-        )
-        for tier, store in core.stores.items()
-    ]
-
-
-async def _begin_tier(
-    core: Core, recovery: Recovery, store: Store, securing: Securing, budget_bytes: int
-) -> None:
-    await recovery.recover(store)
-    await fit(core, store, budget_bytes)
-    await securing.secure(_SECURED_BEFORE_SERVING_BYTES)
-    recovery.end(store)
-    core.supervisor.task(f"{store.tier.label} arena", securing.secure_all())
+async def _ended(tasks: Sequence[asyncio.Task[None]], until_s: float) -> None:
+    """Wait for tasks, until a time of the loop. Raises what one of them raised."""
+    if tasks:
+        within_s = until_s - asyncio.get_running_loop().time()
+        done, _ = await asyncio.wait(tasks, timeout=max(0.0, within_s))
+        for task in done:
+            task.result()
 
 
 def service_config(

@@ -47,8 +47,8 @@ STOPPED_WITHIN_S: Final = 10.0
 
 @contextmanager
 def lock_directories(config: Config) -> Iterator[bool]:
-    """Own the socket, and the directories of the shm and the disk tier unless these are off. True:
-    a daemon has owned one of them before.
+    """Own the socket, and the directory of the shm tier unless that is off. True: a daemon has
+    owned one of them before. The disk tier locks its own (`opening`), as its device may not answer.
 
     Missing directories are created, for this user only. Raises DirectoryInUse, which names the
     holder, or OSError, which names the option; then nothing stays locked.
@@ -58,10 +58,9 @@ def lock_directories(config: Config) -> Iterator[bool]:
     assert socket is not None
     # Sockets of several daemons may share a directory; the files of a tier may not.
     locks = [("server.address", socket.parent, f"{socket.name}.lock")]
-    for name, tier in (("shm", config.shm), ("disk", config.disk)):
-        # A tier that is off has no files, so daemons without it may name the same directory.
-        if tier.budget_bytes != 0:
-            locks.append((f"{name}.directory", tier.directory, LOCK_NAME))
+    # A tier that is off has no files, so daemons without it may name the same directory.
+    if config.shm.budget_bytes != 0:
+        locks.append(("shm.directory", config.shm.directory, LOCK_NAME))
     with ExitStack() as stack:
         used_before = False
         for option, directory, name in locks:

@@ -142,7 +142,7 @@ class BaseArena(ABC):
         """A range of an entry's bytes, read-only, in order. Raises Damaged if the location or the
         arena is too short for it, StoreError if it can't be read."""
 
-    def writable(self, start: int, length_bytes: int) -> memoryview | None:  # noqa: ARG002
+    def writable(self, start: int, length_bytes: int) -> memoryview | None:
         """The daemon's writable view of a range of the arena. None: the arena is not mapped."""
         return None
 
@@ -195,6 +195,49 @@ class BaseArena(ABC):
     def open_reader(self) -> int:
         """A new descriptor that can only read, for a client. The caller closes it."""
         return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class NoArena(BaseArena):
+    """The place of an arena whose device could not be used yet: only its sizes are known."""
+
+    fd = -1
+    found_bytes = secured_bytes = _ready_bytes = 0
+
+    def __init__(self, size_bytes: int, max_bytes: int) -> None:
+        self.size_bytes = size_bytes
+        self.max_bytes = max_bytes
+        self.holes = {}
+
+    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
+        raise _not_open()
+
+    def find_holes(self) -> Iterator[tuple[int, int]]:
+        raise _not_open()
+
+    def put(self, start: int, data: memoryview, crc: int) -> int:
+        raise _not_open()
+
+    def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
+        raise _not_open()
+
+    def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
+        raise _not_open()
+
+    def give_back(self, location: Location, *, at_start: bool) -> bool:
+        raise _not_open()
+
+    def take_back(self, location: Location) -> None:
+        raise _not_open()
+
+    def open_reader(self) -> int:
+        raise _not_open()
+
+    def close(self) -> None:
+        pass
+
+
+def _not_open() -> StoreError:
+    return StoreError("the arena is not open")
 
 
 class Arena(BaseArena):

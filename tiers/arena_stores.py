@@ -32,6 +32,7 @@ from .arena import (
     Arena,
     ArenaWriter,
     BaseArena,
+    NoArena,
     check_slab,
     whole_slabs,
 )
@@ -48,6 +49,7 @@ from .store import (
     EntryRef,
     EntryWriter,
     Location,
+    OtherLayout,
     RecoveryBatch,
     Store,
     StoredEntry,
@@ -174,7 +176,7 @@ class RecordedStore(ArenaStore):
     `max_budget_bytes` later. With `sync`, writes wait for the device. With `verify_payloads`,
     `recover` compares the checksum of every payload. Only one process may use a directory at a
     time; the daemon's lock file sees to that. Raises StoreError if there can't be such a store, or
-    if the directory holds one of another layout.
+    if the directory holds one of another layout (OtherLayout).
     """
 
     recorded: ClassVar[bool] = True
@@ -193,7 +195,9 @@ class RecordedStore(ArenaStore):
         sync: bool = True,
         verify_payloads: bool = False,
         max_budget_bytes: int = 0,
+        later: bool = False,
     ) -> None:
+        """`later`: touch no file before `open` is called."""
         check_slab(slab_bytes)
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
@@ -205,11 +209,25 @@ class RecordedStore(ArenaStore):
             raise StoreError(
                 f"{budget_bytes} bytes hold no slab of {slab_bytes} beside the arena's header"
             )
+        self.arena = NoArena(slabs * slab_bytes, max_slabs * slab_bytes)
+        self._opened: Records | None = None
+        self._graves: Final = Graves(directory, sync=sync)
+        self._found_slabs = 0
+        self._has_incarnation = False
+        if not later:
+            self.open()
+
+    @property
+    def is_open(self) -> bool:
+        return self._opened is not None
+
+    def open(self) -> None:
+        directory, slab_bytes, sync = self.directory, self.slab_bytes, self._sync
         with write_errors(f"make the {self.tier.label} tier"):
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             for old in self._OLD_LAYOUTS:
                 if (directory / old).exists():
-                    raise StoreError(
+                    raise OtherLayout(
                         f"{directory} holds the cache of an earlier version of prefixd "
                         f"({old}), which this version can't read: remove it, or "
                         "configure another directory"
@@ -218,22 +236,27 @@ class RecordedStore(ArenaStore):
             if sync:
                 # Also where it is there: the start that made it may have got no further.
                 sync_parents(directory)
-        self.arena = self._open_arena(
-            directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes
-        )
+        slabs, max_slabs = self.arena.size_bytes // slab_bytes, self.arena.max_bytes // slab_bytes
+        arena = self._open_arena(directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes)
         try:
             # What an earlier start left may be larger, and not in whole slabs if it was harmed.
-            found_slabs = self.arena.size_bytes // slab_bytes
-            self.arena.size_bytes = found_slabs * slab_bytes
-            self._found_slabs: Final = found_slabs if found_slabs > slabs else 0
+            found_slabs = arena.size_bytes // slab_bytes
+            arena.size_bytes = found_slabs * slab_bytes
             max_slabs = max(max_slabs, found_slabs)
             table = self._open_table(max_slabs, sync=sync)
-            self._records: Final = Records(directory, self.tier, max_slabs, slab_bytes, table)
+            records = Records(directory, self.tier, max_slabs, slab_bytes, table)
         except BaseException:
-            self.arena.close()
+            arena.close()
             raise
-        self._graves: Final = Graves(directory, sync=sync)
-        self._has_incarnation = False
+        self._found_slabs = found_slabs if found_slabs > slabs else 0
+        self.arena, self._opened = arena, records
+
+    @property
+    def _records(self) -> Records:
+        """Raises StoreError before `open`."""
+        if self._opened is None:
+            raise StoreError(f"the files in {self.directory} are not open")
+        return self._opened
 
     @abstractmethod
     def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> BaseArena: ...
@@ -274,7 +297,7 @@ class RecordedStore(ArenaStore):
         with suppress(RecordError), path.open("rb") as file:
             found = decode_arena_header(file.read(ARENA_HEADER_BYTES))[1]
             if found != self.slab_bytes:
-                raise StoreError(
+                raise OtherLayout(
                     f"{self.directory} was made with slabs of {found} bytes: configure these, or "
                     "remove the directory"
                 )
@@ -314,7 +337,7 @@ class RecordedStore(ArenaStore):
 
     @property
     def unerased(self) -> int:
-        return self._records.unerased
+        return 0 if self._opened is None else self._opened.unerased
 
     def apply(self, sealed: Sequence[EntryWriter]) -> None:
         writers: list[ArenaWriter] = []
@@ -380,7 +403,8 @@ class RecordedStore(ArenaStore):
         return self._records.scan()
 
     def close(self) -> None:
-        self._records.close()
+        if self._opened is not None:
+            self._opened.close()
         self.arena.close()
 
 

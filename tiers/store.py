@@ -94,6 +94,10 @@ class StoreFull(StoreError):
     """The device has no room left though the budget has."""
 
 
+class OtherLayout(StoreError):
+    """The files are those of another version or of other slabs: only a person can decide."""
+
+
 class Damaged(Exception):  # the entry is bad, not the store: so no StoreError
     """The stored bytes of an entry are not those that were saved."""
 
@@ -151,6 +155,16 @@ class Store(ABC):
     step: Callable[[str], AbstractContextManager[object]] = nullcontext
     #: Bytes at the start of the arena that `ExtentAllocator` must not give to entries.
     header_bytes: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open` has succeeded. Before that, everything that needs the device raises
+        StoreError, `size_bytes` is the configured one, and nothing is secured."""
+        return True
+
+    def open(self) -> None:  # noqa: B027  # RAM has nothing to open
+        """Open, or make, the files of a store that was made without them. Does I/O. Raises
+        StoreError, and may be called again then."""
 
     @property
     @abstractmethod

@@ -25,7 +25,7 @@ from ...proto.errors import (
 from ...proto.index import TIER_OFFSET
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
-from ...proto.vocabulary import ClaimMode, Presence
+from ...proto.vocabulary import ClaimMode, Presence, Tier
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.grpc_transport import GrpcTransport, Stage
@@ -51,6 +51,11 @@ logger = logging.getLogger("prefixd.client")
 
 #: What is needed for reads in place. It is handed over at the start of a session.
 IN_PLACE: Final = (frames.INDEX, frames.RAM, frames.SHM, frames.DISK)
+_ARENAS: Final[dict[int, str]] = {
+    Tier.RAM: frames.RAM,
+    Tier.SHM: frames.SHM,
+    Tier.DISK: frames.DISK,
+}
 #: How much of a call's time the hand-over may take. The call then goes on over gRPC.
 HAND_OVER_S: Final = 0.5
 #: After a failed hand-over, the next attempt waits this long.
@@ -118,6 +123,18 @@ class LocalTransport:
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s() / 2)
         if self._may_ask(frames.INDEX) and self._lock.acquire(blocking=False):
             self._take_part(node, frames.INDEX, "new index", within_s)
+
+    def _take_arenas(self, node: LocalNode, deadline: Deadline) -> None:
+        """Ask now and then for the arenas of tiers that had none when the session began."""
+        try:
+            within_s = min(HAND_OVER_S, deadline.left_s() / 2)
+        except DeadlineExceeded:
+            return  # another call will
+        for tier in node.lacking.copy():
+            node.lacking.discard(tier)
+            name = _ARENAS.get(tier, "")
+            if name and self._may_ask(name) and self._lock.acquire(blocking=False):
+                self._take_part(node, name, f"arena {name}", within_s)
 
     def _staging(self, node: LocalNode, deadline: Deadline) -> StagingMemory | None:
         """This session's staging memory. It is handed over when a save first needs it, because
@@ -264,7 +281,10 @@ class LocalTransport:
         node = self._indexed()
         if node is None:
             return [Copied.GONE] * len(entries)
-        return node.copy(entries, targets, check, deadline)
+        copies = node.copy(entries, targets, check, deadline)
+        if node.lacking:
+            self._take_arenas(node, deadline)
+        return copies
 
     def views(self, claim: Holding, entries: Entries) -> list[list[memoryview]] | None:
         if claim.why_lost is not None:

@@ -67,6 +67,8 @@ class LocalNode:
         self.arenas: Final[dict[int, Arena]] = {}
         #: Handed over when a save first needs it.
         self.staging: StagingMemory | None = None
+        #: Tiers with entries whose arenas were not handed over: their devices came later.
+        self.lacking: set[int] = set()
         #: False once the daemon could not read memory that this process lent.
         self.lends = True
         self.take(descriptors, refused)
@@ -232,8 +234,14 @@ class LocalNode:
                 return None
         if columns is None or columns.tiers.count(columns.tiers[0]) < len(entries):
             return None
-        arena = self.arenas.get(columns.tiers[0])
+        arena = self._arena(columns.tiers[0])
         return None if arena is None else (arena, columns, placed)
+
+    def _arena(self, tier: int) -> Arena | None:
+        arena = self.arenas.get(tier)
+        if arena is None:
+            self.lacking.add(tier)
+        return arena
 
     def _located_one(
         self, entry: Entry, found: Placed | None
@@ -242,7 +250,7 @@ class LocalNode:
         if found is None:
             return None
         generation, tier, location = place_of(found[1])
-        arena = self.arenas.get(tier)
+        arena = self._arena(tier)
         return None if arena is None or generation != entry.generation else (arena, location)
 
     def _copied(

@@ -95,11 +95,14 @@ class Handoff:
         package.add(frames.INDEX, index.open_reader(), index.size_bytes, opened=True)
 
     def _add_arena(self, package: Package, name: str) -> None:
-        match self._core.stores.get(_ARENAS[name]):
-            case RamStore() as store:
+        store = self._core.stores.get(_ARENAS[name])
+        if store is not None and not store.is_open:
+            raise _Missing("the tier could not be opened yet")
+        match store:
+            case RamStore():
                 # The seals of the memfd protect it, although the descriptor is writable.
                 package.add(name, store.arena.fd, store.arena.max_bytes)
-            case (ShmStore() | DiskStore()) as store:
+            case ShmStore() | DiskStore():
                 package.add(name, store.arena.open_reader(), store.arena.max_bytes, opened=True)
             case _:
                 raise _Missing("the tier is switched off")

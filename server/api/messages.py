@@ -371,6 +371,7 @@ _RESERVE_STATUS = {
 _WHY_CLOSED = {
     TierState.RECOVERING: "it looks through what an earlier start left",
     TierState.HUNG: "its device does not answer",
+    TierState.UNAVAILABLE: "it could not be opened, for a reason that the daemon's health says",
 }
 _WHY_NOT = {
     SaveStatus.PRESENT: "it is published already",

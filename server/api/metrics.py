@@ -339,7 +339,8 @@ class StateCollector(Collector):
             (
                 ([tier.label, state.value], closed.get(tier) is state)
                 for tier in tiers
-                for state in (TierState.RECOVERING, TierState.HUNG)
+                for state in TierState
+                if state is not TierState.SERVING
             ),
         )
         yield _gauges(

@@ -356,7 +356,7 @@ async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bo
     for store in core.stores.values():
         if not store.recorded or not core.devices.recovers(store.tier):
             continue
-        if core.devices.state(store.tier) is TierState.HUNG:
+        if core.devices.state(store.tier) is not TierState.RECOVERING:
             return False
         burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
         buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))

@@ -35,6 +35,8 @@ class TierPlan:
     directory: Path | None = None
     #: The largest budget without a restart; at least `budget_bytes`.
     max_budget_bytes: int = 0
+    #: Why its directory can't be used now: the daemon starts without it, and takes it later.
+    problem: str = ""
     #: Guaranteed bytes by namespace; together at most `budget_bytes`.
     shares: Mapping[str, int] = field(default_factory=dict)
 
@@ -77,7 +79,12 @@ def resolve(config: Config, machine: Machine) -> Plan:
                 f"{plan.tier.label}.shares add up to {format_bytes(shares_bytes)}, and the tier "
                 f"has {format_bytes(plan.budget_bytes)} ({plan.why})"
             )
-    return Plan(config, {plan.tier: plan for plan in tiers}, tuple(_warnings(*tiers, machine)))
+    return Plan(
+        config,
+        {plan.tier: plan for plan in tiers},
+        tuple(_warnings(*tiers, machine)),
+        restarted=bool(machine.shm_arena_bytes or machine.disk_arena_bytes or machine.disk_problem),
+    )
 
 
 def _budget(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) -> tuple[int, str]:
@@ -133,15 +140,16 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
 
 def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
     room = format_bytes(machine.disk_room_bytes)
-    choices = (
-        (AUTO_DISK_BYTES, "the most that is taken unasked"),
-        (machine.disk_room_bytes // 4, f"25% of {room} of room on its file system"),
-    )
+    choices = [(AUTO_DISK_BYTES, "the most that is taken unasked")]
+    if not machine.disk_problem:
+        quarter_bytes = machine.disk_room_bytes // 4
+        choices.append((quarter_bytes, f"25% of {room} of room on its file system"))
     return _plan(
         Tier.DISK,
         disk,
         choices,
         directory=disk.directory,
+        problem=machine.disk_problem,
         max_in_flight_bytes=disk.max_in_flight_bytes,
     )
 
@@ -170,8 +178,10 @@ def _warnings(ram: TierPlan, shm: TierPlan, disk: TierPlan, machine: Machine) ->
     for plan, found_bytes in ((shm, machine.shm_arena_bytes), (disk, machine.disk_arena_bytes)):
         if 0 < plan.budget_bytes < found_bytes:
             yield smaller(plan.tier, plan.budget_bytes, found_bytes)
+    if disk.budget_bytes and disk.problem:
+        yield f"disk.directory: {disk.problem}; the tier is unavailable until that is over"
     for plan, room_bytes in ((shm, machine.shm_room_bytes), (disk, machine.disk_room_bytes)):
-        if plan.budget_bytes > room_bytes:
+        if plan.budget_bytes > room_bytes and not plan.problem:
             yield (
                 f"{plan.tier.label}.budget is {format_bytes(plan.budget_bytes)}, more than the "
                 f"{format_bytes(room_bytes)} that {plan.directory} has room for"

@@ -113,11 +113,31 @@ def load_config(
 ) -> Config:
     """The configuration from flags, then `env` (default: the process's own), then the file.
 
+    `examine`: look also at what the configuration names; see `load_plan`, which says more.
+    """
+    config, _ = _load(argv, env, examine)
+    return config
+
+
+def load_plan(
+    argv: Sequence[str], env: Mapping[str, str] | None = None, examine: Examine | None = None
+) -> Plan:
+    """The configuration, as `load_config`, and what each tier gets on this machine.
+
     `examine`: look also at what the configuration names: files, directories, packages, addresses.
     For a start and for `--check-config`, which is the start without the start.
     `--help`, `--version`, `--print-config` and a good `--check-config` print and raise
     SystemExit(0). Raises ConfigError, which lists everything that is wrong.
     """
+    _, plan = _load(argv, env, examine or unusable)
+    assert plan is not None
+    return plan
+
+
+def _load(
+    argv: Sequence[str], env: Mapping[str, str] | None, examine: Examine | None
+) -> tuple[Config, Plan | None]:
+    """The plan comes with `examine`."""
     env = os.environ if env is None else env
     found = sources.read(Config, PROGRAM, argv, env)
     if found.print_config:
@@ -136,7 +156,12 @@ def load_config(
             problems.append(f"{' and '.join(paths)}: {why}")
     plan = None
     if found.check_config or examine is not None:
-        machine = Machine.probe(config.shm.directory, config.disk.directory)
+        disk = config.disk
+        machine = Machine.probe(
+            config.shm.directory,
+            disk.directory if disk.budget_bytes else None,
+            disk_mount=disk.mount,
+        )
         try:
             plan = resolve(config, machine)
         except ConfigError as problem:
@@ -150,7 +175,7 @@ def load_config(
         good = "The configuration is possible, but likely not meant:" if warnings else _GOOD
         print(good, *warnings, *plan.describe(), memory.describe(plan), sep="\n")
         raise SystemExit(0)
-    return config
+    return config, plan
 
 
 def _new_ones(
@@ -189,7 +214,7 @@ def unusable(config: Config, plan: Plan | None) -> Iterator[str]:
         if name == "server.address" or config.server.admin_address != "auto":
             directories.append((name, path.parent))
     for tier, tier_plan in plan.tiers.items() if plan else ():
-        if tier_plan.directory is not None:
+        if tier_plan.directory is not None and not tier_plan.problem:
             directories.append((f"{tier.label}.directory", tier_plan.directory))
     for name, directory in directories:
         if why := _not_writable(directory):

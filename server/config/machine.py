@@ -16,9 +16,12 @@ from typing import Final, TypeAlias
 
 from ...proto.errors import ConfigError
 from ...tiers.arena import ARENA_FILE
+from ...tiers.device import asked
 
 #: A cgroup without a limit reports `max` (v2) or a number beyond any memory (v1).
 _NO_LIMIT_BYTES: Final = 2**60
+#: How long a start waits for the device of the disk tier.
+_ANSWER_S: Final = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +42,19 @@ class Machine:
     #: What the arenas of an earlier start take.
     shm_arena_bytes: int = 0
     disk_arena_bytes: int = 0
+    #: What a person or a device has to change before the disk tier can be used; empty: nothing.
+    disk_problem: str = ""
 
     @classmethod
-    def probe(cls, shm_directory: Path, disk_directory: Path, root: Path = Path("/")) -> Machine:
-        """Read this machine's sizes. `root` is where `proc` and `sys` are mounted."""
+    def probe(
+        cls,
+        shm_directory: Path,
+        disk_directory: Path | None,
+        root: Path = Path("/"),
+        disk_mount: str = "",
+    ) -> Machine:
+        """Read this machine's sizes. `root` is where `proc` and `sys` are mounted. The sizes of the
+        disk are 0 if it can't be used, or without a directory."""
         facts = meminfo(root)
         memory_bytes = facts.get("MemTotal", 0)
         available_bytes = facts.get("MemAvailable", memory_bytes)
@@ -50,17 +62,24 @@ class Machine:
             memory_bytes = min(memory_bytes, limit_bytes)
             available_bytes = min(available_bytes, max(0, limit_bytes - used_bytes))
         shm_size_bytes, shm_free_bytes = _file_system_bytes(shm_directory)
-        _, disk_free_bytes = _file_system_bytes(disk_directory)
         shm_held_bytes = _held_bytes(shm_directory)
+        disk_problem, disk_room_bytes, disk_arena_bytes = "", 0, 0
+        if disk_directory is not None:
+            disk_problem = asked(disk_directory, disk_mount, _ANSWER_S)
+        if disk_directory is not None and not disk_problem:
+            _, disk_free_bytes = _file_system_bytes(disk_directory)
+            disk_room_bytes = disk_free_bytes + _held_bytes(disk_directory)
+            disk_arena_bytes = _occupied_bytes(disk_directory / ARENA_FILE)
         return cls(
             memory_bytes=memory_bytes,
             available_bytes=available_bytes,
             shm_size_bytes=shm_size_bytes,
             shm_room_bytes=shm_free_bytes + shm_held_bytes,
-            disk_room_bytes=disk_free_bytes + _held_bytes(disk_directory),
+            disk_room_bytes=disk_room_bytes,
             shm_held_bytes=shm_held_bytes,
             shm_arena_bytes=_occupied_bytes(shm_directory / ARENA_FILE),
-            disk_arena_bytes=_occupied_bytes(disk_directory / ARENA_FILE),
+            disk_arena_bytes=disk_arena_bytes,
+            disk_problem=disk_problem,
         )
 
 

@@ -27,6 +27,7 @@ from .values import (
     File,
     MemorySource,
     Mode,
+    Mount,
     Policy,
     Share,
     Shares,
@@ -203,6 +204,10 @@ class Disk(TierSection):
     directory: Directory
     """Directory of the arena and its records; `auto`: $STATE_DIRECTORY (systemd), /var/lib/prefixd
     (root), $XDG_STATE_HOME/prefixd or ~/.local/state/prefixd."""
+    mount: Mount = ""
+    """A directory at which a file system has to be mounted before the tier is used, for example the
+    one that holds `directory`; empty: any file system will do. A disk that is not mounted is then
+    waited for. Without this option the tier begins anew wherever the directory lies."""
     max_in_flight_bytes: Size = Field(2**30, alias="max_in_flight", ge=2**20)
     """Most bytes that saves to the disk tier may reserve at once; further saves are told to try
     again. An entry that is larger is saved alone."""

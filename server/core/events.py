@@ -26,6 +26,8 @@ class TierState(Enum):
     RECOVERING = "recovering"
     #: Its device does not answer: it takes neither saves nor claims, which would only wait for it.
     HUNG = "hung"
+    #: Its store could not be opened yet: nothing of it is known.
+    UNAVAILABLE = "unavailable"
 
 
 class SaveItem(NamedTuple):

@@ -89,6 +89,7 @@ class Devices:
         self._health = health
         self._changed = changed
         self._loop = asyncio.get_running_loop()
+        self._unavailable: set[Tier] = set()
         self._recovering: set[Tier] = set()
         self._hung: set[Tier] = set()
         #: the tiers whose arenas a task is securing
@@ -105,6 +106,8 @@ class Devices:
     # ---- states of tiers
 
     def state(self, tier: Tier) -> TierState:
+        if tier in self._unavailable:
+            return TierState.UNAVAILABLE
         if tier in self._hung:
             return TierState.HUNG
         return TierState.RECOVERING if tier in self._recovering else TierState.SERVING
@@ -123,8 +126,18 @@ class Devices:
         """The recovery of a tier begins or ends."""
         self._set(self._recovering, tier, recovers)
 
+    def unavailable(self, tier: Tier, why: str) -> None:
+        """The store of a tier can't be opened; `why` is empty once it is open."""
+        part = f"{tier.label} tier"
+        if why:
+            self._health.conditions[part] = f"{why}; it is tried again"
+            self._health.notices.pop(part, None)
+        else:
+            self._health.conditions.pop(part, None)
+        self._set(self._unavailable, tier, bool(why))
+
     def recovers(self, tier: Tier) -> bool:
-        """Are its records still being read, even if its device hangs at the moment?"""
+        """Are its records not all read yet, even if its device can't be used at the moment?"""
         return tier in self._recovering
 
     def _set(self, tiers: set[Tier], tier: Tier, there: bool) -> None:
@@ -194,6 +207,8 @@ class Devices:
         part = f"{store.tier.label} probe"
         conditions = self._health.conditions
         while not self._closing.wait(interval_s):
+            if not store.is_open:
+                continue
             try:
                 with self.io[store.tier].under_way():
                     store.probe()

@@ -96,7 +96,7 @@ class IndexWriter:
             raise ValueError(f"an incarnation of {len(incarnation)} bytes")
         if not 0 < max_entries <= MAX_ENTRIES:
             raise ValueError(f"an index of {max_entries} entries")
-        self._made_of: Final = incarnation, max_entries
+        self._made_of = incarnation, max_entries
         self.layout: Final = Layout(
             max_heads=max(FIRST_HEADS, HEADS_PER_ENTRY * max_entries),
             max_rows=_ROWS_PER_ENTRY * max_entries,
@@ -292,8 +292,15 @@ class IndexWriter:
     def revoked(self) -> bool:
         return self._header[STATE] != LIVE
 
+    def make_larger(self, max_entries: int) -> bool:
+        """Have its successor take so many entries. False: this one does."""
+        incarnation, now = self._made_of
+        self._made_of = incarnation, max(now, min(max_entries, MAX_ENTRIES))
+        return self._made_of[1] > now
+
     def successor(self) -> IndexWriter:
-        """An empty index of the same size and incarnation. Raises StoreError."""
+        """An empty index of the same incarnation, and of the same size unless it is to be larger.
+        Raises StoreError."""
         return IndexWriter(*self._made_of)
 
     def open_reader(self) -> int:

@@ -364,6 +364,12 @@ class Core:
         self.index = index
         index.set_hanging(self.devices.hung)
 
+    def index_holds(self, entries: int) -> None:
+        """Replace the index by a larger one, unless this one has room for so many entries."""
+        if self.index.make_larger(entries):
+            why = "a tier is larger than it was known to be"
+            self._reindexing.revoke(self.index, why, replace=not self.gate.recounting)
+
     def _tier_changed(self, event: TierChanged) -> None:
         self.index.set_hanging(self.devices.hung)
         self.post(event)

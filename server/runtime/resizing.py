@@ -142,6 +142,20 @@ class Resizing:
         return await asyncio.shield(task)
 
 
+async def enlarge(core: Core, store: Store, budget_bytes: int) -> None:
+    """Let the accounting of a tier whose store was opened late have the size that was found. Before
+    its recovery."""
+    question = ResizeAsked(
+        request=core.next_request(),
+        tier=store.tier,
+        budget_bytes=max(budget_bytes, store.found_budget_bytes),
+        arena_bytes=store.size_bytes,
+        max_entries=EVICTED_AT_ONCE,
+        now_ns=core.clock.now_ns(),
+    )
+    await core.ask(question, ResizeAnswer)
+
+
 async def fit(core: Core, store: Store, budget_bytes: int) -> None:
     """Give a tier that has just recovered the configured budget, before it serves.
 

@@ -22,8 +22,9 @@ MIB = 2**20
 PAYLOAD_BYTES = 600_000
 #: A daemon that soon tries again to allocate the room that its device did not have.
 AGAIN = """
+from prefixd.server import opening
 from prefixd.server.runtime import resizing
-resizing.SECURE_AGAIN_S = 0.1
+opening.AGAIN_S = resizing.SECURE_AGAIN_S = 0.1
 """
 TIERS = pytest.mark.parametrize("tier", [Tier.SHM, Tier.DISK], ids=lambda tier: tier.label)
 
@@ -118,11 +119,17 @@ def test_a_device_that_is_too_small_is_served_by_eviction(tier: Tier) -> None:
 
 @TIERS
 def test_a_device_that_is_full_at_the_start_is_used_when_there_is_room(tier: Tier) -> None:
-    """A start that failed leaves nothing behind that stops the next one."""
+    """A start that failed leaves nothing behind that stops the next one. A full disk stops none."""
     with on_small_device(tier) as (daemon, device):
         filler = device.fill()
-        with pytest.raises(PrefixdError, match=str(Path(tier.label))):
-            daemon.start()
+        if tier is Tier.DISK:
+            daemon.start_unwell()
+            with daemon.admin() as admin:
+                eventually(lambda: "disk tier: " in admin.stats().health)
+            daemon.stop()
+        else:
+            with pytest.raises(PrefixdError, match=str(Path(tier.label))):
+                daemon.start()
         filler.unlink()
         device.fill(6 * MIB).chmod(0o600)
         daemon.start()

@@ -49,7 +49,8 @@ def mode(path: Path) -> int:
 
 def test_directories_are_made_for_this_user_only(tmp_path: Path) -> None:
     with lock_directories(config(tmp_path)):
-        for name in ("run", "shm", "disk"):
+        assert not (tmp_path / "disk").exists(), "its tier locks it"
+        for name in ("run", "shm"):
             assert mode(tmp_path / name) == 0o700
         assert mode(tmp_path / "shm" / LOCK_NAME) == 0o600
         assert mode(tmp_path / "run" / "a.sock.lock") == 0o600
@@ -62,7 +63,7 @@ def test_directories_that_exist_are_left_as_they_are(tmp_path: Path) -> None:
         assert mode(tmp_path / "shm") == 0o755
 
 
-@pytest.mark.parametrize("shared", ["socket", "shm", "disk"])
+@pytest.mark.parametrize("shared", ["socket", "shm"])
 def test_the_refusal_of_a_second_daemon_names_the_first(tmp_path: Path, shared: str) -> None:
     places = {"socket": "run/a.sock", "shm": "shm", "disk": "disk"}
     others = {name: f"other-{place}" for name, place in places.items()}

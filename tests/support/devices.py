@@ -43,13 +43,13 @@ class SmallDevice:
     """A small file system, mounted at `place` for the processes in its namespace."""
 
     def __init__(self, pid: int, place: Path) -> None:
-        self._pid = pid
+        self.pid = pid
         #: The mounted directory, as processes outside the namespace reach it.
         self.from_outside = Path(f"/proc/{pid}/root{place}")
 
     def script(self, patch: str = "") -> str:
         """The script of a daemon in the namespace, for `DaemonProcess.run_with`."""
-        return _DAEMON.format(pid=self._pid, patch=patch)
+        return _DAEMON.format(pid=self.pid, patch=patch)
 
     def fill(self, but_bytes: int = 0) -> Path:
         """Fill the device up to `but_bytes` with a file that is not the daemon's. Returns it."""

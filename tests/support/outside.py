@@ -58,6 +58,19 @@ class DaemonProcess(PrivateDaemon):
         """From the next start on, run on this host."""
         self.run_with(_ON_HOST.format(space=host.space))
 
+    def start_unwell(self) -> None:
+        """Start it, and wait until it listens, well or not."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        with self.admin(timeout_s=WITHIN_S) as admin:
+            admin.health(wait_for_ready=True)
+
     def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
         """Start it with flags that make it end by itself. `before`: a command that runs it."""
         done = subprocess.run(
