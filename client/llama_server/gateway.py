@@ -205,7 +205,8 @@ class Gateway:
         return np.asarray(await server.tokenize(text), "<i4")
 
     async def _fill(self, prepared: Prepared, slot: Slot) -> Restored | None:
-        """Get as much of the prompt into the slot as the cache has. Never raises a problem."""
+        """Get as much of the prompt into the slot as the cache has. Returns what was restored and
+        is not proved yet. Never raises a problem."""
         model, tokens, salt = prepared.model, prepared.tokens, prepared.salt
         common = held = slot.holds(tokens, salt)
         if not model.cuts and common < len(slot.tokens):
@@ -231,9 +232,10 @@ class Gateway:
             if others or (not model.cuts and common < slot.restored):
                 await self._erase(prepared, slot)
         slot.took(tokens, salt, kept=held)
-        if not model.cuts:
-            await self._evaluate_to_the_stops(prepared, slot, held)
-        return found if isinstance(found, Restored) else None
+        restored = found if isinstance(found, Restored) else None
+        if not model.cuts and await self._evaluate_to_the_stops(prepared, slot, held, restored):
+            return None
+        return restored
 
     async def _restore(self, prepared: Prepared, slot: Slot, held: int) -> Restored | str:
         model = prepared.model
@@ -265,11 +267,15 @@ class Gateway:
         except _PROBLEMS as why:
             self._failed("erase", why)
 
-    async def _evaluate_to_the_stops(self, prepared: Prepared, slot: Slot, present: int) -> None:
-        """Save a state that can't be cut later where later prompts may go on."""
+    async def _evaluate_to_the_stops(
+        self, prepared: Prepared, slot: Slot, present: int, restored: Restored | None
+    ) -> bool:
+        """Save a state that can't be cut later where later prompts may go on. Returns whether
+        anything was evaluated, which proves what was restored."""
         model, tokens = prepared.model, prepared.tokens
         if model.states(prepared.salt).would_drop(0):
-            return
+            return False
+        proved = False
         try:
             for stop in self._gates.stops(len(tokens), present, prepared.heads):
                 answer = await prepared.server.evaluate(slot.number, tokens[:stop])
@@ -277,6 +283,9 @@ class Gateway:
                 if timings is not None:
                     model.benefit.evaluated(timings.evaluated_tokens, timings.evaluated_ms / 1e3)
                     self.counts.add("tokens", "evaluated", timings.evaluated_tokens)
+                    if restored is not None and not proved:
+                        model.benefit.reused(restored.tokens, timings.cached_tokens)
+                        proved = True
                 slot.length = stop
                 await self._save_now(
                     prepared.server, model, slot, SaveReason.COLD, known=tokens[:stop]
@@ -285,6 +294,7 @@ class Gateway:
             slot.length = len(tokens)
         except _PROBLEMS as why:
             self._failed("evaluate", why)
+        return proved
 
     def _after(
         self, prepared: Prepared, slot: Slot, tail: _Tail, restored: Restored | None
@@ -355,10 +365,12 @@ class Gateway:
             return
         name = self._folder.offer()
         try:
-            await server.save(slot.number, name, self._settings.save_timeout_ms / 1e3)
+            written = await server.save(slot.number, name, self._settings.save_timeout_ms / 1e3)
             memory = self._folder.take(name)
         finally:
             self._folder.unlink(name)
+        if len(memory) != written:
+            raise BadSlotFile(f"it has {len(memory)} bytes of {written}")
         known = slot.tokens if known is None else known
         tokens, saving = await states.save(memory, slot.prompt, known, reason)
         slot.was_saved(tokens)
@@ -386,6 +398,10 @@ class Gateway:
         self, request: web.Request, body: bytes, bypassed: Bypassed
     ) -> web.StreamResponse:
         if not bypassed.takes_a_slot:
+            if request.method == "POST" and request.path.endswith("/lora-adapters"):
+                # What runs meanwhile is of neither these adapters nor those.
+                for model in self._models.values():
+                    model.forget()
             return await self._forward(request, body)
         self.counts.add("requests", "bypassed")
         self.counts.add("bypassed", bypassed.why)
@@ -489,7 +505,7 @@ class Gateway:
         models = {
             name: {
                 "identity": None if model.identity is None else model.identity.digest.hex(),
-                "whole_because": model.probe.whole_because if model.probe else None,
+                "entries": model.probe.form if model.probe else None,
                 "block_tokens": model.probe.block_tokens if model.probe else None,
                 "prefill_tokens_per_s": round(model.benefit.prefill_tokens_per_s),
                 "restore_bytes_per_s": round(model.benefit.restore_bytes_per_s),

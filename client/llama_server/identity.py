@@ -34,30 +34,33 @@ class Probe:
     """What the saved slot of the probe says."""
 
     digest: bytes
-    #: How a state is cut; None: it is kept whole.
+    #: How its keys and values are cut into blocks; None: the state is kept whole.
     layout: Layout | None
-    #: Why not, in words.
-    whole_because: str
-    #: What whole states depend on as well.
+    #: The state has a part that belongs to exactly its tokens.
+    has_remainder: bool
+    #: What entries depend on as well: their form.
     form: str
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block: a power of two; 0 for whole states."""
-        if self.layout is None:
-            return 0
-        tokens = max(1, _BLOCK_BYTES // self.layout.token_bytes)
-        tokens = 1 << (tokens.bit_length() - 1)
-        return max(_LEAST_BLOCK_TOKENS, min(_MOST_BLOCK_TOKENS, tokens))
+        """Tokens of a block: a power of two; 0 without blocks."""
+        return 0 if self.layout is None else _block_tokens(self.layout)
+
+
+def _block_tokens(layout: Layout) -> int:
+    tokens = max(1, _BLOCK_BYTES // layout.token_bytes)
+    tokens = 1 << (tokens.bit_length() - 1)
+    return max(_LEAST_BLOCK_TOKENS, min(_MOST_BLOCK_TOKENS, tokens))
 
 
 def read_probe(memory: memoryview, slots: int) -> Probe:
     """The probe's slot file. Raises Unsupported."""
+    found = hashlib.sha256()
     try:
         file = SlotFile(memory)
     except UnknownVersion as why:
-        digest = hashlib.sha256(memory).digest()
-        return Probe(digest, None, str(why), f"whole, unknown version, {slots} slots")
+        found.update(memory)
+        return Probe(found.digest(), None, True, f"whole: {why}, {slots} slots")
     except BadSlotFile as why:
         raise Unsupported(f"the slot file can't be read: {why}") from None
     if not len(file.tokens):
@@ -65,18 +68,19 @@ def read_probe(memory: memoryview, slots: int) -> Probe:
             "a saved slot is empty: start llama-server with --cache-ram 0, "
             "which keeps idle slots as they are"
         )
-    why_whole = file.uncuttable
-    if why_whole:
-        digest = hashlib.sha256(memory).digest()
-        form = f"whole, version {file.version}, {slots} slots"
-        return Probe(digest, None, why_whole, form)
+    if file.base is None:
+        found.update(memory)
+        return Probe(found.digest(), None, True, f"whole, version {file.version}, {slots} slots")
     file = file.sorted()
-    layout = replace(file.layout, streams=1)
-    found = hashlib.sha256(repr(layout).encode())
-    for piece in file.block(0, len(file.tokens)):
+    layout = file.layout
+    # The number of streams says nothing about the rows, but is in the remainder.
+    found.update(repr(replace(layout, streams=1)).encode())
+    for piece in (*file.block(0, len(file.tokens)), file.remainder):
         found.update(piece)
-    probe = Probe(found.digest(), layout, "", "")
-    return replace(probe, layout=file.layout, form=f"blocks of {probe.block_tokens} tokens")
+    form = f"blocks of {_block_tokens(layout)} tokens"
+    if remainder := len(file.remainder) > 0:
+        form += f" and a remainder, {slots} slots"
+    return Probe(found.digest(), layout, remainder, form)
 
 
 def identity_of(

@@ -69,8 +69,8 @@ class Model:
 
     @property
     def cuts(self) -> bool:
-        """Whether its states are cut into blocks."""
-        return self.probe is not None and self.probe.layout is not None
+        """Whether its states can be cut at any token."""
+        return self.probe is not None and not self.probe.has_remainder
 
     async def refresh(self, server: ModelServer) -> bool:
         """Notice a restart, other adapters, and slots that others used. False: it is still the same
@@ -104,7 +104,7 @@ class Model:
         return _instance(await server.get("/props"), adapters) == self._instance
 
     def forget(self) -> None:
-        """It has to be identified again: calls about it failed."""
+        """It has to be identified again, and what its slots hold is not saved."""
         self._instance = None
 
     def _compare(self, listed: Any) -> None:
@@ -145,8 +145,8 @@ class Model:
         drafts = any(each.get("speculative") for each in listed)
         self.benefit = Benefit(DRAFT_MIN_GAIN_TOKENS if drafts else MIN_GAIN_TOKENS)
         self.probe, self.identity = probe, identity
-        if probe.whole_because:
-            logger.warning("states are kept whole, not in blocks: %s", probe.whole_because)
+        if probe.layout is None:
+            logger.warning("states are kept whole, not in blocks: %s", probe.form)
         self._cache.announce(identity)
         self._instance = _instance(props, adapters)
         while self._waiting:
@@ -161,8 +161,11 @@ class Model:
         try:
             name = self._folder.offer()
             try:
-                await server.save(0, name, _PROBE_TIMEOUT_S)
-                return read_probe(self._folder.take(name), count)
+                written = await server.save(0, name, _PROBE_TIMEOUT_S)
+                memory = self._folder.take(name)
+                if len(memory) != written:
+                    raise Unsupported(f"of a slot's {written} bytes it saved {len(memory)}")
+                return read_probe(memory, count)
             finally:
                 self._folder.unlink(name)
                 await server.erase(0)

@@ -8,9 +8,10 @@ All numbers are little-endian.
     i32  words x word       the tokens; packed: -1, 1, n, n tokens, 0 (more for media)
          state              one or more sections, to the end of the file
 
-The state of a model with full attention is one section, that of one with sliding windows two (all
-cells of the layers without a window, then those within it). Hybrid and recurrent models add others,
-which stay unread.
+The state of a model with full attention is one section. One with sliding windows has a second, of
+the cells within the window; hybrid models add a recurrent state. What is behind the first section
+is the remainder: it belongs to exactly these tokens, and stays unread. Recurrent models have
+nothing else.
 
     u32  streams
          for each stream: u32 cells, and if there are any:
@@ -20,9 +21,9 @@ which stay unread.
                  i32 type, u64 bytes of a row, cells x row                      or, transposed V:
                  i32 type, u32 bytes of an element, u32 rows, rows x cells x element
 
-A slot's cells are in one stream. So the state of a plain model can be cut by tokens: row i of every
-layer belongs to token i. In a cache that slots share, the cells lie in any order; `SlotFile.sorted`
-puts them in that of the tokens.
+A slot's cells are in one stream. So the first section can be cut by tokens: row i of every layer
+belongs to token i. In a cache that slots share, the cells lie in any order; `SlotFile.sorted` puts
+them in that of the tokens.
 
 llama-server ends with an assertion on a file that is a byte too short, so nothing that was not read
 to its end here, or that is not the same bytes as when it was, may be handed to it.
@@ -75,8 +76,8 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The form of a plain state, the same for any number of tokens. Equal for equal models, caches
-    and builds; `streams` is the server's number of slots and says nothing about the bytes."""
+    """The form of a first section, the same for any number of tokens. Equal for equal models,
+    caches and builds; `streams` is the server's number of slots and says nothing about the rows."""
 
     version: int
     packed: bool
@@ -92,7 +93,7 @@ class Layout:
         return sum(region.token_bytes for region in self.regions)
 
     def file_bytes(self, token_count: int) -> int:
-        """The length of a file of that many tokens."""
+        """The length of a file of that many tokens, without a remainder."""
         return self._offsets(token_count)[-1] + 4 * (self.streams - 1)
 
     def _offsets(self, token_count: int) -> list[int]:
@@ -197,40 +198,27 @@ class SlotFile:
         self._state_at = reader.at
 
     @cached_property
-    def sections(self) -> tuple[Section, ...]:
-        """The attention caches, if the state consists of nothing else; else empty."""
-        found: list[Section] = []
-        reader = _Reader(self.memory, self._state_at)
+    def base(self) -> Section | None:
+        """The first section, with one cell for each token; None: there is no such section."""
         try:
-            while reader.at < len(self.memory):
-                found.append(_section(reader, self.version))
-                if len(found) > 2:
-                    return ()
+            found = _section(_Reader(self.memory, self._state_at), self.version)
         except BadSlotFile:
-            return ()
-        return tuple(found)
-
-    @cached_property
-    def uncuttable(self) -> str | None:
-        """Why this state can't be cut by tokens, in words; None: it can."""
-        if len(self.sections) == 2:
-            return "it has sliding windows"
-        if not self.sections:
-            return "it has layers with another state than keys and values"
-        (section,) = self.sections
+            return None
         count = len(self.tokens)
-        if len(section.positions) != count or not count:
-            return f"it has {len(section.positions)} cells for {count} tokens"
-        if (np.sort(section.positions) != np.arange(count)).any():
-            return "its cells are not those of its tokens"
-        return None
+        if len(found.positions) != count or (np.sort(found.positions) != np.arange(count)).any():
+            return None
+        return found
+
+    @property
+    def remainder(self) -> memoryview:
+        """What is behind the first section: the state of exactly these tokens. Empty for a model
+        with full attention, everything for a recurrent one."""
+        return self.memory[self._state_at if self.base is None else self.base.end :]
 
     @property
     def layout(self) -> Layout:
-        """The form of a state that can be cut. Raises BadSlotFile for another."""
-        if self.uncuttable:
-            raise BadSlotFile(self.uncuttable)
-        (section,) = self.sections
+        """The form of the first section. Raises BadSlotFile if there is none."""
+        section = self._base()
         return Layout(
             self.version,
             self.packed,
@@ -241,9 +229,14 @@ class SlotFile:
             section.streams,
         )
 
+    def _base(self) -> Section:
+        if self.base is None:
+            raise BadSlotFile("it has no keys and values for each of its tokens")
+        return self.base
+
     def sorted(self) -> SlotFile:
         """Itself, or a copy of it with the cells in the order of the tokens."""
-        (section,) = self.sections
+        section = self._base()
         order = np.argsort(section.positions, kind="stable")
         if (order == np.arange(len(order))).all():
             return self
@@ -259,7 +252,7 @@ class SlotFile:
     def block(self, first: int, last: int) -> list[Any]:
         """The rows of tokens `first` to `last` (exclusive) of a sorted file: slices of it, and of a
         transposed V a copy."""
-        (section,) = self.sections
+        section = self._base()
         count = len(self.tokens)
         found: list[Any] = []
         for region, offset in zip(section.regions, section.offsets, strict=True):
@@ -277,9 +270,15 @@ class SlotFile:
         llama-server uses a restored window only if it reaches one token further back than the
         window that it saves itself. No later token can attend to that cell.
         """
-        if len(self.sections) != 2:
+        if self.base is None or not len(self.remainder):
             return None
-        window = self.sections[1]
+        try:
+            reader = _Reader(self.memory, self.base.end)
+            window = _section(reader, self.version)
+        except BadSlotFile:
+            return None
+        if reader.at != len(self.memory):
+            return None
         oldest = int(window.positions.min())
         if oldest == 0:
             return None

@@ -1,18 +1,18 @@
 """States of a model in the cache: found, put into slot files, and saved out of them.
 
-A state that can be cut by tokens is kept as a chain of blocks, and the rest behind the last whole
-block as an entry with the key of the whole prefix. A state that can't be cut is one entry with the
-key of its prefix.
+Keys and values are kept as a chain of blocks. What is behind the last whole block is an entry with
+the key of the whole prefix: the rows of the tokens there, and the remainder of the state, if it has
+one. A state with a remainder can be restored only where it was saved. One without keys and values
+(or of an unknown form) is one entry with the key of its prefix.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ...proto.limits import MAX_BATCH_KEYS
@@ -23,7 +23,10 @@ from .folder import SlotFolder
 from .identity import Probe
 from .slot_file import BadSlotFile, Layout, SlotFile, Tokens, UnknownVersion, common_tokens
 
-logger = logging.getLogger("prefixd.llama_server")
+#: Why a gain in tokens is not worth loading so many bytes; None: it is.
+WhyNot = Callable[[int, int], str | None]
+#: Has the server restore a file of so many tokens.
+Load = Callable[[str, int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +54,7 @@ class States:
         self._tier = tier
         self._namespace = namespace
         self._layout = probe.layout
+        self._has_remainder = probe.has_remainder
         self._block_tokens = probe.block_tokens
 
     # ---- finding and restoring
@@ -60,8 +64,8 @@ class States:
         tokens: Tokens,
         present: int,
         heads: Sequence[int],
-        why_not: Callable[[int, int], str | None],
-        load: Callable[[str, int], Awaitable[None]],
+        why_not: WhyNot,
+        load: Load,
     ) -> Restored | str:
         """Have `load` put the longest cached prefix of `tokens` into a slot, which has the first
         `present` of them. `load` is given the name of a slot file and its tokens.
@@ -71,22 +75,21 @@ class States:
         Raises what `load` raises, and OSError if there is no room for the file.
         """
         began_s = time.perf_counter()
-        if self._layout is not None:
-            found = await self._restore_blocks(self._layout, tokens, present, why_not, load)
-        else:
+        found: tuple[int, int] | str
+        if self._layout is None:
             found = await self._restore_whole(tokens, present, heads, why_not, load)
+        elif self._has_remainder:
+            found = await self._restore_at(self._layout, tokens, present, heads, why_not, load)
+        else:
+            found = await self._restore_blocks(self._layout, tokens, present, why_not, load)
         if isinstance(found, str):
             return found
         return Restored(*found, time.perf_counter() - began_s)
 
     async def _restore_blocks(
-        self,
-        layout: Layout,
-        tokens: Tokens,
-        present: int,
-        why_not: Callable[[int, int], str | None],
-        load: Callable[[str, int], Awaitable[None]],
+        self, layout: Layout, tokens: Tokens, present: int, why_not: WhyNot, load: Load
     ) -> tuple[int, int] | str:
+        """Up to wherever there are blocks, and an entry behind them."""
         size = self._block_tokens
         chain = self._cache.chain(self._namespace, tokens.data, size)
         if present and (await self._cache.leading_run(chain) + 1) * size <= present:
@@ -101,8 +104,56 @@ class States:
                 payload_bytes = length * layout.token_bytes
                 if why := why_not(length - present, payload_bytes):
                     return why
-                hits = [hit for hit in (run, tail) if hit]
-                made = await self._file_of_blocks(layout, tokens[:length], hits)
+                made = await self._file_of(layout, tokens[:length], run, tail or None)
+        return await self._load(made, length, payload_bytes, load)
+
+    async def _restore_at(
+        self,
+        layout: Layout,
+        tokens: Tokens,
+        present: int,
+        heads: Sequence[int],
+        why_not: WhyNot,
+        load: Load,
+    ) -> tuple[int, int] | str:
+        """Up to where a state was saved, if all of its blocks are there."""
+        lengths = _places(tokens, present, heads)
+        async with self._longest(tokens, lengths) as end:
+            if not end:
+                return "nothing longer" if present else "miss"
+            length = lengths[::-1][end.positions[0]]
+            chain = self._cache.chain(self._namespace, tokens[:length].data, self._block_tokens)
+            payload_bytes = end.entries[0].payload_bytes
+            payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
+            if why := why_not(length - present, payload_bytes):
+                return why
+            async with self._cache.longest_run(chain) as run:
+                if len(run) < len(chain):
+                    return "blocks are gone"
+                made = await self._file_of(layout, tokens[:length], run, end)
+        return await self._load(made, length, payload_bytes, load)
+
+    async def _restore_whole(
+        self, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot, load: Load
+    ) -> tuple[int, int] | str:
+        lengths = _places(tokens, present, heads)
+        async with self._longest(tokens, lengths) as hit:
+            if not hit:
+                return "nothing longer" if present else "miss"
+            length = lengths[::-1][hit.positions[0]]
+            payload_bytes = hit.entries[0].payload_bytes
+            if why := why_not(length - present, payload_bytes):
+                return why
+            name, file = await asyncio.to_thread(self._folder.create, payload_bytes)
+            restored = await self._kept(name, hit.restore_into([file]))
+        if not restored or not _is_of(file, tokens[:length]):
+            self._folder.unlink(name)
+            return "unreadable entries"
+        return await self._load(name, length, payload_bytes, load)
+
+    async def _load(
+        self, made: str | None, length: int, payload_bytes: int, load: Load
+    ) -> tuple[int, int] | str:
         if made is None:
             return "unreadable entries"
         try:
@@ -111,102 +162,78 @@ class States:
             self._folder.unlink(made)
         return length, payload_bytes
 
-    async def _file_of_blocks(
-        self, layout: Layout, tokens: Tokens, hits: Sequence[AsyncHit]
-    ) -> str | None:
-        """The name of a slot file made of hits; None: an entry could not be read."""
-        count = len(tokens)
-        name, file = self._folder.create(layout.file_bytes(count))
+    async def _kept(self, name: str, restore: Awaitable[object]) -> bool:
+        """Whether a restore into a file succeeded; if not, the file is gone."""
         good = False
         try:
-            layout.write_frame(file, tokens)
-            first = 0
-            for hit in hits:
-                spans = []
-                for entry in hit.entries:
-                    covered = entry.payload_bytes // layout.token_bytes
-                    spans.append((first, first + covered))
-                    first += covered
-                if layout.transposed:
-                    restored = await self._fill(hit, layout, file, count, spans)
-                else:
-                    places = [layout.rows(file, count, *span) for span in spans]
-                    restored = bool(await hit.restore_into(places))
-                if not restored:
-                    return None
-            good = first == count
+            good = bool(await restore)
         finally:
             if not good:
                 self._folder.unlink(name)
-        return name if good else None
+        return good
 
-    @staticmethod
+    async def _file_of(
+        self, layout: Layout, tokens: Tokens, run: AsyncHit, end: AsyncHit | None
+    ) -> str | None:
+        """The name of a slot file made of blocks, and of an entry behind them; None: one of them
+        could not be read, or is none of this model's."""
+        count = len(tokens)
+        first = len(run) * self._block_tokens
+        remainder_bytes = 0
+        if end:
+            remainder_bytes = end.entries[0].payload_bytes - (count - first) * layout.token_bytes
+        if remainder_bytes < 0 or (remainder_bytes > 0) != self._has_remainder:
+            return None
+        size_bytes = layout.file_bytes(count)
+        name, file = await asyncio.to_thread(self._folder.create, size_bytes + remainder_bytes)
+        restored = self._fill(layout, file, tokens, run, end, file[size_bytes:])
+        if not await self._kept(name, restored):
+            return None
+        if remainder_bytes:
+            return await asyncio.to_thread(self._longer, name, file)
+        return name
+
     async def _fill(
-        hit: AsyncHit,
+        self,
         layout: Layout,
         file: memoryview,
-        count: int,
-        spans: Sequence[tuple[int, int]],
-    ) -> bool:
-        buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
-        if not await hit.restore_into(buffers):
-            return False
-        for (first, _), buffer in zip(spans, buffers, strict=True):
-            await asyncio.to_thread(layout.fill, file, count, first, memoryview(buffer))
-        return True
-
-    async def _restore_whole(
-        self,
         tokens: Tokens,
-        present: int,
-        heads: Sequence[int],
-        why_not: Callable[[int, int], str | None],
-        load: Callable[[str, int], Awaitable[None]],
-    ) -> tuple[int, int] | str:
-        # The server evaluates the last token in any case, and such a state can't forget it.
-        last = len(tokens) - 1
-        lengths = sorted(
-            {
-                *range(max(1, last - MAX_BATCH_KEYS // 2), last + 1),
-                *(head for head in heads if 0 < head <= last),
-            }
-        )
-        async with self._longest(tokens, [n for n in lengths if n > present]) as hit:
-            if not hit:
-                return "nothing longer" if present else "miss"
-            length = [n for n in lengths if n > present][::-1][hit.positions[0]]
-            payload_bytes = hit.entries[0].payload_bytes
-            if why := why_not(length - present, payload_bytes):
-                return why
-            name, file = self._folder.create(payload_bytes)
-            try:
-                if not await hit.restore_into([file]):
-                    return "unreadable entries"
-                name = await asyncio.to_thread(self._checked, name, file, tokens[:length])
-                await load(name, length)
-            except BadSlotFile as why:
-                logger.warning("a cached state is none of this server's: %s", why)
-                return "unreadable entries"
-            finally:
-                self._folder.unlink(name)
-        return length, payload_bytes
+        run: AsyncHit,
+        end: AsyncHit | None,
+        remainder: memoryview,
+    ) -> bool:
+        count, size = len(tokens), self._block_tokens
+        layout.write_frame(file, tokens)
+        first = len(run) * size
+        spans = [(start, start + size) for start in range(0, first, size)]
+        if layout.transposed:
+            blocks = [bytearray(entry.payload_bytes) for entry in run.entries]
+            if run and not await run.restore_into(blocks):
+                return False
+            rest = bytearray((count - first) * layout.token_bytes)
+            if end and not await end.restore_into([_flat([rest, remainder])]):
+                return False
+            for (start, _), block in zip([*spans, (first, count)], [*blocks, rest], strict=True):
+                if block:
+                    await asyncio.to_thread(layout.fill, file, count, start, memoryview(block))
+            return True
+        places = [layout.rows(file, count, *span) for span in spans]
+        if run and not await run.restore_into(places):
+            return False
+        rows = layout.rows(file, count, first, count)
+        return not end or bool(await end.restore_into([_flat([*rows, remainder])]))
 
-    def _checked(self, name: str, memory: memoryview, tokens: Tokens) -> str:
-        """The name of the file to load: this one, or a longer one that takes its place. Raises
-        BadSlotFile for other tokens."""
-        try:
-            file = SlotFile(memory)
-        except UnknownVersion:
-            return name  # checked by its checksum, and by its key
-        if len(file.tokens) != len(tokens) or common_tokens(file.tokens, tokens) != len(tokens):
-            raise BadSlotFile("it has other tokens")
-        longer = file.with_an_older_cell()
+    def _longer(self, name: str, memory: memoryview) -> str:
+        """The file to load: this one, or a longer one that takes its place."""
+        longer = SlotFile(memory).with_an_older_cell()
         if longer is None:
             return name
-        other, place = self._folder.create(len(longer))
-        place[:] = longer
-        self._folder.unlink(name)
-        return other
+        try:
+            other, place = self._folder.create(len(longer))
+            place[:] = longer
+            return other
+        finally:
+            self._folder.unlink(name)
 
     def _longest(self, tokens: Tokens, lengths: Sequence[int]) -> _MaybeHit:
         keys = prefix_keys(self._namespace, tokens.data, lengths)[::-1]
@@ -234,10 +261,10 @@ class States:
             return known, await self._save_whole(memory, known, reason)
         if self._layout is None:
             return file.tokens, await self._save_whole(memory, file.tokens, reason)
-        if file.uncuttable:
-            raise BadSlotFile(file.uncuttable)
         if file.layout != self._layout:
             raise BadSlotFile("it has another form than that of the probe")
+        if (len(file.remainder) > 0) != self._has_remainder:
+            raise BadSlotFile(f"it has {len(file.remainder)} bytes behind its keys and values")
         file = await asyncio.to_thread(file.sorted)
         items, ancestors = await self._new_blocks(file, min(prompt, len(file.tokens)))
         if not items:
@@ -259,13 +286,15 @@ class States:
             SaveItem(chain[number], file.block(number * size, (number + 1) * size), size)
             for number in range(run, len(chain))
         ]
-        for end in sorted({prompt, count}):
-            first = end - end % size
-            if first == end:
+        for end in sorted({prompt, count} if not self._has_remainder else {count}):
+            first, remainder = end - end % size, file.remainder
+            if first == end and not remainder:
                 continue
             key = prefix_key(self._namespace, tokens[:end].data)
             if not await self._cache.exists_one(key):
-                items.append(SaveItem(key, file.block(first, end), end - first))
+                rows = file.block(first, end) if first < end else []
+                payload = _flat([*rows, remainder])
+                items.append(SaveItem(key, payload, max(1, end - first)))
         return items, chain[:run]
 
     async def _save_whole(
@@ -279,6 +308,32 @@ class States:
         return self._cache.save_async(
             key, memory, tier=self._tier, reason=reason, token_count=len(tokens)
         )
+
+
+def _places(tokens: Tokens, present: int, heads: Sequence[int]) -> list[int]:
+    """The lengths at which a state is looked for that can't be cut, ascending: `heads`, and as many
+    of the longest ones as one call takes."""
+    # The server evaluates the last token in any case, and such a state can't forget it.
+    last = len(tokens) - 1
+    longest = range(max(1, last - MAX_BATCH_KEYS // 2), last + 1)
+    return sorted({length for length in (*longest, *heads) if present < length <= last})
+
+
+def _is_of(memory: memoryview, tokens: Tokens) -> bool:
+    """Whether a whole file is of these tokens. One of an unknown version is checked by its key and
+    its checksum alone."""
+    try:
+        file = SlotFile(memory)
+    except UnknownVersion:
+        return True
+    except BadSlotFile:
+        return False
+    return len(file.tokens) == len(tokens) == common_tokens(file.tokens, tokens)
+
+
+def _flat(pieces: Sequence[Any]) -> list[Any]:
+    """Those that have any bytes."""
+    return [piece for piece in pieces if len(piece)]
 
 
 class _MaybeHit:

@@ -140,12 +140,12 @@ class ModelServer:
         return await self._call("POST", "/completion", body, timeout_s=_EVALUATION_TIMEOUT_S)
 
     async def save(self, slot: int, name: str, timeout_s: float) -> int:
-        """Save a slot to a file of its folder. Returns how many tokens were in it."""
+        """Save a slot to a file of its folder. Returns how many bytes it wrote."""
         body = {"filename": name}
         answer = await self._call(
             "POST", f"/slots/{slot}", body, action="save", timeout_s=timeout_s
         )
-        return int(_field(answer, "n_saved"))
+        return int(_field(answer, "n_written"))
 
     async def restore(self, slot: int, name: str) -> int:
         """Restore a slot from a file of its folder. Returns how many tokens are in it."""

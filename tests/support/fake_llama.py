@@ -14,6 +14,7 @@ import json
 import secrets
 import struct
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -80,6 +81,8 @@ class FakeLlama:
         self.generating = asyncio.Event()
         #: Answer calls to a path with this status, instead of what they ask for.
         self.refuses: dict[str, int] = {}
+        #: What becomes of the bytes of a saved slot.
+        self.on_disk: Callable[[bytes], bytes] = bytes
         self.start()
 
     def start(self) -> None:
@@ -288,8 +291,10 @@ class FakeLlama:
                 await self.save_goes_on.wait()
                 if self.cache_ram:
                     slot.tokens, slot.rows = [], []
-                path.write_bytes(self.write(slot, number))
-                return web.json_response({"id_slot": number, "n_saved": len(slot.tokens)})
+                data = self.write(slot, number)
+                path.write_bytes(self.on_disk(data))
+                told = {"n_saved": len(slot.tokens), "n_written": len(data)}
+                return web.json_response({"id_slot": number, **told})
             try:
                 read = self.read(path.read_bytes())
             except (OSError, ValueError) as why:

@@ -322,6 +322,30 @@ def test_refusals_later_on(through: Through, refused: str) -> None:
     through(test, weights=f"refuses {refused}")
 
 
+@pytest.mark.parametrize("kind", ["plain", "windows", "recurrent"])
+@pytest.mark.parametrize("damage", ["short", "long", "empty"])
+def test_files_that_are_not_whole_never_come_back(through: Through, kind: str, damage: str) -> None:
+    """The real server ends with an assertion on a file that lacks a byte."""
+
+    def damaged(data: bytes) -> bytes:
+        return {"short": data[:-1], "long": data + b"\0", "empty": b""}[damage]
+
+    async def test(proxy: Proxy) -> None:
+        await proxy.gateway.identify()
+        proxy.llama.on_disk = damaged
+        assert await proxy.ask(P) == expected(proxy, P)
+        await proxy.settled()
+        assert proxy.count("failures", "save") + proxy.count("failures", "evaluate") > 0
+        proxy.llama.on_disk = bytes
+        proxy.llama.start()
+        assert await proxy.ask(P) == expected(proxy, P)
+        assert proxy.count("requests", "restored") == 0
+        assert proxy.llama.calls["assertions"] == 0
+        assert leftovers(proxy.folder) == []
+
+    through(test, weights=f"damaged {kind} {damage}", kind=kind)
+
+
 def test_without_a_daemon_it_is_a_plain_proxy(through: Through) -> None:
     async def test(proxy: Proxy) -> None:
         for prompt in (P, Q, P):

@@ -13,8 +13,11 @@ import pytest
 from prefixd.client.llama_server.slot_file import (
     BadSlotFile,
     Layout,
+    Section,
     SlotFile,
     UnknownVersion,
+    _Reader,
+    _section,
     common_tokens,
 )
 
@@ -26,6 +29,11 @@ WINDOWS = [path for path in FILES if path.stem.endswith("windows")]
 
 def read(path: Path) -> SlotFile:
     return SlotFile(memoryview(path.read_bytes()))
+
+
+def base(file: SlotFile) -> Section:
+    assert file.base is not None
+    return file.base
 
 
 def put_together(file: SlotFile, cuts: list[int]) -> bytes:
@@ -52,7 +60,7 @@ def test_every_version_is_there() -> None:
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
 def test_blocks_make_the_file_again(path: Path) -> None:
     file = read(path)
-    assert file.uncuttable is None
+    assert len(file.remainder) == 0
     file = file.sorted()
     count = len(file.tokens)
     for cuts in ([], [1, count // 2], list(range(1, count))):
@@ -61,7 +69,7 @@ def test_blocks_make_the_file_again(path: Path) -> None:
         assert again.layout == file.layout
         assert list(again.tokens) == list(file.tokens)
         assert [bytes(p) for p in again.block(0, count)] == [bytes(p) for p in file.block(0, count)]
-    if file.sections[0].stream == 0 and "out-of-order" not in path.stem:
+    if base(file).stream == 0:
         rebuilt, original = np.frombuffer(made, np.uint8), np.frombuffer(file.memory, np.uint8)
         # The sequence's number is not in it; a slot reads it as its own.
         assert (rebuilt != original).sum() <= count
@@ -83,16 +91,16 @@ def test_cells_in_any_order_are_sorted() -> None:
     file = unsorted = read(next(GOLDEN.glob("b11434-unified-out-of-order.bin")))
     # As a slot leaves them that evaluates tokens beside others.
     memory = bytearray(unsorted.memory)
-    (section,) = unsorted.sections
+    section = base(unsorted)
     cells = section.start + 4 * (2 + section.stream)
     second, third = memory[cells + 12 : cells + 24], memory[cells + 24 : cells + 36]
     memory[cells + 12 : cells + 36] = third + second
     file = SlotFile(memoryview(memory))
-    (section,) = file.sections
+    section = base(file)
     order = list(section.positions)
     assert order != sorted(order)
     ordered = file.sorted()
-    assert list(ordered.sections[0].positions) == sorted(order)
+    assert list(base(ordered).positions) == sorted(order)
     for cell, position in enumerate(order):
         size = section.regions[0].token_bytes
         start = section.offsets[0] + cell * size
@@ -105,28 +113,40 @@ def test_the_number_of_slots_says_nothing_about_the_bytes() -> None:
     assert plain.layout == four.layout
 
 
-@pytest.mark.parametrize(
-    ("stem", "why"), [("windows", "sliding windows"), ("recurrent", "another state")]
-)
-def test_what_cannot_be_cut_says_why(stem: str, why: str) -> None:
-    for path in GOLDEN.glob(f"*{stem}.bin"):
+def test_what_is_behind_the_first_section_is_the_remainder() -> None:
+    for path in WINDOWS:
         file = read(path)
+        assert file.base is not None
+        assert bytes(file.remainder) == bytes(file.memory[file.base.end :])
+        assert len(file.remainder) > 0
+        blocks = b"".join(map(bytes, file.block(0, len(file.tokens))))
+        assert len(blocks) == len(file.tokens) * file.layout.token_bytes
+    for path in GOLDEN.glob("*recurrent.bin"):
+        file = read(path)
+        assert file.base is None
         assert len(file.tokens) > 20
-        assert why in (file.uncuttable or "")
-        with pytest.raises(BadSlotFile, match=why):
+        assert len(file.remainder) > 0
+        with pytest.raises(BadSlotFile, match="no keys and values"):
             _ = file.layout
+
+
+def window_of(file: SlotFile) -> Section:
+    reader = _Reader(file.memory, base(file).end)
+    window = _section(reader, file.version)
+    assert reader.at == len(file.memory)
+    return window
 
 
 @pytest.mark.parametrize("path", WINDOWS, ids=lambda path: path.stem)
 def test_a_window_gets_one_cell_of_zeros_before_it(path: Path) -> None:
     file = read(path)
-    window = file.sections[1]
+    window = window_of(file)
     oldest = int(window.positions.min())
     longer = SlotFile(memoryview(file.with_an_older_cell() or b""))
-    base, added = longer.sections
+    added = window_of(longer)
     assert list(added.positions) == [oldest - 1, *window.positions]
     assert list(longer.tokens) == list(file.tokens)
-    assert longer.memory[: base.end] == file.memory[: base.end]
+    assert longer.memory[: base(longer).end] == file.memory[: base(file).end]
     for region, here, there in zip(window.regions, window.offsets, added.offsets, strict=True):
         size, count = region.token_bytes, len(window.positions)
         assert not region.rows
@@ -139,20 +159,16 @@ def test_a_window_gets_one_cell_of_zeros_before_it(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", PLAIN + WINDOWS, ids=lambda path: path.stem)
-def test_every_other_length_is_refused(path: Path) -> None:
+def test_every_other_length_is_noticed(path: Path) -> None:
     whole = path.read_bytes()
     expected = read(path)
+    size = len(expected.remainder)
     for data in (*(whole[:end] for end in range(len(whole))), whole + b"\0", whole + whole):
         try:
             file = SlotFile(memoryview(data))
         except BadSlotFile:
             continue
-        assert len(file.sections) != len(expected.sections)
-        if path in WINDOWS and len(data) == expected.sections[0].end:
-            continue  # without its windows it is a whole file of another model
-        assert file.uncuttable
-        with pytest.raises(BadSlotFile):
-            _ = file.layout
+        assert file.base is None or len(file.remainder) != size
 
 
 @pytest.mark.parametrize("path", PLAIN, ids=lambda path: path.stem)
@@ -160,7 +176,7 @@ def test_every_flip_outside_the_rows_is_noticed(path: Path) -> None:
     """Flips in the rows are for the daemon's checksums to notice."""
     whole = path.read_bytes()
     expected = read(path)
-    (section,) = expected.sections
+    section = base(expected)
     rows = {
         at
         for region, offset in zip(section.regions, section.offsets, strict=True)
@@ -186,7 +202,8 @@ def _same(data: bytes, layout: Layout, expected: SlotFile) -> bool:
             file.layout == layout
             and file.layout.streams == layout.streams
             and list(file.tokens) == list(expected.tokens)
-            and list(file.sections[0].positions) == list(expected.sections[0].positions)
+            and len(file.remainder) == 0
+            and list(base(file).positions) == list(base(expected).positions)
         )
     except BadSlotFile:
         return False
