@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures sim power mutants fuzz soak kernel-san s3 engines docs check format proto clean
+.PHONY: dev demo test quick pictures sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install '.[server]'`.
@@ -87,12 +87,28 @@ $(ENGINES)/.done: pyproject.toml
 	@test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check numpy 'torch==2.13.*'
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check \
-		'transformers==5.23.*' 'llama-cpp-python[server]==0.3.36' peft httpx gguf hypothesis pytest pytest-timeout -e '.[server]'
+		'transformers==5.23.*' 'llama-cpp-python[server]==0.3.36' peft httpx gguf hypothesis pytest pytest-timeout -e '.[server,llama-server]'
 	@touch $@
 
 engines: $(ENGINES)/.done ## test with llama-cpp-python and transformers themselves, on CPU
 	$(ENGINES)/bin/python -m pytest -q -s --timeout 600 tests/engines/test_llama_cpp*.py \
 		tests/engines/test_transformers*.py tests/engines/test_pages.py
+
+# llama.cpp's server: $LLAMA_SERVER, else built of the source in llama-cpp-python's package, with CMake.
+BUILT_SERVER := $(CURDIR)/$(ENGINES)/llama.cpp/bin/llama-server
+LLAMA_SERVER ?= $(BUILT_SERVER)
+$(BUILT_SERVER): | $(ENGINES)/.done
+	@mkdir -p $(ENGINES)/llama.cpp
+	$(ENGINES)/bin/python -m pip download --quiet --disable-pip-version-check --no-deps \
+		--no-binary llama-cpp-python -d $(ENGINES)/llama.cpp 'llama-cpp-python==0.3.36'
+	tar -xzf $(ENGINES)/llama.cpp/llama_cpp_python-*.tar.gz -C $(ENGINES)/llama.cpp --strip-components 1
+	cmake -S $(ENGINES)/llama.cpp/vendor/llama.cpp -B $(ENGINES)/llama.cpp -DCMAKE_BUILD_TYPE=Release \
+		-DBUILD_SHARED_LIBS=OFF -DLLAMA_CURL=OFF -DLLAMA_OPENSSL=OFF -DLLAMA_BUILD_UI=OFF \
+		-DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
+	cmake --build $(ENGINES)/llama.cpp --target llama-server --parallel
+
+engines-llama-server: $(ENGINES)/.done $(LLAMA_SERVER) ## test llama.cpp's server with its prompts kept, on CPU
+	LLAMA_SERVER=$(LLAMA_SERVER) $(ENGINES)/bin/python -m pytest -q --timeout 1800 tests/engines/test_llama_server.py
 
 # These engines need a GPU to run, but not to test their caches. Each has an environment of its own, without CUDA parts.
 LMCACHE := lmcache==0.5.6

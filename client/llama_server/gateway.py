@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -140,6 +140,7 @@ class Gateway:
 
     async def identify(self) -> None:
         """Find out which model it is, before the first request needs it. Failures are logged."""
+        await self._cache.wait_connected()
         try:
             if not await self._routes(self._settings.auth):
                 model, server = self._model_of("", self._settings.auth)
@@ -239,10 +240,12 @@ class Gateway:
 
     async def _restore(self, prepared: Prepared, slot: Slot, held: int) -> Restored | str:
         model = prepared.model
-        if not self._cache.connected:
-            return "no daemon"
         if model.bypassing and not model.cuts:
             return "others may use the slot"
+
+        worth = held + model.benefit.min_gain_tokens
+        if saves := model.saves_of(prepared.tokens, worth):
+            await asyncio.wait(saves, timeout=self._settings.policy.session_resume_wait_ms / 1e3)
 
         async def load(name: str, count: int) -> None:
             slot.forget()
@@ -256,6 +259,8 @@ class Gateway:
         )
         if isinstance(found, Restored):
             model.benefit.restored(found.payload_bytes, found.seconds)
+        elif not self._cache.connected:
+            return "no daemon"
         return found
 
     async def _erase(self, prepared: Prepared, slot: Slot) -> None:
@@ -376,12 +381,15 @@ class Gateway:
         slot.was_saved(tokens)
         if saving is not None:
             self.counts.add("saves", reason.name.lower())
-            self._spawn(_outcome(saving))
+            task = self._spawn(_outcome(saving, slot, tokens))
+            model.saving[task] = tokens
+            task.add_done_callback(model.saving.pop)
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     @contextlib.asynccontextmanager
     async def _lock_of(self, model: Model, slot: Slot) -> AsyncIterator[None]:
@@ -517,7 +525,12 @@ class Gateway:
             }
             for name, model in self._models.items()
         }
-        stats = {"connected": self._cache.connected, **self.counts.to_json(), "models": models}
+        stats = {
+            "connected": self._cache.connected,
+            "pending_saves": self._cache.pending_saves,
+            **self.counts.to_json(),
+            "models": models,
+        }
         return web.json_response(stats, dumps=lambda value: json.dumps(value, indent=2) + "\n")
 
     async def _metrics(self, _request: web.Request) -> web.Response:
@@ -538,11 +551,15 @@ class _Tail:
             del self.kept[:-KEPT_BYTES]
 
 
-async def _outcome(saving: Any) -> None:
-    outcomes = await saving
-    for outcome in outcomes if isinstance(outcomes, Sequence) else [outcomes]:
-        if not getattr(outcome, "ok", True):
-            logger.info("a save was not taken: %s", outcome)
+async def _outcome(saving: Awaitable[object], slot: Slot, tokens: Tokens) -> None:
+    """Wait for a save. If it was not taken, the slot counts as unsaved again."""
+    found = await saving
+    outcomes = found if isinstance(found, list) else [found]
+    refused = [each for each in outcomes if not getattr(each, "ok", True)]
+    if refused:
+        logger.info("a save was not taken: %s", refused[0])
+        if slot.tokens is tokens:
+            slot.saved = 0
 
 
 def _auth_of(request: web.Request) -> Auth:

@@ -18,7 +18,7 @@ from ..identity import StateIdentity
 from .decisions import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit
 from .folder import SlotFolder
 from .identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_salt
-from .slot_file import Tokens
+from .slot_file import Tokens, common_tokens
 from .slots import Slot, choose
 from .states import States
 from .upstream import ModelServer, Refused
@@ -64,6 +64,8 @@ class Model:
         #: Requests that may get any slot of the server's choice.
         self.bypassing = 0
         self._uses = 0
+        #: Saves that the daemon has not taken yet, and their tokens.
+        self.saving: dict[asyncio.Task[Any], Tokens] = {}
 
     # ---- who it is
 
@@ -184,6 +186,12 @@ class Model:
             found = States(self._cache, self._folder, self._tier, namespace, self.probe)
             self._states[salt] = found
         return found
+
+    def saves_of(self, tokens: Tokens, least: int) -> list[asyncio.Task[Any]]:
+        """The saves in progress that have at least so many of these tokens."""
+        return [
+            task for task, saved in self.saving.items() if common_tokens(saved, tokens) >= least
+        ]
 
     # ---- its slots
 

@@ -204,10 +204,13 @@ class SlotFile:
             found = _section(_Reader(self.memory, self._state_at), self.version)
         except BadSlotFile:
             return None
+        return found if found.regions and self._covers(found) else None
+
+    def _covers(self, section: Section) -> bool:
+        """Whether a section has one cell for each token."""
         count = len(self.tokens)
-        if len(found.positions) != count or (np.sort(found.positions) != np.arange(count)).any():
-            return None
-        return found
+        found = section.positions
+        return len(found) == count and bool((np.sort(found) == np.arange(count)).all())
 
     @property
     def remainder(self) -> memoryview:
@@ -270,14 +273,13 @@ class SlotFile:
         llama-server uses a restored window only if it reaches one token further back than the
         window that it saves itself. No later token can attend to that cell.
         """
-        if self.base is None or not len(self.remainder):
-            return None
         try:
-            reader = _Reader(self.memory, self.base.end)
+            reader = _Reader(self.memory, self._state_at)
+            first = _section(reader, self.version)
             window = _section(reader, self.version)
         except BadSlotFile:
             return None
-        if reader.at != len(self.memory):
+        if reader.at != len(self.memory) or not self._covers(first):
             return None
         oldest = int(window.positions.min())
         if oldest == 0:
@@ -336,7 +338,7 @@ def _section(reader: _Reader, version: int) -> Section:
     if (cells[:, 1] != 1).any():
         raise BadSlotFile("a cell that several sequences share")
     transposed, layers = reader.u32(), reader.u32()
-    if transposed > 1 or not 0 < layers <= _MOST_LAYERS:
+    if transposed > 1 or layers > _MOST_LAYERS:
         raise BadSlotFile("no attention cache")
     rotation = bytes(reader.take(_ROTATION_BYTES)) if version >= _ROTATES else b""
     regions, offsets = [], []

@@ -149,7 +149,8 @@ class States:
         if not restored or not _is_of(file, tokens[:length]):
             self._folder.unlink(name)
             return "unreadable entries"
-        return await self._load(name, length, payload_bytes, load)
+        made = await asyncio.to_thread(self._longer, name, file)
+        return await self._load(made, length, payload_bytes, load)
 
     async def _load(
         self, made: str | None, length: int, payload_bytes: int, load: Load
@@ -225,7 +226,10 @@ class States:
 
     def _longer(self, name: str, memory: memoryview) -> str:
         """The file to load: this one, or a longer one that takes its place."""
-        longer = SlotFile(memory).with_an_older_cell()
+        try:
+            longer = SlotFile(memory).with_an_older_cell()
+        except UnknownVersion:
+            return name
         if longer is None:
             return name
         try:

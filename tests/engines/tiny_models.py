@@ -13,14 +13,16 @@ LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT = 4, 256, 8, 512, 8192
 class Gguf:
     """A writer of a model with a vocabulary of bytes, and with random tensors."""
 
-    def __init__(self, path: Path, architecture: str, seed: int, **options: Any) -> None:
+    def __init__(
+        self, path: Path, architecture: str, seed: int, layers: int = LAYERS, **options: Any
+    ) -> None:
         import gguf
 
         self.writer = writer = gguf.GGUFWriter(path, architecture, **options)
         self._random = np.random.default_rng(seed)
         writer.add_context_length(CONTEXT)
         writer.add_embedding_length(WIDTH)
-        writer.add_block_count(LAYERS)
+        writer.add_block_count(layers)
         pieces = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{byte:02X}>".encode() for byte in range(256)]
         pieces += [
             f"\N{LOWER ONE EIGHTH BLOCK}w{n}".encode() for n in range(VOCABULARY - len(pieces))
@@ -113,10 +115,10 @@ def write_mamba(path: Path) -> None:
     made.close()
 
 
-def write_gemma(path: Path, *, window: int = 512) -> None:
-    """A model with sliding windows in most of its layers."""
+def write_gemma(path: Path, *, window: int = 512, layers: int = LAYERS) -> None:
+    """A model with sliding windows in all of its layers but every sixth."""
     heads, width = 4, 64
-    made = Gguf(path, "gemma3", 5)
+    made = Gguf(path, "gemma3", 5, layers)
     writer = made.writer
     writer.add_feed_forward_length(2 * WIDTH)
     writer.add_head_count(heads)
@@ -128,7 +130,7 @@ def write_gemma(path: Path, *, window: int = 512) -> None:
     writer.add_rope_freq_base(1e6)
     made.random("token_embd.weight", VOCABULARY, WIDTH)
     made.ones("output_norm.weight")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block = f"blk.{layer}"
         for name in ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm"):
             made.ones(f"{block}.{name}.weight")
@@ -141,6 +143,41 @@ def write_gemma(path: Path, *, window: int = 512) -> None:
         made.random(f"{block}.ffn_gate.weight", 2 * WIDTH, WIDTH)
         made.random(f"{block}.ffn_up.weight", 2 * WIDTH, WIDTH)
         made.random(f"{block}.ffn_down.weight", WIDTH, 2 * WIDTH)
+    made.close()
+
+
+def write_hybrid(path: Path) -> None:
+    """A model with attention in every other layer, and short convolutions in the others."""
+    kv_heads = [HEADS // 2 if layer % 2 else 0 for layer in range(LAYERS)]
+    made = Gguf(path, "lfm2", 4)
+    writer = made.writer
+    writer.add_feed_forward_length(2 * WIDTH)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_shortconv_l_cache(3)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
+    made.random("token_embd.weight", VOCABULARY, WIDTH)
+    made.random("output.weight", VOCABULARY, WIDTH)
+    made.ones("token_embd_norm.weight")
+    for layer, kv in enumerate(kv_heads):
+        block = f"blk.{layer}"
+        made.ones(f"{block}.attn_norm.weight")
+        made.ones(f"{block}.ffn_norm.weight")
+        made.random(f"{block}.ffn_gate.weight", 2 * WIDTH, WIDTH)
+        made.random(f"{block}.ffn_up.weight", 2 * WIDTH, WIDTH)
+        made.random(f"{block}.ffn_down.weight", WIDTH, 2 * WIDTH)
+        if kv:
+            made.ones(f"{block}.attn_q_norm.weight", WIDTH // HEADS)
+            made.ones(f"{block}.attn_k_norm.weight", WIDTH // HEADS)
+            made.random(f"{block}.attn_q.weight", WIDTH, WIDTH)
+            made.random(f"{block}.attn_k.weight", WIDTH // 2, WIDTH)
+            made.random(f"{block}.attn_v.weight", WIDTH // 2, WIDTH)
+            made.random(f"{block}.attn_output.weight", WIDTH, WIDTH)
+        else:
+            made.random(f"{block}.shortconv.conv.weight", WIDTH, 3)
+            made.random(f"{block}.shortconv.in_proj.weight", 3 * WIDTH, WIDTH)
+            made.random(f"{block}.shortconv.out_proj.weight", WIDTH, WIDTH)
     made.close()
 
 

@@ -35,7 +35,7 @@ POLICY = SavePolicy(
 
 @pytest.fixture(scope="session")
 def daemon() -> Iterator[PrivateDaemon]:
-    with private_daemon(ram="32MiB", shm="32MiB") as daemon:
+    with private_daemon(ram="32MiB", shm="32MiB", disk="0") as daemon:
         yield daemon
 
 

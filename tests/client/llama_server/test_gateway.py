@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.proto.vocabulary import Tier
 from tests.client.llama_server.conftest import Proxy
 from tests.support.fake_llama import leftovers, plain_answer
 
@@ -434,6 +435,20 @@ def test_saves_are_lazy(through: Through) -> None:
         assert sum(saves.values()) == 2, "the probe, and after the first turn"
 
     through(test, weights="lazy", settings={"idle_s": 3600.0})
+
+
+def test_a_save_that_the_daemon_refuses_is_tried_again(through: Through) -> None:
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.settled()
+        (model,) = proxy.gateway._models.values()
+        (slot,) = model.slots
+        assert slot.saved == 0, "there is no disk tier"
+        await proxy.ask(P)
+        await proxy.settled()
+        assert proxy.count("saves", "cold") == 2
+
+    through(test, weights="refused", settings={"tier": Tier.DISK})
 
 
 def test_status_pages(through: Through) -> None:

@@ -2,51 +2,25 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.llama_server.main import run
 from tests.support.daemon import WITHIN_S, eventually
+from tests.support.unix_http import call
 from tests.support.warm import WARM
 
 ROOT = Path(__file__).resolve().parents[3]
 WRAPPER = ("-m", "prefixd.client.llama_server")
 P = "".join(chr(97 + (n * n + 7 * n) % 26) for n in range(1_000))
-
-
-class Connection(http.client.HTTPConnection):
-    """HTTP over a Unix socket."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=WITHIN_S)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.connect(str(self._path))
-
-
-def call(path: Path, method: str, url: str, body: Any = None) -> tuple[int, Any]:
-    connection = Connection(path)
-    try:
-        connection.request(method, url, None if body is None else json.dumps(body))
-        answer = connection.getresponse()
-        raw = answer.read()
-        return answer.status, json.loads(raw) if raw[:1] in b"{[" and raw else raw
-    finally:
-        connection.close()
 
 
 @contextmanager
