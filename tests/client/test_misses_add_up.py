@@ -6,6 +6,9 @@ import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from hashlib import sha256
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
@@ -13,7 +16,7 @@ from prefixd.client.lab.live import LiveOptions, LiveReplay
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from tests.support.daemon import eventually, private_daemon
+from tests.support.daemon import eventually, metrics_of, private_daemon
 from tests.support.lengths import times
 
 LABELS = ("llama", "qwen")
@@ -103,6 +106,40 @@ def test_the_misses_add_up_for_each_label_and_tier_through_a_restart() -> None:
         assert_they_add_up(daemon, clients, 50 + WHILE_IT_IS_DOWN)
         for label in LABELS:
             assert usage(daemon, label).misses["unavailable"] == WHILE_IT_IS_DOWN
+
+
+def scraped(text: str) -> dict[str, dict[str, float]]:
+    """Of each label: tokens looked up, hit and missed, in one scrape."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        name = family.name.removeprefix("prefixd_client_")
+        if name in ("lookup_tokens", "hit_tokens", "missed_tokens"):
+            for sample in family.samples:
+                of = found.setdefault(sample.labels["namespace"], {})
+                of[name] = of.get(name, 0) + sample.value
+    return found
+
+
+def test_missed_tokens_add_up_at_every_scrape() -> None:
+    """While clients look up, save and report, of a tier that is full and evicts."""
+    chance, scrapes = random.Random(5), []
+    flags = ("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=100ms")
+    with (
+        private_daemon(*flags, ram="256KiB", shm="256KiB", disk="1MiB") as daemon,
+        clients_of(daemon) as clients,
+    ):
+        address = f"http://{metrics_of(daemon)}/metrics"
+        for _ in range(times(60, 600)):
+            for label, client in clients.items():
+                for _ in range(5):
+                    look(client, label, chance)
+            with urlopen(address) as response:
+                scrapes.append(scraped(response.read().decode()))
+    for of_labels in scrapes:
+        for of in of_labels.values():
+            assert of["lookup_tokens"] == of.get("hit_tokens", 0) + of["missed_tokens"]
+    assert len({str(each) for each in scrapes}) > 3, "they changed in between"
+    assert all(of["missed_tokens"] > 0 for of in scrapes[-1].values())
 
 
 def test_a_live_replay_adds_up_before_and_after_a_restart() -> None:
