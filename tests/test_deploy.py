@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
-from prefixd.server.api.metrics import PRESSURE, StateCollector
+from prefixd.server.api.metrics import PRESSURE, SHARED, StateCollector
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.memory import memory_parts
@@ -53,6 +53,7 @@ def metric_names() -> set[str]:
             cast(LoopLag, SimpleNamespace(pulses=Histogram(BOUNDS_NS))),
             latencies=Latencies(Clock()),
             pressure=lambda: dict.fromkeys(PRESSURE, 0.0),
+            shared=lambda: dict.fromkeys(SHARED, 0),
         )
     )
     ProcessCollector(registry=registry)
@@ -149,6 +150,10 @@ NOT_ALWAYS = {
     "prefixd_unhealthy",
     "prefixd_notices",
     "prefixd_certificate_ends_timestamp_seconds",
+    # Where entries are shared.
+    "prefixd_shared_nodes",
+    "prefixd_shared_nodes_serving",
+    "prefixd_shared_refused_total",
 }
 
 
@@ -207,6 +212,15 @@ def test_every_alert_has_its_case() -> None:
         assert case.count("exp_alerts:") == 1, name
         silent = case.count("alertname:") > case.count("exp_alerts:")
         assert silent or case.count("- series:") > 1, name
+
+
+def test_every_alert_has_its_runbook() -> None:
+    """And every runbook its alert."""
+    page = (REPOSITORY / "docs/operate.md").read_text()
+    named = re.findall(r'- alert: (\w+)\n(?:.*\n)+?.*runbook: "docs/operate.md#(\w+)"', ALERTS)
+    assert [name.lower() for name, _ in named] == [anchor for _, anchor in named]
+    assert [name for name, _ in named] == re.findall(r"- alert: (\w+)", ALERTS)
+    assert [name for name, _ in named] == re.findall(r"^### (Prefixd\w+)$", page, re.MULTILINE)
 
 
 # ---- systemd
