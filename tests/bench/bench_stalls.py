@@ -79,6 +79,8 @@ from prefixd.tiers.eviction import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
 
+#: The label of the client that saves everything.
+LABEL: Final = "bench"
 BATCH_KEYS: Final = 48
 SLAB_BYTES: Final = 4096
 TOKENS: Final = 512
@@ -130,7 +132,8 @@ class Inside:
     """The core of a daemon with one RAM tier."""
 
     def __init__(self, entries: int, executor: ThreadPoolExecutor) -> None:
-        budget_bytes = (entries + 4 * WAITERS) * SLAB_BYTES
+        self.entries = entries
+        self.budget_bytes = budget_bytes = (entries + 4 * WAITERS) * SLAB_BYTES
         store = RamStore(budget_bytes, SLAB_BYTES)
         for _ in store.arena.secure_segments():
             pass
@@ -139,7 +142,11 @@ class Inside:
         ledger.grow(budget_bytes)
         index = IndexWriter(bytes(16), entries + 4 * WAITERS)
         state = MetaState(
-            StateConfig(), {Tier.RAM: ledger}, {Tier.RAM: store.stored_bytes}, frozenset(), 1
+            StateConfig(curve_keys=65_536, journal_bytes=64 * 2**20),
+            {Tier.RAM: ledger},
+            {Tier.RAM: store.stored_bytes},
+            frozenset(),
+            1,
         )
         self.core = Core(state, {Tier.RAM: store}, index, executor, Clock())
         self.admin = AdminService(
@@ -152,7 +159,7 @@ class Inside:
         return self.core.clock.now_ns()
 
     async def open(self, name: str) -> int:
-        request = SessionOpened(self.core.next_request(), name, self.now_ns())
+        request = SessionOpened(self.core.next_request(), name, self.now_ns(), LABEL)
         return (await self.core.ask(request, Opened)).session
 
     async def reserve(self, session: int, keys: list[Key]) -> list[WriteOrder]:
@@ -292,6 +299,43 @@ class Inside:
     async def sweep(self) -> None:
         await self.admin.gc(pb.GcRequest(), CALLER)
 
+    async def shuffle(self) -> None:
+        """Use all entries in an order that is not that of their places, as on any real tier: a tier
+        that gets smaller then retires as many pieces as it has entries."""
+        order = random.Random(1).sample(self.keys, len(self.keys))
+        for at in range(0, len(order), 1_024):
+            claim = await self.claim(self.session, order[at : at + 1_024])
+            await self.release(self.session, claim)
+            self.core.post(HeartbeatCame(self.session, self.now_ns()))
+            await asyncio.sleep(0)
+
+    async def forecasts(self) -> None:
+        preview = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=SLAB_BYTES, entries=4_096)
+        victims = pb.ListEntriesRequest(tier=pb.TIER_RAM, page_entries=10_000, next_victims=True)
+        for _ in range(5):
+            assert (await self.admin.preview(preview, CALLER)).admissible
+            await self.admin.list_entries(victims, CALLER)
+            await self.admin.why(pb.WhyRequest(key=self.keys[0][:2]), CALLER)
+            await self.admin.stats(pb.StatsRequest(), CALLER)
+            await self.admin.curve(pb.CurveRequest(tier=pb.TIER_RAM), CALLER)
+
+    async def shrink(self) -> None:
+        tenth_bytes = self.budget_bytes // 10 // SLAB_BYTES * SLAB_BYTES
+        request = pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=tenth_bytes)
+        await self.admin.resize(request, CALLER)
+
+    async def grow(self) -> None:
+        request = pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=self.budget_bytes)
+        await self.admin.resize(request, CALLER)
+
+    async def refill(self) -> None:
+        self.keys.clear()
+        await self.fill(self.entries)
+
+    async def clear(self) -> None:
+        response = await self.admin.clear(pb.ClearRequest(namespace=LABEL), CALLER)
+        assert response.entries >= self.entries, response
+
     async def evict_all(self) -> None:
         request = pb.EvictRequest(free_bytes=2**62, tiers=[pb.TIER_RAM])
         await self.admin.evict(request, CALLER)
@@ -322,6 +366,13 @@ async def inside(entries: int, found: Callable[[Row], None]) -> None:
             ("1,000 waiters", side.wake),
             ("a large session ends", side.lose_session),
             ("gc", side.sweep),
+            ("forecasts, why, stats", side.forecasts),
+            ("shuffle", side.shuffle),
+            ("resize to a tenth", side.shrink),
+            ("resize back", side.grow),
+            ("fill", side.refill),
+            ("clear", side.clear),
+            ("fill again", side.refill),
             ("evict everything", side.evict_all),
         ):
             found(await side.measure(name, work, pause_s=0.001 if work == side.verify else 0))
@@ -395,10 +446,6 @@ def outside(entries: int, found: Callable[[Row], None]) -> None:
         ):
             found(measure(prober, admin, name, work))
         assert admin.stats().counters["prefixd_sessions_lost_total"] == 0
-
-
-#: The label of the client that saves everything.
-LABEL: Final = "bench"
 
 
 def preview(admin: AdminConnection) -> None:

@@ -1,9 +1,12 @@
-"""Runs clients on a daemon for a time, and compares the last tenth of it with the second.
+"""Runs clients on a daemon for a time, and compares the last tenth of it with the one in which the
+tenth minute ends, or with the second.
 
-    python -m tests.soak --minutes 60
+    python -m tests.soak --minutes 60 --reconnects 10000 --kills 1000
 
-Prints the tenths as JSON. Exit status 1: a resource grew, an operation got slower, wrong bytes were
-read, or the daemon's accounting is wrong at the end.
+Clients are closed and opened again, and processes that hold claims, views and half a save are
+killed, in an even pace. Prints the tenths as JSON, and what the daemon still holds when all clients
+have left. Exit status 1: a resource grew, an operation got slower, wrong bytes were read, something
+is left, or the daemon's accounting is wrong at the end.
 """
 
 from __future__ import annotations
@@ -18,12 +21,24 @@ from contextlib import ExitStack
 
 from tests.support.daemon import private_daemon, problems_of
 
-from .samples import TENTHS, Tenth, growth, sample
+from .killed import Killed
+from .samples import TENTHS, Tenth, growth, left, sample, settled
 from .work import Worker
 
+_LEFT_WITHIN_S = 20.0
 
-def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dict[str, object]:
-    """Run once, taking this many `samples` in each tenth."""
+
+def soak(
+    minutes: float,
+    workers: int,
+    pause_s: float,
+    samples: int = 20,
+    *,
+    reconnects: int = 0,
+    kills: int = 0,
+) -> dict[str, object]:
+    """Run once, taking this many `samples` in each tenth. 0 `reconnects`: after some hundred
+    operations each."""
     tenths = [Tenth() for _ in range(TENTHS)]
     begun_s = time.monotonic()
     length_s = 60 * minutes
@@ -38,8 +53,10 @@ def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dic
         daemon = stack.enter_context(private_daemon(ram="8MiB", shm="8MiB", disk="16MiB"))
         directories = [daemon.directory / "disk", daemon.shm_directory]
         begun_s = time.monotonic()
-        clients = [Worker(daemon.address, seed, pause_s, note) for seed in range(workers)]
-        for worker in clients:
+        life_s = length_s * workers / reconnects if reconnects else None
+        clients = [Worker(daemon.address, seed, pause_s, note, life_s) for seed in range(workers)]
+        killed = Killed(daemon.address, length_s / kills if kills else None)
+        for worker in (*clients, killed):
             worker.start()
             stack.callback(worker.stop)
         for number in range(TENTHS * samples):
@@ -47,15 +64,19 @@ def soak(minutes: float, workers: int, pause_s: float, samples: int = 20) -> dic
                 max(0.0, begun_s + (number + 1) * length_s / (TENTHS * samples) - time.monotonic())
             )
             tenths[number // samples].samples.append(sample(daemon.pid, directories))
-        for worker in clients:
+        for worker in (*clients, killed):
             worker.stop()
         with daemon.admin() as admin:
+            remains = left(admin, _LEFT_WITHIN_S)
             problems = problems_of(admin)
     return {
         "minutes": minutes,
         "operations": dict(sum((worker.counts for worker in clients), Counter())),
+        "killed": killed.count,
         "tenths": [tenth.as_dict() for tenth in tenths],
-        "grew": growth(tenths),
+        "compared with": settled(minutes) + 1,
+        "grew": growth(tenths, settled(minutes)),
+        "left": remains,
         "wrong": [name for worker in clients for name in worker.wrong],
         "problems": problems,
     }
@@ -66,11 +87,19 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--workers", type=int, default=3)
     parser.add_argument("--pause-ms", type=float, default=5.0, help="between two operations")
+    parser.add_argument("--reconnects", type=int, default=0, help="of all workers together")
+    parser.add_argument("--kills", type=int, default=0, help="of processes with a client")
     arguments = parser.parse_args()
-    report = soak(arguments.minutes, arguments.workers, arguments.pause_ms / 1000)
+    report = soak(
+        arguments.minutes,
+        arguments.workers,
+        arguments.pause_ms / 1000,
+        reconnects=arguments.reconnects,
+        kills=arguments.kills,
+    )
     json.dump(report, sys.stdout, indent=2)
     print()
-    sys.exit(bool(report["grew"] or report["wrong"] or report["problems"]))
+    sys.exit(any(report[name] for name in ("grew", "wrong", "left", "problems")))
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Final
 
+from prefixd.client.ctl.connection import AdminConnection
+from prefixd.proto.vocabulary import Tier
+
 TENTHS: Final = 10
-#: The tenth to compare with. The first one fills the tiers and creates what is created once.
-_SETTLED: Final = 1
+#: Minutes after which nothing grows any more, in a run that is long enough.
+_SETTLED_MINUTES: Final = 10
 #: The allowed growth from the second tenth to the last: this part or this amount, whichever is
 #: larger.
 _MORE_PART: Final = 0.05
@@ -48,21 +52,49 @@ class Tenth:
         return int(median(getattr(sample, name) for sample in self.samples))
 
 
-def growth(tenths: Sequence[Tenth]) -> list[str]:
-    """A sentence for each field and operation that grew from the second tenth to the last."""
-    second, last = tenths[_SETTLED], tenths[-1]
+def settled(minutes: float) -> int:
+    """The number of the tenth to compare with, from 0: the one in which the tenth minute ends. Not
+    the first, which fills the tiers and creates what is created once, and none of the last half."""
+    return max(1, min(int(TENTHS * _SETTLED_MINUTES / minutes), TENTHS // 2 - 1))
+
+
+def growth(tenths: Sequence[Tenth], first: int = 1) -> list[str]:
+    """A sentence for each field and operation that grew from this tenth (from 0) to the last."""
+    earlier, last = tenths[first], tenths[-1]
     grown = []
     for name, allowed in _MORE.items():
-        before, after = second.typical(name), last.typical(name)
+        before, after = earlier.typical(name), last.typical(name)
         if after > before + max(allowed, _MORE_PART * before):
-            grown.append(f"{name}: {before:,} in the second tenth, {after:,} in the last")
-    for operation in second.took_s.keys() & last.took_s.keys():
-        before_s, after_s = median(second.took_s[operation]), median(last.took_s[operation])
+            grown.append(f"{name}: {before:,} in tenth {first + 1}, {after:,} in the last")
+    for operation in earlier.took_s.keys() & last.took_s.keys():
+        before_s, after_s = median(earlier.took_s[operation]), median(last.took_s[operation])
         if after_s > _SLOWER * before_s:
             grown.append(
-                f"{operation}: {before_s:.5f} s in the second tenth, {after_s:.5f} s in the last"
+                f"{operation}: {before_s:.5f} s in tenth {first + 1}, {after_s:.5f} s in the last"
             )
     return grown
+
+
+def left(admin: AdminConnection, within_s: float) -> dict[str, int]:
+    """What the daemon holds for clients, all of which have left. Waits a while for nothing."""
+    until_s = time.monotonic() + within_s
+    while True:
+        stats = admin.stats()
+        held = {name: used for name, used in stats.in_flight.items() if used}
+        held.pop("descriptors", None)  # the samples have them
+        held |= {
+            name: getattr(stats, name)
+            for name in ("sessions", "claims", "reservations", "waiters")
+            if getattr(stats, name)
+        }
+        held |= {
+            f"pinned in {Tier(t.tier).label}": t.pinned_entries
+            for t in stats.tiers
+            if t.pinned_entries
+        }
+        if not held or time.monotonic() > until_s:
+            return held
+        time.sleep(0.2)
 
 
 def sample(pid: int, directories: Sequence[Path]) -> Sample:

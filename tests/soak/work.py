@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import socket
 import threading
@@ -26,8 +27,14 @@ class Worker(threading.Thread):
     """Uses one client after another until it is stopped. Passes each operation's time to `note`."""
 
     def __init__(
-        self, address: str, seed: int, pause_s: float, note: Callable[[str, float], None]
+        self,
+        address: str,
+        seed: int,
+        pause_s: float,
+        note: Callable[[str, float], None],
+        life_s: float | None = None,
     ) -> None:
+        """`life_s`: how long each client is used. None: for some hundred operations."""
         super().__init__(name=f"soak {seed}", daemon=True)
         self.counts: Counter[str] = Counter()
         self.wrong: list[str] = []
@@ -35,6 +42,7 @@ class Worker(threading.Thread):
         self._random = random.Random(seed)
         self._pause_s = pause_s
         self._note = note
+        self._life_s = life_s
         self._stopping = threading.Event()
 
     def stop(self) -> None:
@@ -43,10 +51,15 @@ class Worker(threading.Thread):
 
     def run(self) -> None:
         operations = [self.save, self.restore, self.restore, self.probe, self.delete]
+        until_s = time.monotonic()
         while not self._stopping.is_set():
             with Client(self._address, name=self.name, deadline_ms=_DEADLINE_MS) as client:
                 client.wait_connected()
-                for _ in range(_LIFE):
+                self.counts["connected"] += 1
+                until_s += self._life_s or 0.0
+                for number in itertools.count():
+                    if self._over(number, until_s):
+                        break
                     operation = self._random.choice(operations)
                     begun_s = time.monotonic()
                     operation(client)
@@ -56,6 +69,12 @@ class Worker(threading.Thread):
                     if self._stopping.wait(self._pause_s):
                         break
             self._send_half_a_frame()
+
+    def _over(self, operations: int, until_s: float) -> bool:
+        """Whether it is time for another client. In an even pace, whatever each one takes."""
+        if self._life_s is None:
+            return operations >= _LIFE
+        return operations > 0 and time.monotonic() >= until_s
 
     def _names(self) -> list[str]:
         first = self._random.randrange(_ENTRIES)
