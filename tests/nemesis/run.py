@@ -14,22 +14,54 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
+from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from prefixd.client import Client, Tier
-from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client import Client
 from prefixd.proto.errors import PrefixdError
-from tests.support.daemon import private_daemon, whole_lines
+from tests.support.daemon import eventually, whole_lines
+from tests.support.outside import DaemonProcess, daemon_process
 from tests.support.warm import WARM
 
-from .history import History
-from .keyspace import BUDGETS, DURABLE, ENTRIES, key, payload
+from .history import History, Seen
+from .keyspace import BUDGETS, KEYS, SIZES, key, version_of
 
 #: The heartbeat is so short that a stopped worker loses its session.
-_FLAGS: Final = ("--sessions.heartbeat=500ms", "--server.drain_timeout=2s")
+_FLAGS: Final = (
+    "--sessions.heartbeat=500ms",
+    "--server.drain_timeout=2s",
+    "--disk.probe_interval=50ms",
+    "--disk.hung_after=300ms",
+)
+#: A daemon whose disk tier commits nothing while the file `hangs` or `read-only` exists beside its
+#: directory, neither payloads nor records. What is killed in a commit that hangs is not made good.
+_FAULTY_DISK: Final = """
+import errno, sys, time
+from pathlib import Path
+from prefixd.server import daemon
+from prefixd.tiers.arena_stores import DiskStore
+from prefixd.tiers.store import StoreError
+def faulty(real):
+    def call(self, *arguments):
+        place = self.arena.path.parent.parent
+        while (place / "hangs").exists():
+            time.sleep(0.01)
+        if (place / "read-only").exists():
+            raise StoreError("Read-only file system, on purpose")
+        return real(self, *arguments)
+    return call
+for name in ("apply", "probe", "record_usage"):
+    setattr(DiskStore, name, faulty(getattr(DiskStore, name)))
+daemon.main(sys.argv[1:])
+"""
+#: How long reports of workers may be under way.
+_REPORTED_WITHIN_S: Final = 5.0
+#: What a device does after a fault for so long is not looked at.
+_AFTER_FAULT_S: Final = 2.0
 #: The most operations of the workers between two faults, and while a worker is stopped.
 _MOST_OPERATIONS: Final = 40
+_MOST_OPERATIONS_OF_A_FAULT: Final = 100
 _MOST_OPERATIONS_OF_A_STOP: Final = 500
 _REPORT_WITHIN_S: Final = 60.0
 #: The number of bits that are flipped at once.
@@ -46,6 +78,10 @@ class Faults(NamedTuple):
     end_daemon: int = 2
     kill_worker: int = 10
     stop_worker: int = 10
+    resize: int = 5
+    #: The disk hangs, or takes no writes, for a while; every second time the daemon is killed then.
+    hang: int = 2
+    read_only: int = 2
     #: The number of bits. Half of them are flipped while the daemon runs.
     flip: int = 0
 
@@ -56,7 +92,6 @@ class Report:
 
     history: History
     done: Counter[str] = field(default_factory=Counter)
-    lost: list[str] = field(default_factory=list)
     #: Entries lost because of flipped bits: at most one for each flip.
     damaged: int = 0
     problems: list[str] = field(default_factory=list)
@@ -66,7 +101,8 @@ class Report:
     @property
     def good(self) -> bool:
         history = self.history
-        return not (history.wrong or history.raised or self.lost or self.problems)
+        harm = history.wrong or history.stale or history.lost or history.raised
+        return not (harm or self.problems)
 
     def as_dict(self) -> dict[str, object]:
         history = self.history
@@ -75,10 +111,10 @@ class Report:
             "done": dict(self.done),
             "operations": dict(sorted(history.counts.items())),
             "longest_s": {name: round(took, 2) for name, took in history.longest_s.items()},
-            "acknowledged": {tier.label: len(history.acknowledged.get(tier, {})) for tier in Tier},
             "wrong": history.wrong,
+            "stale": history.stale,
+            "lost": history.lost,
             "raised": history.raised[:10],
-            "lost": self.lost,
             "damaged": self.damaged,
             "problems": self.problems,
             "slowest_start_s": round(max(self.starts_s, default=0.0), 2),
@@ -88,9 +124,9 @@ class Report:
 class _Worker:
     """A worker process, and a thread that reads its reports."""
 
-    def __init__(self, address: str, seed: int, reports: queue.SimpleQueue[str]) -> None:
+    def __init__(self, address: str, numbers: list[int], reports: queue.SimpleQueue[str]) -> None:
         self.process = subprocess.Popen(
-            [*WARM, "-m", "tests.nemesis.worker", address, str(seed)],
+            [*WARM, "-m", "tests.nemesis.worker", address, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -130,7 +166,7 @@ class Damage:
         self._read_lines = 0
 
     def read(self) -> None:
-        names = {key(tier, number).hex() for tier in Tier for number in range(ENTRIES[tier])}
+        names = {key(number).hex() for number in range(KEYS)}
         lines = whole_lines(self._log)
         for line in lines[self._read_lines :]:
             event = json.loads(line) if line[:1] == "{" else {}
@@ -143,8 +179,8 @@ class Damage:
                 self._nameless_s.append(at_s)
         self._read_lines = len(lines)
 
-    def explains(self, tier: Tier, number: int, begun_s: float) -> bool:
-        name = key(tier, number).hex()
+    def explains(self, number: int, begun_s: float) -> bool:
+        name = key(number).hex()
         known = self._dropped_s.get(name, 0.0) >= begun_s
         if not known and self._nameless_s and self._nameless_s[-1] >= begun_s:
             self._dropped_s[name] = self._nameless_s.pop()
@@ -153,17 +189,21 @@ class Damage:
 
 
 class _Nemesis:
-    def __init__(self, daemon: PrivateDaemon, random: random.Random, workers: int) -> None:
+    def __init__(self, daemon: DaemonProcess, random: random.Random, workers: int) -> None:
         self.report = Report(History())
         self._daemon = daemon
         self._random = random
         self._reports: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._seeds = iter(range(random.randrange(2**30), 2**31))
-        self._workers = [self._worker() for _ in range(workers)]
+        self._slots = workers
+        self._workers = [self._worker(slot) for slot in range(workers)]
         self._damage = Damage(daemon.log)
+        #: Entries that a read found damaged, which the daemon will log later.
+        self._corrupt: set[int] = set()
 
-    def _worker(self) -> _Worker:
-        return _Worker(self._daemon.address, next(self._seeds), self._reports)
+    def _worker(self, slot: int) -> _Worker:
+        numbers = [next(self._seeds), slot, self._slots]
+        return _Worker(self._daemon.address, numbers, self._reports)
 
     def go(self, faults: Faults) -> None:
         flips, rest = divmod(faults.flip, _FLIPS_AT_ONCE)
@@ -172,6 +212,9 @@ class _Nemesis:
             *[self.end_daemon] * faults.end_daemon,
             *[self.kill_worker] * faults.kill_worker,
             *[self.stop_worker] * faults.stop_worker,
+            *[self.resize] * faults.resize,
+            *[self.hang] * faults.hang,
+            *[self.read_only] * faults.read_only,
             *[self.flip_running] * (flips // 2),
             *[self.flip_stopped] * (flips - flips // 2 + bool(rest)),
         ]
@@ -215,7 +258,44 @@ class _Nemesis:
     def kill_worker(self) -> None:
         index = self._random.randrange(len(self._workers))
         self._workers[index].end()
-        self._workers[index] = self._worker()
+        self._workers[index] = self._worker(index)
+
+    def resize(self) -> None:
+        """To a size that has room for all entries, so that only ram evicts. A later start makes the
+        tier as large as it is configured."""
+        tier = self._random.choice(list(SIZES))
+        budget_bytes = self._random.randint(*SIZES[tier]) * 2**20
+        with self._daemon.admin() as admin:
+            try:
+                admin.resize(tier, budget_bytes)
+            except PrefixdError as problem:
+                self.report.done[f"resize refused: {type(problem).__name__}"] += 1
+
+    def hang(self) -> None:
+        self._fault("hangs")
+
+    def read_only(self) -> None:
+        self._fault("read-only")
+
+    def _fault(self, name: str) -> None:
+        """The disk has a fault for a while, at the end of which the daemon may be killed."""
+        flag = self._daemon.directory / name
+        begun_s = time.time()
+        kills = self._random.random() < 0.5
+        flag.touch()
+        try:
+            self.take_reports(self._random.randrange(_MOST_OPERATIONS_OF_A_FAULT))
+            if kills:
+                self._daemon.kill()
+        finally:
+            flag.unlink()
+        if kills:
+            self._start(verify=False)
+            self.report.done[f"kills while it {name.replace('-', ' ')}"] += 1
+        with self._daemon.admin() as admin:
+            eventually(lambda: admin.stats().health == "serving")
+        self.report.history.faults.append((begun_s, time.time() + _AFTER_FAULT_S))
+        self.verify()
 
     def stop_worker(self) -> None:
         process = self._random.choice(self._workers).process
@@ -269,7 +349,7 @@ class _Nemesis:
         except (OSError, PrefixdError) as problem:
             self.report.problems.append(f"the daemon died: {problem}\n{self._daemon.tail()}")
 
-    def _start(self) -> None:
+    def _start(self, *, verify: bool = True) -> None:
         begun_s = time.monotonic()
         try:
             self._daemon.start()
@@ -277,61 +357,66 @@ class _Nemesis:
             self.report.problems.append(f"no start: {problem}")
             return
         self.report.starts_s.append(time.monotonic() - begun_s)
-        self.verify()
+        if verify:
+            self.verify()
 
     def verify(self) -> None:
-        """Check that all acknowledged entries of durable tiers are present and right. Flipped bits
-        explain losses."""
-        self.take_reports()
-        history = self.report.history
-        flipped = self.report.done["flipped bits"] > 0
+        """Look at every key, and judge what was seen some time ago."""
         with Client(self._daemon.address, name="verifier", deadline_ms=_DEADLINE_MS) as client:
-            for tier in DURABLE:
-                numbers = sorted(history.acknowledged.get(tier, {}))
-                present, corrupt, misses = self._present(client, tier, numbers)
-                # The log is read last, because running workers also find damage and report it.
-                self._damage.read()
-                for number in history.lost(tier, present):
-                    begun_s = history.acknowledged[tier].pop(number)
-                    # A reader has found the damage, and the daemon will log it later.
-                    seen = flipped and number in corrupt
-                    if seen or self._damage.explains(tier, number, begun_s):
-                        self.report.damaged += 1
-                    else:
-                        why = misses.get(number, "corrupt")
-                        self.report.lost.append(f"{tier.label} {number}: {why}")
+            for number in range(KEYS):
+                self._look(client, number)
+        self.take_reports()
+        self._judge(time.time() - _REPORTED_WITHIN_S)
 
-    def _present(
-        self, client: Client, tier: Tier, numbers: list[int]
-    ) -> tuple[list[int], list[int], dict[int, str]]:
-        """The present entries, those with a wrong checksum, and the reasons of all other misses."""
-        present, corrupt = [], []
-        misses: dict[int, str] = {}
-        for number in numbers:
-            # One by one, because a damaged entry fails the whole claim.
-            hit = client.longest_run([key(tier, number)], claim=False)
-            if not hit:
-                misses[number] = str(hit.miss)
-                continue
-            data = hit.read(0)
-            if data is None:
-                corrupt.append(number)
-                continue
-            present.append(number)
-            if data != payload(tier, number):
-                self.report.history.wrong.append({"op": "verify", "tier": tier, "wrong": [number]})
-        return present, corrupt, misses
+    def _look(self, client: Client, number: int) -> None:
+        begun_s = time.time()
+        # One by one, because a damaged entry fails the whole claim.
+        hit = client.longest_run([key(number)], claim=False)
+        data = hit.read(0) if hit else None
+        ended_s = time.time()
+        if data is None:
+            if hit:
+                self._corrupt.add(number)
+            why = "it could not be read" if hit else str(hit.miss)
+            self.report.history.saw(Seen(number, None, begun_s, ended_s, why))
+            return
+        version = version_of(number, data)
+        if version is None:
+            self.report.history.wrong.append({"op": "verify", "wrong": [number]})
+        else:
+            self.report.history.saw(Seen(number, version, begun_s, ended_s))
+
+    def _judge(self, before_s: float) -> None:
+        self._damage.read()
+        self.report.damaged += self.report.history.judge(before_s, self._explained)
+
+    def _explained(self, number: int, begun_s: float) -> bool:
+        if not self.report.done["flipped bits"]:
+            return False
+        return number in self._corrupt or self._damage.explains(number, begun_s)
+
+    def finish(self) -> None:
+        """End the workers, and judge everything that was seen."""
+        self.close()
+        self.take_reports()
+        self._judge(inf)
 
     def close(self) -> None:
-        for worker in self._workers:
+        workers, self._workers = self._workers, []
+        for worker in workers:
             worker.end()
 
 
 def run(random: random.Random, faults: Faults, *, workers: int) -> Report:
     """Run once on a daemon of its own."""
     with ExitStack() as stack:
-        daemon = stack.enter_context(private_daemon(*_FLAGS, **BUDGETS))
+        budgets = [f"--{tier}.budget={size}" for tier, size in BUDGETS.items()]
+        most = [f"--{tier.label}.max_budget={sizes[1]}MiB" for tier, sizes in SIZES.items()]
+        daemon = stack.enter_context(daemon_process(*_FLAGS, *budgets, *most))
+        daemon.run_with(_FAULTY_DISK)
+        daemon.start()
         nemesis = _Nemesis(daemon, random, workers)
         stack.callback(nemesis.close)
         nemesis.go(faults)
+        nemesis.finish()
         return nemesis.report

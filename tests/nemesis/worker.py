@@ -1,25 +1,28 @@
-"""One inference worker of a run: saves and reads at random from its seed, and checks every byte.
+"""One inference worker of a run: saves, deletes and reads at random, and checks every byte.
 
-    python -m tests.nemesis.worker ADDRESS SEED
+    python -m tests.nemesis.worker ADDRESS SEED SLOT WORKERS
 
-Prints a report of each operation as one line of JSON, until it is killed or its stdin ends.
+It saves and deletes the keys of its slot only, and reads all. Prints a report of each operation as
+one line of JSON, until it is killed or its stdin ends.
 """
 
 from __future__ import annotations
 
 import ctypes
 import json
+import os
 import random
 import select
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable
 
 from prefixd.client import Client, Hit, SaveItem, SaveReason, Tier
 from prefixd.client.local import staging
 
-from .keyspace import ENTRIES, key, payload, payload_bytes
+from .history import labels
+from .keyspace import KEYS, VERSION_DIGITS, key, payload, version_of, versions_in
 
 DEADLINE_MS = 2_000
 #: The longest time that a worker's C code holds the GIL: longer than a session lasts without a
@@ -30,63 +33,96 @@ _MOST_FLIPPED = 20
 
 
 class Worker:
-    def __init__(self, address: str, seed: int) -> None:
+    def __init__(self, address: str, seed: int, slot: int, workers: int) -> None:
+        self._seed = seed
         self._random = random.Random(seed)
+        self._own = range(slot, KEYS, workers)
         if seed % 2:  # half of the workers lend the daemon the memory of every save
             staging.LEND_BYTES = 1
         self._client = Client(address, name=f"worker {seed}", deadline_ms=DEADLINE_MS)
-        self._operations = [self._save, self._restore, self._look, self._view]
+        self._operations: list[Callable[[], dict[str, object]]] = [
+            *(self._save, self._save, self._delete),
+            *(self._restore, self._look, self._view),
+        ]
 
     def step(self) -> None:
         operation = self._random.choice(self._operations)
-        tier = self._random.choice(list(ENTRIES))
-        first = self._random.randrange(ENTRIES[tier])
-        numbers = range(first, min(ENTRIES[tier], first + self._random.choice((1, 4, 16))))
         begun_s = time.time()  # the clock of the daemon's log
         try:
-            result = operation(tier, numbers)
+            result = operation()
         except Exception:
             result = {"op": "raised", "why": traceback.format_exc(), "by": operation.__name__}
-        took_s = time.time() - begun_s - float(result.pop("waited_s", 0.0))  # type: ignore[arg-type]
-        report = {"tier": int(tier), "begun_s": begun_s, "took_s": took_s} | result
-        print(json.dumps(report), flush=True)
+        ended_s = time.time()
+        took_s = ended_s - begun_s - float(result.pop("waited_s", 0.0))  # type: ignore[arg-type]
+        times = {"begun_s": begun_s, "ended_s": ended_s, "took_s": took_s}
+        self._report(times | result)
 
-    def _save(self, tier: Tier, numbers: range) -> dict[str, object]:
-        items = [SaveItem(key(tier, number), payload(tier, number)) for number in numbers]
+    def _report(self, report: dict[str, object]) -> None:
+        print(json.dumps({"worker": self._seed} | report), flush=True)
+
+    def _some(self, numbers: range) -> list[int]:
+        first = self._random.randrange(len(numbers))
+        return list(numbers[first : first + self._random.choice((1, 2, 6))])
+
+    def _save(self) -> dict[str, object]:
+        tier = self._random.choice(list(Tier))
+        numbers = self._some(self._own)
+        versions = [os.urandom(VERSION_DIGITS // 2).hex() for _ in numbers]
+        pairs = list(zip(numbers, versions, strict=True))
+        items = [SaveItem(key(number), payload(number, version)) for number, version in pairs]
+        self._report(
+            {
+                "op": "begin",
+                "numbers": numbers,
+                "versions": versions,
+                "tier": int(tier),
+                "begun_s": time.time(),
+            }
+        )
         outcomes = self._client.save_many(items, tier=tier, reason=SaveReason.EVICT)
-        pairs = list(zip(numbers, outcomes, strict=True))
         return {
             "op": "save",
-            "outcomes": [outcome.status.label for outcome in outcomes],
-            # Saved now or present before: the daemon acknowledges both.
-            "saved": [number for number, outcome in pairs if outcome.ok],
+            "changed": numbers,
+            "outcomes": labels(outcome.status for outcome in outcomes),
         }
 
-    def _restore(self, tier: Tier, numbers: range) -> dict[str, object]:
-        with self._client.claim([key(tier, number) for number in numbers]) as hit:
-            return {"op": "restore"} | self._restored(hit, tier, numbers)
+    def _delete(self) -> dict[str, object]:
+        numbers = self._some(self._own)
+        self._report({"op": "begin", "numbers": numbers, "begun_s": time.time()})
+        results = self._client.delete([key(number) for number in numbers])
+        return {"op": "delete", "changed": numbers, "outcomes": labels(results)}
 
-    def _look(self, tier: Tier, numbers: range) -> dict[str, object]:
-        keys = [key(tier, number) for number in numbers]
-        hit = self._client.longest_run(keys, claim=False)
-        return {"op": "look"} | self._restored(hit, tier, numbers)
+    def _restore(self) -> dict[str, object]:
+        numbers = self._some(range(KEYS))
+        with self._client.claim([key(number) for number in numbers]) as hit:
+            return {"op": "restore"} | self._restored(hit, numbers)
 
-    def _restored(self, hit: Hit, tier: Tier, numbers: range) -> dict[str, object]:
+    def _look(self) -> dict[str, object]:
+        numbers = self._some(range(KEYS))
+        hit = self._client.longest_run([key(number) for number in numbers], claim=False)
+        return {"op": "look"} | self._restored(hit, numbers)
+
+    def _restored(self, hit: Hit, numbers: list[int]) -> dict[str, object]:
         buffers = [bytearray(entry.payload_bytes) for entry in hit.entries]
         result = hit.restore_into(buffers)
-        right = _right(hit, tier, numbers)
-        wrong = [
-            number
-            for (number, data), buffer, good in zip(right, buffers, result.restored, strict=True)
-            if good and buffer != data
-        ]
+        read, wrong = [], []
+        for number, buffer, good in zip(
+            _numbers_of(hit, numbers), buffers, result.restored, strict=True
+        ):
+            version = version_of(number, bytes(buffer)) if good else None
+            if version is not None:
+                read.append((number, version))
+            elif good:
+                wrong.append(number)
         misses = [str(result.miss or hit.miss)] if not all(result.restored) or hit.miss else []
-        return {"outcomes": ["hit"] * sum(result.restored) + misses, "wrong": wrong}
+        outcomes = ["hit"] * sum(result.restored) + misses
+        return {"outcomes": outcomes, "read": read, "wrong": wrong}
 
-    def _view(self, tier: Tier, numbers: range) -> dict[str, object]:
+    def _view(self) -> dict[str, object]:
         """View entries, perhaps for longer than the session lasts, and copy the views. The copies
         count if the release succeeds."""
-        hit = self._client.claim([key(tier, number) for number in numbers])
+        numbers = self._some(range(KEYS))
+        hit = self._client.claim([key(number) for number in numbers])
         views = [hit.views(index) for index in range(len(hit))]
         waited_s = self._random.choice((0.0, 0.0, 0.01, self._random.uniform(0, _LONGEST_HOLD_S)))
         if waited_s:
@@ -95,34 +131,51 @@ class Worker:
         seen = [None if view is None else b"".join(view) for view in views]
         held = hit.release()
         outcomes = ["held" if held else "lost"] if hit else ["miss"]
-        wrong = []
-        for (number, data), copy in zip(_right(hit, tier, numbers), seen, strict=True):
-            if copy is None or copy == data:
+        read, wrong = [], []
+        for number, copy in zip(_numbers_of(hit, numbers), seen, strict=True):
+            if copy is None:
                 continue
-            if not held:
+            version = version_of(number, copy)
+            if version is None and not held:
                 outcomes.append("other bytes, claim reported lost")
-            elif len(copy) == len(data) and _differing_bytes(copy, data) <= _MOST_FLIPPED:
+            elif version is None and _flipped(number, copy):
                 outcomes.append("flipped bits")  # views are not verified
-            else:
+            elif version is None:
                 wrong.append(number)
-        return {"op": "view", "outcomes": outcomes, "wrong": wrong, "waited_s": waited_s}
+            elif held:
+                # It was there when it was claimed, and stays as it was.
+                read.append((number, version))
+        return {
+            "op": "view",
+            "outcomes": outcomes,
+            "read": read,
+            "wrong": wrong,
+            "waited_s": waited_s,
+        }
+
+
+def _flipped(number: int, copy: bytes) -> bool:
+    """Whether these are the bytes of a version, but for some bits."""
+    for version in versions_in(number, copy):
+        right = payload(number, version)
+        if len(right) == len(copy) and _differing_bytes(copy, right) <= _MOST_FLIPPED:
+            return True
+    return False
 
 
 def _differing_bytes(one: bytes, other: bytes) -> int:
     return sum(a != b for a, b in zip(one, other, strict=True))
 
 
-def _right(hit: Hit, tier: Tier, numbers: Sequence[int]) -> list[tuple[int, bytes]]:
-    """The numbers and the right payloads of the entries of a hit."""
-    by_key = {key(tier, number): number for number in numbers}
-    found = [by_key[entry.key] for entry in hit.entries]
-    for number, entry in zip(found, hit.entries, strict=True):
-        assert entry.payload_bytes == payload_bytes(number)
-    return [(number, payload(tier, number)) for number in found]
+def _numbers_of(hit: Hit, numbers: list[int]) -> list[int]:
+    """The numbers of the entries of a hit."""
+    by_key = {key(number): number for number in numbers}
+    return [by_key[entry.key] for entry in hit.entries]
 
 
 def main() -> None:
-    worker = Worker(sys.argv[1], int(sys.argv[2]))
+    address, *numbers = sys.argv[1:]
+    worker = Worker(address, *map(int, numbers))
     while not select.select([sys.stdin], [], [], 0)[0]:
         worker.step()
 
