@@ -283,6 +283,11 @@ class IndexWriter:
         """Say which tiers have a device that does not answer: readers don't find their entries."""
         self._header[HANGING] = sum(1 << tier for tier in tiers)
 
+    @property
+    def hanging(self) -> int:
+        """What `set_hanging` said last: a bit for each tier."""
+        return self._header[HANGING]
+
     def revoke(self) -> None:
         """Make every look-up of every reader a miss, from now on and for ever. Readers need a
         descriptor of its successor."""

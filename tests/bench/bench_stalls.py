@@ -203,7 +203,7 @@ class Inside:
         await self.core.ask(request, ReleaseAnswer)
 
     async def fill(self, entries: int) -> None:
-        self.session = await self.open("other")
+        self.session = self.session or await self.open("other")
         while len(self.keys) < entries:
             keys = new_keys(min(512, entries - len(self.keys)))
             await self.save(self.session, keys)

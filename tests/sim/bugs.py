@@ -15,11 +15,11 @@ from typing import Any, Final
 from unittest import mock
 
 from prefixd.client.local import arenas
-from prefixd.server.api import sessions
+from prefixd.server.api import service, sessions
 from prefixd.server.core import reservations, saves, tier_changes, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
-from prefixd.tiers import arena_stores, ledger, records
+from prefixd.tiers import arena_stores, graves, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
 
 
@@ -264,6 +264,28 @@ def _wrong_end_evicted_at_a_start() -> Any:
     return _replaced(tier_changes, "resize", wrong)
 
 
+def _deleted_before_it_is_durable() -> Any:
+    """A delete is answered before the record is erased."""
+
+    def wrong(_real: Any) -> Any:
+        async def durable_deletes(*_: Any) -> bool:
+            return True
+
+        return durable_deletes
+
+    return _replaced(service, "durable_deletes", wrong)
+
+
+def _deletes_of_a_recovery_are_forgotten() -> Any:
+    """Keys that are deleted while a tier recovers are not noted beside its records."""
+    return _replaced(graves.Graves, "add", lambda _real: lambda *_: None)
+
+
+def _hung_tier_is_not_marked() -> Any:
+    """The index does not say that a tier's device hangs."""
+    return _replaced(index.IndexWriter, "set_hanging", lambda _real: lambda _self, _tiers: None)
+
+
 #: Functions that plant each bug, by name.
 BUGS: Final[dict[str, Callable[[], Any]]] = {
     "budget arithmetic": _budget_arithmetic,
@@ -285,6 +307,9 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "beyond the budget is dropped": _beyond_the_budget_is_dropped,
     "wrong end evicted at a start": _wrong_end_evicted_at_a_start,
     "tier decides": _tier_decides,
+    "deleted before it is durable": _deleted_before_it_is_durable,
+    "deletes of a recovery are forgotten": _deletes_of_a_recovery_are_forgotten,
+    "hung tier is not marked": _hung_tier_is_not_marked,
 }
 
 

@@ -21,12 +21,12 @@ from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import FlatBytes, Pieces
-from prefixd.proto.vocabulary import MissReason, SaveReason, Tier
+from prefixd.proto.vocabulary import DeleteStatus, MissReason, SaveReason, Tier
 from prefixd.server.api.calls import Process as CallerProcess
 from tests.sim import oracle as promises
 from tests.sim.daemon import HEARTBEAT_S, STAGING_BYTES, SimDaemon
 from tests.sim.network import Call, Handed, Refused, Unreachable
-from tests.sim.oracle import key_of
+from tests.sim.oracle import GONE_FOR_EVER, key_of
 from tests.sim.plan import Step
 from tests.sim.saving import save
 from tests.sim.world import Process, World
@@ -403,12 +403,15 @@ class SimClient:
 
     def _delete(self, args: dict[str, Any]) -> None:
         session = self.open_session()
-        request = pb.DeleteRequest(session=session.ref, keys=[key_of(n) for n in args["keys"]])
-        answer = self.ask(session.daemon, "delete", request)
-        for number, status in zip(args["keys"], answer.results, strict=True):
-            name = pb.DeleteStatus.Name(status)
-            self.oracle.count(f"delete: {name}")
-            del number
+        keys = [key_of(n) for n in args["keys"]]
+        begun = [self.oracle.delete_begins(key) for key in keys]
+        answer = self.ask(
+            session.daemon, "delete", pb.DeleteRequest(session=session.ref, keys=keys)
+        )
+        for one, status in zip(begun, answer.results, strict=True):
+            self.oracle.count(f"delete: {pb.DeleteStatus.Name(status)}")
+            if DeleteStatus(status) in GONE_FOR_EVER:
+                self.oracle.deleted(one)
 
     def _scrub(self, args: dict[str, Any]) -> None:
         session = self.open_session()

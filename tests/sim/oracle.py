@@ -37,6 +37,8 @@ ORDER: Final = "the order of eviction survives a restart"
 BOUND: Final = "no wait without a bound"
 PROOF: Final = "no call acts for a session without its secret"
 GONE: Final = "removed entries do not come back, except after a kill"
+DELETED: Final = "what was answered as deleted does not come back, after a kill either"
+HANGS: Final = "readers pass over a tier whose device hangs"
 LEAKS: Final = "a client that ended holds nothing"
 
 #: Events between two recounts. A recount takes 0.8 ms: after every event, it would take half of the
@@ -46,7 +48,8 @@ _RECOUNT_EVERY: Final = 8
 _INDEX_EVERY: Final = 2
 
 
-_GONE: Final = (DeleteStatus.DELETED, DeleteStatus.ABSENT)
+#: Answers to deletes after which no entry that was there before comes back.
+GONE_FOR_EVER: Final = (DeleteStatus.DELETED, DeleteStatus.ABSENT)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,17 @@ class Published:
     crc32c: int
     payload_bytes: int
     location: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DeleteCall:
+    """A client's delete of one key, before it begins."""
+
+    key: Key
+    #: The number of deletes of the key that daemons had done.
+    done: int
+    #: By tier that recovers: the generation of the key that it has not read yet.
+    unread: dict[Tier, int]
 
 
 class Oracle:
@@ -79,6 +93,10 @@ class Oracle:
         self._replaced: set[int] = set()
         #: keys that this start has reported to clients as deleted or absent
         self._deleted: set[Key] = set()
+        #: by key: what each delete of it removed, if anything
+        self._removed: dict[Key, list[int | None]] = {}
+        #: generations that were durably gone when a client was told so
+        self._gone: set[int] = set()
         #: (incarnation, generation) of each published entry, with its checksum
         self.generations: dict[tuple[bytes, int], int] = {}
         #: when each (incarnation, generation) was removed
@@ -143,6 +161,9 @@ class Oracle:
         index, entries = daemon.core.index, daemon.core.state.tables.entries
         if index.revoked:
             self.fail(VISIBLE, f"the index was revoked: {daemon.core.unhealthy()}")
+        hung = sum(1 << tier for tier in daemon.core.devices.hung)
+        if index.hanging != hung:
+            self.fail(HANGS, f"the index says {index.hanging:b}, and {hung:b} hang")
         for key in self.attempts:
             row, entry = index.get(key), entries.get(key)
             if row is None:
@@ -159,6 +180,7 @@ class Oracle:
     def _after(self, daemon: SimDaemon, event: ev.Event, effects: Sequence[Effect]) -> None:
         self.events += 1
         state = daemon.core.state
+        before = dict(self.durable) if isinstance(event, ev.DeleteAsked) else {}
         for effect in effects:
             match effect:
                 case IndexPut():
@@ -170,7 +192,12 @@ class Oracle:
                 case Reply(answer=DeleteAnswer()):
                     assert isinstance(event, ev.DeleteAsked)
                     results = zip(event.keys, effect.answer.results, strict=True)
-                    self._deleted.update(key for key, result in results if result in _GONE)
+                    for key, result in results:
+                        if result in GONE_FOR_EVER:
+                            self._deleted.add(key)
+                            there = before.get(key) if result is DeleteStatus.DELETED else None
+                            removed = None if there is None else there.generation
+                            self._removed.setdefault(key, []).append(removed)
                 case Erase():
                     for one in effect.entries:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
@@ -225,6 +252,8 @@ class Oracle:
         ):
             self.fail(SURVIVES, f"{name_of(key)} was recovered as it was before its last save")
         replaced = entry.generation in self._replaced and entry.generation not in self.tainted
+        if found and entry.generation in self._gone - self.tainted:
+            self.fail(DELETED, f"{name_of(key)} came back")
         if found and (entry.generation in self.buried or key in self._deleted or replaced):
             self.fail(GONE, f"{name_of(key)} came back")
         if not found:
@@ -353,6 +382,27 @@ class Oracle:
         crc = crc32c(payload)
         if not any(i == incarnation and c == crc for (i, _), c in self.generations.items()):
             self.fail(SURVIVES, f"a save of {name_of(key)} was acknowledged but not published")
+
+    def delete_begins(self, key: Key) -> DeleteCall:
+        """A client is about to delete this key."""
+        unread = {
+            tier: expected[key].generation
+            for tier, expected in self.expected.items()
+            if key in expected
+        }
+        return DeleteCall(key, len(self._removed.get(key, ())), unread)
+
+    def deleted(self, call: DeleteCall) -> None:
+        """A client was told that no crash brings back what was there when the call began."""
+        if self.reads_lie or self.tainted:
+            return  # it may
+        removed = self._removed.get(call.key, [])[call.done :]
+        if len(removed) == 1 and removed[0] is not None:
+            self._gone.add(removed[0])  # else another client deleted it, too
+        for tier, generation in call.unread.items():
+            left = self.expected.get(tier, {}).get(call.key)
+            if left is not None and left.generation == generation:
+                self._gone.add(generation)
 
     # ---- the end
 

@@ -19,6 +19,7 @@ NEMESIS: Final = "nemesis"
 _RESTARTS_RATE: Final = 0.15
 _RESIZES_RATE: Final = 0.25
 _ENLARGED_RATE: Final = 0.12
+_REGRETTED_RATE: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,10 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
     enlarged = random.Random(f"enlarged {seed}")
     if enlarged.random() < _ENLARGED_RATE:
         drawn = [*_enlarged(enlarged), *drawn]
+    regretted = random.Random(f"regretted {seed}")
+    regrets = regretted.random() < _REGRETTED_RATE and not restarts
+    if regrets:
+        drawn = [*_regretted(regretted), *drawn]
     # A separate generator keeps the plans of all other seeds unchanged. Holes are punched into the
     # real file below, at once and durably.
     resizes = random.Random(f"resizes {seed}")
@@ -129,8 +134,8 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         slabs=7 if restarts else draw.choice([7, 10, 20]),
         yield_rate=draw.choice([0.02, 0.1, 0.3]),
         lost_rate=draw.choice([0, 0, 0.05, 0.2]),
-        head_start_s=draw.choice([0, 0, 0.5]),
-        batch_ms=draw.choice([0, 0, 200, 2000]),
+        head_start_s=draw.choice([0, 0, 0.5]) * (not regrets),
+        batch_ms=max(draw.choice([0, 0, 200, 2000]), 2000 * regrets),
         lies="flipped read" in kinds,
         flips=flips,
     )
@@ -149,6 +154,22 @@ def _enlarged(draw: random.Random) -> list[Step]:
     kill = {"pause_ms": draw.choice([1000, 3000]), "start_ops": draw.choice([0, 0, 45, 150])}
     kill |= {"ops": 10, "syncs": 0, "down_ms": 10}
     return [*steps, Step(610, "client0", "touch", used), Step(900, NEMESIS, "kill", kill)]
+
+
+def _regretted(draw: random.Random) -> list[Step]:
+    """Entries are deleted while a start recovers them, and that start is killed, too."""
+    tier = draw.choice(["shm", "disk"])
+    keys = [0, 1, 2]
+    well = {"how": "save", "behaves": "well", "together": 99, "quiet": False, "wait_ms": 0}
+    # Every start takes two seconds, in which a recovering tier takes no saves.
+    save = {"tier": tier, "keys": keys, "sizes": [4096] * 3, "pause_ms": 3000}
+    kill = {"ops": 1, "syncs": 0, "down_ms": 10}
+    return [
+        Step(620, "client0", "save", well | save),
+        Step(901, NEMESIS, "kill", kill | {"pause_ms": 4000, "start_ops": 0}),
+        Step(621, "client0", "delete", {"keys": keys, "pause_ms": draw.choice([1300, 1700])}),
+        Step(902, NEMESIS, "kill", kill | {"pause_ms": draw.choice([500, 1000]), "start_ops": 0}),
+    ]
 
 
 def _client_step(

@@ -34,6 +34,9 @@ FOUND_BY = {
     "beyond the budget is dropped": 30,
     "wrong end evicted at a start": 35,
     "tier decides": 455,
+    "deleted before it is durable": 260,
+    "deletes of a recovery are forgotten": 326,
+    "hung tier is not marked": 121,
 }
 
 
