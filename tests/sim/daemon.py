@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server import assembly, daemon
+from prefixd.server import assembly, daemon, opening
 from prefixd.server.api.hand_over import Handoff
 from prefixd.server.api.saves import Saves
 from prefixd.server.api.service import CacheService
@@ -269,7 +269,7 @@ class SimDaemon:
         self.handoff = Handoff(core, self.stagings)
         self.resizing = Resizing(core)
         try:
-            starts = daemon.begin_tiers(core, plan, self.incarnation)
+            starts = opening.begin_tiers(core, plan, self.incarnation)
             await asyncio.wait(starts, timeout=self._head_start_s)
             self._stop = asyncio.Event()
             self.serving = True

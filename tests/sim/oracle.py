@@ -95,6 +95,9 @@ class Oracle:
         self._deleted: set[Key] = set()
         #: by key: what each delete of it removed, if anything
         self._removed: dict[Key, list[int | None]] = {}
+        #: generations that were deleted before their tier had read them: such a delete is noted
+        #: durably, whether its client is told or not
+        self._unread_deleted: set[int] = set()
         #: generations that were durably gone when a client was told so
         self._gone: set[int] = set()
         #: (incarnation, generation) of each published entry, with its checksum
@@ -195,6 +198,11 @@ class Oracle:
                     for key, result in results:
                         if result in GONE_FOR_EVER:
                             self._deleted.add(key)
+                            self._unread_deleted.update(
+                                expected[key].generation
+                                for expected in self.expected.values()
+                                if key in expected
+                            )
                             there = before.get(key) if result is DeleteStatus.DELETED else None
                             removed = None if there is None else there.generation
                             self._removed.setdefault(key, []).append(removed)
@@ -292,7 +300,9 @@ class Oracle:
                     continue
                 if self.true_crc(daemon, entry) != published.crc32c:
                     self.fail(SURVIVES, f"{name_of(key)} was recovered, but its bytes were not")
-            elif published.generation in self.tainted or key in self._deleted:
+            elif (
+                published.generation in self.tainted | self._unread_deleted or key in self._deleted
+            ):
                 if self.durable.get(key) is published:
                     del self.durable[key]
             elif entry is None or (entry.tier <= tier and entry.generation < published.generation):

@@ -20,7 +20,7 @@ import structlog
 
 from prefixd.client.local import arenas
 from prefixd.proto.vocabulary import Tier
-from prefixd.server import daemon
+from prefixd.server import opening
 from prefixd.server.api import saves
 from prefixd.server.core import checking, entries
 from prefixd.server.runtime import clock, devices, incoming, recovery, verification
@@ -325,7 +325,7 @@ def _quiet() -> Iterator[None]:
             mock.patch.object(saves, "MAX_WAITING_MESSAGES", 1),
             mock.patch.object(records, "_BATCH_ENTRIES", 2),
             mock.patch.object(recovery, "_ADOPTED_AT_ONCE", 1),
-            mock.patch.object(daemon, "_SECURED_BEFORE_SERVING_BYTES", 3 * SLAB),
+            mock.patch.object(opening, "_SECURED_BEFORE_SERVING_BYTES", 3 * SLAB),
             mock.patch.object(ArenaStore.secure_segments, "__defaults__", (4 * SLAB,)),
             mock.patch.object(RecordedStore.secure_segments, "__defaults__", (4 * SLAB,)),
             mock.patch.object(verification, "SHARDS", _SHARDS),
