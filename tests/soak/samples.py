@@ -11,6 +11,7 @@ from typing import Final
 
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.proto.vocabulary import Tier
+from tests.support.daemon import PAUSE_S
 
 TENTHS: Final = 10
 #: Minutes after which nothing grows any more, in a run that is long enough.
@@ -81,7 +82,9 @@ def left(admin: AdminConnection, within_s: float) -> dict[str, int]:
     while True:
         stats = admin.stats()
         held = {name: used for name, used in stats.in_flight.items() if used}
-        held.pop("descriptors", None)  # the samples have them
+        # Of these the samples have the first, and the second only counts.
+        for name in ("descriptors", "log_lines_left_out"):
+            held.pop(name, None)
         held |= {
             name: getattr(stats, name)
             for name in ("sessions", "claims", "reservations", "waiters")
@@ -94,7 +97,7 @@ def left(admin: AdminConnection, within_s: float) -> dict[str, int]:
         }
         if not held or time.monotonic() > until_s:
             return held
-        time.sleep(0.2)
+        time.sleep(PAUSE_S)
 
 
 def sample(pid: int, directories: Sequence[Path]) -> Sample:
