@@ -36,6 +36,7 @@ from .identity import StateIdentity
 from .local.local_transport import LocalTransport
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
 from .policy import LoadSpeeds, MinBenefit, SavePolicy
+from .recording import Recorder, RecordOptions
 from .restores import VERIFY_CHOICES, Verify
 from .results import SaveOutcome
 from .saves import Reservation, SaveItem, Writer
@@ -100,6 +101,7 @@ class Client(Lookups):
         transport: Transport | None = None,
         counters: Counters | None = None,
         tracing: bool | None = None,
+        record: RecordOptions | None = None,
     ) -> None:
         """`address`: `unix:/path` or `host:port`; None: `proto.endpoints.default_address()`.
         `name`: shown to operators, and to clients that find one of its saves in flight. `label`: a
@@ -119,7 +121,8 @@ class Client(Lookups):
         over the data socket of a daemon that is reached over TCP and has one, else over gRPC.
         `transport`, with the `counters` that it uses, replaces both. `tracing`: OpenTelemetry
         spans of what this client does, for the program's own tracer provider; None: if
-        $PREFIXD_TRACING is `otel`.
+        $PREFIXD_TRACING is `otel`. `record`: write what is looked up into a trace; None: if
+        $PREFIXD_RECORD names a folder.
 
         Raises CallerError for a setting out of range, ConfigError for tracing without its package.
         """
@@ -147,6 +150,8 @@ class Client(Lookups):
         self.speeds = LoadSpeeds()
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
         searcher_type, reader_type, writer_type, spans = _parts(tracing)
+        record = record or RecordOptions.from_environment()
+        self._recorder = None if record is None else Recorder(record, label or "")
         counters = counters or Counters()
         if transport is None:
             transport = remote = DataTransport(
@@ -173,6 +178,8 @@ class Client(Lookups):
         self._finalizer = weakref.finalize(
             self, _forgotten, context, self._writer.queue, self._calls, self._reader
         )
+        if self._recorder is not None:
+            weakref.finalize(self, self._recorder.close)
 
     # ---- saving state
 
@@ -376,6 +383,8 @@ class Client(Lookups):
         if self._context.owner.is_here:
             within_ms = self._within_ms(deadline_ms)
             _close(self._context, self._writer.queue, self._calls, self._reader, within_ms / 1e3)
+            if self._recorder is not None:
+                self._recorder.close()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"

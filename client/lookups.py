@@ -17,6 +17,7 @@ from .context import CallContext
 from .counters import Missing
 from .hits import Hit, Reader
 from .policy import SavePolicy
+from .recording import Recorder
 from .results import NOT_FOUND, Found, RestoreResult
 from .search import Searcher
 from .thread_pool import CallQueue
@@ -48,6 +49,7 @@ class Lookups:
     _searcher: Searcher
     _reader: Reader
     _calls: CallQueue
+    _recorder: Recorder | None
 
     # ---- looking for state
 
@@ -167,7 +169,7 @@ class Lookups:
             counts = [keys.block_tokens] * len(run)
         else:
             run = checked_keys(keys)
-        return self._searcher.search(
+        hit = self._searcher.search(
             run,
             counts,
             ClaimMode.RUN,
@@ -177,6 +179,11 @@ class Lookups:
             pin=claim,
             counted=counted,
         )
+        if counted and self._recorder is not None:
+            self._recorder.looked(
+                keys if isinstance(keys, BlockChain) else run, prompt_tokens, len(hit)
+            )
+        return hit
 
     def claim(
         self,
@@ -337,6 +344,10 @@ class Lookups:
         if counted:
             missing = Missing(gap, 0, run[length : length + 1]) if length < len(run) else None
             self._context.counters.looked(found, len(run), prompt_tokens, missing)
+            if self._recorder is not None:
+                self._recorder.looked(
+                    keys if isinstance(keys, BlockChain) else run, prompt_tokens, length
+                )
         return length
 
     def _ask(self, call: Callable[[], T], otherwise: T) -> T:
@@ -388,7 +399,12 @@ class Lookups:
         if len(buffers) > len(run):
             raise InvalidSize(f"{len(buffers)} buffers for {len(run)} keys")
         left_ms = self._context.countdown(deadline_ms)
-        return self._searcher.restore(run, counts, mode, buffers, left_ms, counted=counted)
+        result = self._searcher.restore(run, counts, mode, buffers, left_ms, counted=counted)
+        if counted and self._recorder is not None and mode is ClaimMode.RUN:
+            self._recorder.looked(
+                keys if isinstance(keys, BlockChain) else run, sum(counts or ()), result.run
+            )
+        return result
 
     def release_many(self, hits: Sequence[Hit], *, deadline_ms: int | None = None) -> list[bool]:
         """Release hits in one rpc; see `Hit.release`."""

@@ -79,7 +79,13 @@ def replay_live(
             help="local: read in place where the daemon allows it; grpc: all by rpc, under claims."
         ),
     ] = PathName.LOCAL,
-    salt: Annotated[str, typer.Option(help="Replays with different salts share nothing.")] = "",
+    salt: Annotated[
+        str | None,
+        typer.Option(
+            help="Replays with different salts share nothing.",
+            show_default="from the content of TRACE",
+        ),
+    ] = None,
     reconnect_wait: Annotated[
         float, time_option("How long to wait, in all, for a daemon that went away.")
     ] = 60.0,
@@ -92,7 +98,7 @@ def replay_live(
     save the other blocks, release the claim. Exits 1 on any mismatch.
     """
     from ...proto.errors import UnknownTier
-    from ..lab.replayer import LiveOptions
+    from ..lab.replayer import LiveOptions, content_salt
     from ..lab.trace import TraceReader
     from .views.lab import totals_view
 
@@ -105,6 +111,8 @@ def replay_live(
     with bad_input():
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         block_size = reader.block_tokens
+        if salt is None:
+            salt = content_salt(trace)
     options = LiveOptions(
         address=ctl.address,
         workers=workers,
@@ -119,7 +127,7 @@ def replay_live(
     )
     totals = run_live(reader, options)
     warn(reader.assumptions() + reader.warnings())
-    data = {"trace": trace, "block_bytes": block_bytes, **totals.as_dict()}
+    data = {"trace": trace, "block_bytes": block_bytes, "salt": salt, **totals.as_dict()}
     show_result(
         ctl, data, lambda: totals_view(totals, f"live replay of {trace}"), output, force=force
     )

@@ -14,6 +14,7 @@ payload of a block is a fixed function of its id and its size (`BlockPayloads`).
 from __future__ import annotations
 
 import hashlib
+import os
 import struct
 import sys
 import time
@@ -22,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from ...proto.errors import CallerError
@@ -32,6 +34,7 @@ from ..client import Client
 from ..hits import Hit
 from ..saves import SaveItem
 from .trace import Request
+from .trace_file import STDIN, TraceError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -42,6 +45,10 @@ TILE_BYTES: Final = 512
 
 
 _LABEL: Final = b"prefixd/replay/v1"
+
+
+#: A salt depends on so much of a trace, and on its length.
+_SALTED_BYTES: Final = 1 << 20
 
 
 _SEED: Final = struct.Struct("<QQ")
@@ -61,6 +68,21 @@ def replay_namespace(block_bytes: int, block_tokens: int, salt: str = "") -> Nam
         context_params=context_hash({"block_bytes": block_bytes, "block_tokens": block_tokens}),
         salt=salt,
     )
+
+
+def content_salt(path: str) -> str:
+    """A salt for the replays of a file: traces that number their blocks alike share nothing, and a
+    trace shares with itself. Standard input has the empty salt."""
+    if path == STDIN:
+        return ""
+    digest = hashlib.sha256()
+    try:
+        with Path(path).open("rb") as file:
+            digest.update(file.read(_SALTED_BYTES))
+            digest.update(_U64.pack(file.seek(0, os.SEEK_END)))
+    except OSError as error:
+        raise TraceError(path, 0, f"cannot be opened: {(error.strerror or '').lower()}") from None
+    return digest.hexdigest()[:16]
 
 
 def keys_of_ids(root: Key, ids: Sequence[int]) -> list[Key]:

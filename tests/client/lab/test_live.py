@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -14,9 +16,12 @@ import pytest
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.ctl.views.usage import total_usage
+from prefixd.client.lab.convert import Converter
 from prefixd.client.lab.live import LiveReplay, Totals
 from prefixd.client.lab.replayer import LiveOptions, keys_of_ids, replay_namespace
-from prefixd.client.lab.trace import Request
+from prefixd.client.lab.simulate import Cell, TouchOrder
+from prefixd.client.lab.simulate import replay as replay_offline
+from prefixd.client.lab.trace import Request, TraceColumns
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError
@@ -105,6 +110,29 @@ def test_one_worker_hits_exactly_what_lru_hits(
     assert told.hit_tokens - first.hit_tokens == totals.hit_tokens, "the daemon says the same"
     assert told.saves - first.saves == totals.saves["saved"]
     assert told.evictions - first.evictions == totals.saves["saved"] - SLOTS
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_recorded_replay_gives_the_live_hits_offline(
+    daemon: PrivateDaemon,
+    requests: list[Request],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    in_place: bool,
+) -> None:
+    monkeypatch.setenv("PREFIXD_RECORD", str(tmp_path))
+    totals = replay(daemon, requests, in_place=in_place)
+    converter = Converter(tmp_path)
+    recorded = list(converter)
+    assert len(recorded) == sum(1 for request in requests if request.hash_ids)
+    block_tokens = LiveOptions(daemon.address).block_tokens
+    lru = Cell("lru", SLOTS, TouchOrder.ROOT_MRU)
+    offline = replay_offline(TraceColumns.load(recorded), lru)
+    assert offline.total_hit_tokens == totals.hit_tokens > 0
+    assert converter.block_tokens == block_tokens
+    text = "".join(path.read_text() for path in tmp_path.glob("*.jsonl"))
+    lines = [json.loads(line) for line in text.splitlines()]
+    assert sum(line["hit_blocks"] for line in lines) == totals.hit_blocks
 
 
 def usage_of(admin: AdminConnection) -> pb.Usage:

@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,10 +22,12 @@ from prefixd.client.lab.replayer import (
     LiveOptions,
     Outcome,
     Replayer,
+    content_salt,
     keys_of_ids,
     replay_namespace,
 )
 from prefixd.client.lab.trace import Request
+from prefixd.client.lab.trace_file import TraceError
 from prefixd.client.results import RestoreResult
 from prefixd.client.saves import SaveItem
 from prefixd.proto.errors import CallerError
@@ -343,3 +346,14 @@ def test_blocks_of_two_sizes_share_nothing() -> None:
 def test_a_size_that_no_block_has_is_refused(size_bytes: int) -> None:
     with pytest.raises(CallerError, match="bytes"):
         BlockPayloads(size_bytes)
+
+
+def test_the_salt_follows_the_content_of_a_trace(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in ("one", "two", "three"))
+    one.write_text("a")
+    two.write_text("a")
+    three.write_text("b")
+    assert content_salt(str(one)) == content_salt(str(two)) != content_salt(str(three))
+    assert content_salt("-") == ""
+    with pytest.raises(TraceError, match="cannot be opened"):
+        content_salt(str(tmp_path / "absent"))
