@@ -14,14 +14,39 @@ from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, wa
 
 if TYPE_CHECKING:
     from ..lab.curve import LruCurve
+    from ..lab.model_config import KvSize
     from ..lab.simulate import Cell, ReplayResult, TouchOrder
     from ..lab.trace import Request, TraceColumns
+    from ..lab.worth import Prices
 
 #: Panels of options in --help.
 PICTURES: Final = "Pictures and pages"
 SAMPLE: Final = "Sampling"
+WORTH: Final = "What hits are worth"
 LIMITS: Final = "The most of each tier; without any of these, all is RAM"
 GOAL: Final = "The goal"
+PrefillOption = Annotated[
+    float | None,
+    typer.Option(
+        "--prefill-tokens-per-s",
+        metavar="N",
+        help="Prompt tokens that a replica of the model computes in a second: shows the time to "
+        "first token and the GPU hours that hits save.",
+        rich_help_panel=WORTH,
+    ),
+]
+GpuHourOption = Annotated[
+    float | None,
+    typer.Option(
+        "--gpu-hour",
+        metavar="PRICE",
+        help="Price of a GPU for an hour: shows money, too.",
+        rich_help_panel=WORTH,
+    ),
+]
+GpusOption = Annotated[
+    int, typer.Option("--gpus", min=1, help="GPUs of a replica.", rich_help_panel=WORTH)
+]
 #: The capacities when none is named, as shares of the different blocks.
 DEFAULT_FRACTIONS: Final = "0.01,0.05,0.1,0.2,0.5"
 
@@ -41,6 +66,17 @@ def replay(
     per_request: Annotated[
         bool, typer.Option("--per-request", help="Add the hits of every request to the JSON.")
     ] = False,
+    prefill_tokens_per_s: PrefillOption = None,
+    gpu_hour: GpuHourOption = None,
+    gpus: GpusOption = 1,
+    over_time: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Show the hit rate in N parts of the time."),
+    ] = None,
+    warm_up: Annotated[
+        float | None,
+        time_option("Show the hit rate after this time, too: 10m.", show_default=False),
+    ] = None,
     jobs: lab.JobsOption = None,
     output: OutputOption = None,
     force: ForceOption = False,
@@ -51,7 +87,8 @@ def replay(
     no policy but Belady's bound: the most blocks that any cache of this size could
     hit, if it knew the future.
     """
-    from ..lab.simulate import TouchOrder, replay_document
+    from ..lab.breakdown import Requests
+    from ..lab.simulate import DOCUMENT_VERSION, TouchOrder, replay_document
     from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import replay_view
     from .views.progress import reading
@@ -62,11 +99,34 @@ def replay(
         cells = _cells(policy, order, capacity_blocks, capacity, block_bytes, capacity_fraction)
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         block_size = reader.block_tokens
-        columns = TraceColumns.load(reading(reader, "reading"))
-        results = _replays(columns, cells, block_size, per_request, jobs)
+        prices = _prices(prefill_tokens_per_s, gpu_hour, gpus)
+        requests = Requests(reading(reader, "reading"))
+        columns = TraceColumns.load(requests)
+        divided = bool(over_time or warm_up is not None or requests.owners > 1)
+        results = _replays(columns, cells, block_size, per_request or divided, jobs)
         document = replay_document(columns.summary(block_size), results)
+        for result, row in zip(results, document["results"], strict=True):
+            if prices is not None:
+                row["worth"] = prices.worth(
+                    result.total_hit_tokens, len(columns), requests.duration_s
+                )
+            if result.per_request is not None and divided:
+                if over_time:
+                    row["over_time"] = requests.over_time(*result.per_request, over_time)
+                if warm_up is not None:
+                    row["after_warm_up"] = requests.after(*result.per_request, warm_up)
+                if requests.owners > 1:
+                    row["by_owner"] = requests.by_owner(*result.per_request)
+            if not per_request:
+                row.pop("per_request", None)
         notes = lab.notes_on(reader, columns)
-        data = {"block_tokens": block_size, "assumptions": reader.assumptions(), **document}
+        data = {
+            "version": DOCUMENT_VERSION,
+            "block_tokens": block_size,
+            "duration_s": requests.duration_s,
+            "assumptions": reader.assumptions(),
+            **document,
+        }
     show_result(ctl, data, lambda: replay_view(data, block_bytes), output, force=force)
     warn(notes)
 
@@ -255,6 +315,16 @@ def _replays(
         )
 
 
+def _prices(prefill_tokens_per_s: float | None, gpu_hour: float | None, gpus: int) -> Prices | None:
+    from ..lab.worth import Prices
+
+    if prefill_tokens_per_s is not None:
+        return Prices(prefill_tokens_per_s, gpu_hour, gpus)
+    if gpu_hour is not None:
+        raise ValueError("money needs the speed of prefill, too (--prefill-tokens-per-s)")
+    return None
+
+
 def _samplings(rates: str | None, sizes: str | None, seed: int) -> list[dict[str, Any]]:
     """Keyword arguments for `sampled_curve`. Raises ValueError for bad ones."""
     from ..lab.curve import sampled_curve
@@ -294,6 +364,20 @@ def advise(
             metavar="L,H,D,B",
             help="Or the model's layers, KV heads, head dimension and bytes per number: "
             "32,8,128,2 is Llama 3 8B in 16 bits.",
+        ),
+    ] = None,
+    model_config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="Or the model's config.json, as Hugging Face has it: latent attention, sliding "
+            "windows and hybrids are known.",
+        ),
+    ] = None,
+    kv_dtype_bytes: Annotated[
+        float | None,
+        typer.Option(
+            metavar="N", help="Bytes of a number in the KV cache (default: as config.json says)."
         ),
     ] = None,
     block_tokens: lab.KnownBlockTokensOption = None,
@@ -339,7 +423,9 @@ def advise(
     check_new(output, force=force)
     limits = {"ram": ram, "shm": shm, "disk": disk}
     with bad_input():
-        token_bytes = _token_bytes(bytes_per_token, model_shape)
+        token_bytes, model = _token_bytes(
+            bytes_per_token, model_shape, model_config, kv_dtype_bytes
+        )
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
         requests = (
             list(reading(reader, "reading"))
@@ -356,21 +442,43 @@ def advise(
             limits={tier: size for tier, size in limits.items() if size is not None},
             window_ms=round(reorder_window * 1000),
         )
-    data = {"path": trace, "model_shape": model_shape, **found.to_json()}
+    data = {
+        "path": trace,
+        "model_shape": model_shape,
+        "model": None if model is None else model.to_json(),
+        **found.to_json(),
+    }
     show_result(ctl, data, lambda: advice(data), output, force=force)
+    if model is not None:
+        warn([f"{model_config}: {model.bytes_per_token:,} bytes a token, {model.how}"])
     warn(reader.assumptions() + reader.warnings())
 
 
-def _token_bytes(bytes_per_token: str | None, model_shape: str | None) -> int:
+def _token_bytes(
+    bytes_per_token: str | None,
+    model_shape: str | None,
+    model_config: str | None,
+    kv_dtype_bytes: float | None,
+) -> tuple[int, KvSize | None]:
     from ...proto.units import parse_bytes
     from ..lab.advise import model_bytes_per_token
+    from ..lab.model_config import kv_size
 
-    if (bytes_per_token is None) == (model_shape is None):
-        raise ValueError("say how big a token's KV state is: --bytes-per-token or --model-shape")
+    if [bytes_per_token, model_shape, model_config].count(None) != 2:
+        raise ValueError(
+            "say how big a token's KV state is: --bytes-per-token, --model-shape or --model-config"
+        )
+    if kv_dtype_bytes is not None and (model_config is None or not 0 < kv_dtype_bytes <= 16):
+        raise ValueError("--kv-dtype-bytes is above 0, at most 16, and goes with --model-config")
+    if model_config is not None:
+        size = kv_size(model_config, kv_dtype_bytes)
+        if not size.bytes_per_token:
+            raise ValueError(f"{model_config}: no layer of this model keeps a KV state per token")
+        return size.bytes_per_token, size
     if model_shape is not None:
-        return model_bytes_per_token(model_shape)
+        return model_bytes_per_token(model_shape), None
     assert bytes_per_token is not None
-    return parse_bytes(bytes_per_token)
+    return parse_bytes(bytes_per_token), None
 
 
 def _share(text: str) -> float:

@@ -27,6 +27,8 @@ from ...tiers.eviction import make_policy
 from .optimal import OPTIMAL, Optimum
 from .trace import TraceColumns, TraceSummary
 
+#: The version of the JSON of `prefixctl replay`. It rises if a field goes or means something else.
+DOCUMENT_VERSION = 1
 #: Block references times cells per process, below which starting one takes longer than it saves.
 _WORTH_A_PROCESS = 2_000_000
 

@@ -14,6 +14,7 @@ from ....proto.units import format_bytes, format_duration, percent
 from ...lab import report
 from ...lab.charts import label
 from ...lab.live import Totals
+from ...lab.optimal import OPTIMAL
 from ...lab.replayer import STEPS
 from ...lab.simulate import TouchOrder
 from .tables import make_table, pairs_table, size, tier_name
@@ -165,7 +166,62 @@ def _references(share: float) -> str:
 
 def replay_view(data: Json, block_bytes: int | None = None) -> RenderableType:
     """The trace in a line, then a row for each replay."""
-    return Group(trace_line(data["trace"]), results_table(data["results"], block_bytes))
+    results = data["results"]
+    parts: list[RenderableType] = [trace_line(data["trace"]), results_table(results, block_bytes)]
+    if any("worth" in row for row in results):
+        parts.append(worth_table(results, block_bytes))
+    parts += [
+        parts_table(results, name)
+        for name in ("over_time", "by_owner")
+        if any(name in row for row in results)
+    ]
+    return Group(*parts)
+
+
+def worth_table(results: Sequence[Json], block_bytes: int | None = None) -> Table:
+    """What each policy saves."""
+    table = make_table(
+        "policy|>capacity|>hit rate|>TTFT saved|>GPU hours saved|>money saved|>a month",
+        name_columns=2,
+    )
+    for row in results:
+        worth, capacity = row["worth"], row["capacity_blocks"]
+        money = [
+            "-" if amount is None else f"{amount:,.2f}"
+            for amount in (worth["money_saved"], worth["money_saved_per_month"])
+        ]
+        table.add_row(
+            label(row["policy"]),
+            format_bytes(capacity * block_bytes) if block_bytes else f"{capacity:,}",
+            percent(row["overall_hit_rate"]),
+            seconds(worth["ttft_saved_s"]),
+            f"{worth['gpu_hours_saved']:,.2f}",
+            *money,
+        )
+    return table
+
+
+def parts_table(results: Sequence[Json], name: str) -> Table:
+    """The hit rate over time or by owner, of the best policy at each capacity."""
+    best: dict[int, Json] = {}
+    for row in results:
+        other = best.get(row["capacity_blocks"])
+        if name in row and row["policy"] != OPTIMAL and (
+            other is None or row["total_hit_tokens"] > other["total_hit_tokens"]
+        ):  # fmt: skip
+            best[row["capacity_blocks"]] = row
+    shown = [best[capacity] for capacity in sorted(best)]
+    heads = [f">{label(row['policy'])}, {row['capacity_blocks']:,}" for row in shown]
+    first = "from" if name == "over_time" else "model, tenant"
+    table = make_table("|".join([first, ">prompt tokens", *heads]))
+    for index, part in enumerate(shown[0][name] if shown else ()):
+        if name == "over_time":
+            title = seconds(part["from_s"])
+        else:
+            title = ", ".join(filter(None, (part["model"], part["tenant"]))) or "-"
+        rates = (percent(row[name][index]["hit_rate"]) for row in shown)
+        table.add_row(title, f"{part['prompt_tokens']:,}", *rates)
+    return table
 
 
 def results_table(results: Sequence[Json], block_bytes: int | None = None) -> Table:

@@ -84,7 +84,14 @@ def test_curve_with_everything(trace: Path, tmp_path: Path) -> None:
 
 def test_a_page_compares_all_policies_without_being_asked(trace: Path, tmp_path: Path) -> None:
     found = json_of("curve", trace, "--html", tmp_path / "r.html", "--jobs", 1)
-    assert {r["policy"] for r in found["results"]} == {"lru", "lfu", "fifo", "s3fifo", "arc"}
+    assert {r["policy"] for r in found["results"]} == {
+        "lru",
+        "lfu",
+        "fifo",
+        "s3fifo",
+        "arc",
+        "optimal",
+    }
     named = json_of("curve", trace, "--html", tmp_path / "n.html", "--capacity-blocks", 7)
     assert {r["capacity_blocks"] for r in named["results"]} == {7}
 
@@ -136,7 +143,7 @@ def test_advise(trace: Path) -> None:
         (("curve", "{trace}", "--sample-rate", "2"), "2.0"),
         (("curve", "{trace}", "--svg", "{absent}/x.svg"), "cannot be written: no such file"),
         (("curve", "{trace}", "--html", "{absent}/x"), "cannot be written: no such file"),
-        (("advise", "{trace}"), "--bytes-per-token or --model-shape"),
+        (("advise", "{trace}"), "--bytes-per-token, --model-shape or --model-config"),
         (("advise", "{trace}", "--bytes-per-token", "8GB"), "unknown unit 'GB'"),
         (("advise", "{trace}", "--model-shape", "1,2"), "is no model shape"),
         (("advise", "{trace}", "--bytes-per-token", "1", "--hit-rate", "x"), "is no share"),

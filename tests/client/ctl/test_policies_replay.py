@@ -226,3 +226,27 @@ def test_bad_samples_are_told_before_anything_is_read(options: dict[str, Any]) -
     with pytest.raises(ValueError, match="sampl") as caught:
         run_curve("there is no such file", **options)
     assert "no such file" not in str(caught.value)
+
+
+def test_what_hits_are_worth_and_when_they_come(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [Request(1000 * n, 1000, 1, (n % 2, 2 + n % 2), tenant="ab"[n % 2])
+                for n in range(10)]  # fmt: skip
+    write_trace(path, requests, 512)
+    data, _ = run_replay(
+        str(path), policy="lru", capacity_blocks="4", prefill_tokens_per_s=1000, gpu_hour=3.6,
+        gpus=2, over_time=2, warm_up="2s",
+    )  # fmt: skip
+    (row,) = data["results"]
+    assert "per_request" not in row
+    assert row["total_hit_tokens"] == 8_000
+    assert row["worth"]["ttft_saved_s"] == 0.8
+    assert row["worth"]["money_saved"] == pytest.approx(8 * 2 / 3600 * 3.6)
+    assert [part["hit_rate"] for part in row["over_time"]] == [0.6, 1.0]
+    assert row["after_warm_up"]["hit_rate"] == 1.0
+    assert [(each["tenant"], each["hit_rate"]) for each in row["by_owner"]] == [
+        ("a", 0.8), ("b", 0.8),
+    ]  # fmt: skip
+    assert data["version"] == 1
+    with pytest.raises(ValueError, match="money needs the speed of prefill"):
+        run_replay(str(path), gpu_hour=1)

@@ -216,7 +216,19 @@ def from_lab(directory: Path) -> dict[str, RenderableType]:
         return json.loads(result.stdout)
 
     capacities = ("--capacity-blocks", "10,100,987654321")
-    replayed = data("replay", trace, *capacities, "--block-bytes", "5MiB")
+    replayed = data(
+        "replay",
+        trace,
+        "--prefill-tokens-per-s",
+        "8000",
+        "--gpu-hour",
+        "2",
+        "--over-time",
+        "3",
+        *capacities,
+        "--block-bytes",
+        "5MiB",
+    )
     for row in replayed["results"]:  # as large as the numbers of a real trace get
         row.update(total_hit_tokens=MANY, evictions=MANY, final_cache_blocks=987_654_321)
     curve = data("curve", trace, "--sample-rate", "0.5", *capacities, "--block-bytes", "5MiB")
@@ -224,6 +236,8 @@ def from_lab(directory: Path) -> dict[str, RenderableType]:
     written = directory / "made.jsonl"
     made = data("trace", "generate", "--profile", "multi-turn", "-o", written, "--requests", 20)
     return {
+        "lab.worth_table": lab.worth_table(replayed["results"], 5 * 2**20),
+        "lab.parts_table": lab.parts_table(replayed["results"], "over_time"),
         "lab.replay_view": lab.replay_view(replayed, 5 * 2**20),
         "lab.results_table": lab.results_table(replayed["results"]),
         "lab.curve_view": lab.curve_view(curve),
