@@ -109,20 +109,24 @@ class _ClaimMode:
 
 class _ClaimModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_ClaimMode.ValueType], builtins.type):
     DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
-    CLAIM_MODE_RUN: _ClaimMode.ValueType  # 0
+    CLAIM_MODE_UNSPECIFIED: _ClaimMode.ValueType  # 0
+    """refused"""
+    CLAIM_MODE_RUN: _ClaimMode.ValueType  # 1
     """the keys before the first that is absent (a block chain)"""
-    CLAIM_MODE_FIRST: _ClaimMode.ValueType  # 1
+    CLAIM_MODE_FIRST: _ClaimMode.ValueType  # 2
     """the first key that is present (a backward walk over prefix entries)"""
-    CLAIM_MODE_ANY: _ClaimMode.ValueType  # 2
+    CLAIM_MODE_ANY: _ClaimMode.ValueType  # 3
     """every key that is present"""
 
 class ClaimMode(_ClaimMode, metaclass=_ClaimModeEnumTypeWrapper): ...
 
-CLAIM_MODE_RUN: ClaimMode.ValueType  # 0
+CLAIM_MODE_UNSPECIFIED: ClaimMode.ValueType  # 0
+"""refused"""
+CLAIM_MODE_RUN: ClaimMode.ValueType  # 1
 """the keys before the first that is absent (a block chain)"""
-CLAIM_MODE_FIRST: ClaimMode.ValueType  # 1
+CLAIM_MODE_FIRST: ClaimMode.ValueType  # 2
 """the first key that is present (a backward walk over prefix entries)"""
-CLAIM_MODE_ANY: ClaimMode.ValueType  # 2
+CLAIM_MODE_ANY: ClaimMode.ValueType  # 3
 """every key that is present"""
 Global___ClaimMode: typing_extensions.TypeAlias = ClaimMode
 

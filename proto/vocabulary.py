@@ -43,11 +43,11 @@ class SaveReason(Labelled):
 class ClaimMode(Labelled):
     """Which keys of a claim to pin."""
 
-    RUN = 0
+    RUN = 1
     """Those before the first absent one: for a block chain, root first."""
-    FIRST = 1
+    FIRST = 2
     """The first one that is present: for prefix entries, longest first."""
-    ANY = 2
+    ANY = 3
     """Each one that is present."""
 
 

@@ -67,7 +67,7 @@ class DataCalls:
             wanted = pb.ClaimRequest(
                 session=request.session,
                 keys=request.keys,
-                mode=request.mode,
+                mode=pb.CLAIM_MODE_RUN if request.generations else request.mode,
                 brief=not request.room_bytes,
             )
             granted = self._service.claim_now(wanted, PlainCaller(caller.access, caller.tenant))

@@ -90,18 +90,18 @@ class Victim:
         generation = self.daemon.tables.entries[MINE].generation if self.claim else 0
         whole = StagedPart(length_bytes=len(DATA), last=True)
         return {
-            "Claim": pb.ClaimRequest(session=ref, keys=[MINE]),
+            "Claim": pb.ClaimRequest(session=ref, keys=[MINE], mode=pb.CLAIM_MODE_RUN),
             "Release": release,
             "Reserve": pb.ReserveRequest(header=header),
             "Cancel": pb.CancelRequest(session=ref, tokens=[self.token]),
             "Delete": pb.DeleteRequest(session=ref, keys=[RESERVED]),
-            "Pull": pb.PullRequest(session=ref, keys=[MINE]),
+            "Pull": pb.PullRequest(session=ref, keys=[MINE], mode=pb.CLAIM_MODE_RUN),
             "Read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
             "Write": pb.WriteRequest(session=ref, parts=[written]),
             "Save": pb.SaveRequest(header=header, parts=[part(0, DATA)]),
             "SaveWhole": pb.SaveWholeRequest(header=header, parts=[part(0, DATA)]),
             "hand_over": pb.HandOverRequest(session=ref),
-            "claim": pb.ClaimRequest(session=ref, keys=[MINE]),
+            "claim": pb.ClaimRequest(session=ref, keys=[MINE], mode=pb.CLAIM_MODE_RUN),
             "release": release,
             "give_back": release,
             "reserve": pb.ReserveRequest(header=header),
@@ -254,7 +254,9 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
         victim = Victim(daemon, session)
         await victim.open()
         own = await daemon.connect_locally()
-        await own.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(77)]))
+        await own.ask(
+            claim=pb.ClaimRequest(session=session.ref, keys=[key(77)], mode=pb.CLAIM_MODE_RUN)
+        )
         requests = victim.requests(session.ref)
         stolen = [pb.LocalRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
         thief = await asyncio.create_subprocess_exec(

@@ -51,7 +51,7 @@ def largest_messages() -> dict[str, Message]:
     return {
         "lookup": pb.LookupRequest(keys=[KEY] * BATCH),
         "lookup answer": pb.LookupResponse(results=[result] * BATCH),
-        "claim": pb.ClaimRequest(session=SESSION, keys=[KEY] * BATCH),
+        "claim": pb.ClaimRequest(session=SESSION, keys=[KEY] * BATCH, mode=pb.CLAIM_MODE_RUN),
         "claim answer": pb.ClaimResponse(results=[pb.ClaimResult(entry=INFO)] * BATCH),
         "release": pb.ReleaseRequest(session=SESSION, claim_ids=[U64] * BATCH),
         "read": pb.ReadRequest(
@@ -106,11 +106,13 @@ def test_a_request_without_bytes_is_short() -> None:
     absent = [pb.AbsentMiss(keys=[KEY] * told, tokens=U64, age_ns=U64)] * limits.MAX_TOLD_MISSES
     requests: list[Message] = [
         pb.LookupRequest(keys=keys, wait_ms=U32),
-        pb.ClaimRequest(session=session, keys=keys, wait_ms=U32, lease_ms=U32),
+        pb.ClaimRequest(
+            session=session, keys=keys, wait_ms=U32, lease_ms=U32, mode=pb.CLAIM_MODE_RUN
+        ),
         pb.ReleaseRequest(session=session, claim_ids=numbers),
         pb.CancelRequest(session=session, tokens=numbers),
         pb.DeleteRequest(session=session, keys=keys),
-        pb.PullRequest(session=session, keys=keys, wait_ms=U32),
+        pb.PullRequest(session=session, keys=keys, wait_ms=U32, mode=pb.CLAIM_MODE_RUN),
         pb.ReadRequest(session=session, claim_id=U64, ranges=ranges),
         pb.SessionRequest(touch=pb.Touch(keys=keys)),
         pb.SessionRequest(suspect=pb.Suspect(keys=keys)),
@@ -188,6 +190,7 @@ def test_the_save_gates_are_ordered() -> None:
 
 COUNTS = {
     "MAX_BATCH_KEYS",
+    "MAX_HELD_KEYS",
     "MAX_LAYERS",
     "MAX_LENT_PIECES",
     "MAX_CLIENT_NAME_CHARS",

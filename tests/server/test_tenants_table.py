@@ -115,13 +115,16 @@ class World:
             "SaveWhole": lambda: pb.SaveWholeRequest(header=header, parts=[part(0, data)]),
             "Cancel": lambda: pb.CancelRequest(session=ref, tokens=[2**40]),
             "Delete": lambda: pb.DeleteRequest(session=ref, keys=[MISSING, *others]),
-            "Pull": lambda: pb.PullRequest(session=ref, keys=everything),
+            "Pull": lambda: pb.PullRequest(session=ref, keys=everything, mode=pb.CLAIM_MODE_RUN),
             "HandOver": lambda: pb.HandOverRequest(session=ref),
             "Fetch": lambda: pb.FetchRequest(
                 session=ref, keys=[COMMON], generations=[entry.generation], ranges=ranges
             ),
             "FetchFound": lambda: pb.FetchRequest(
-                session=ref, keys=[COMMON], room_bytes=[entry.payload_bytes]
+                session=ref,
+                keys=[COMMON],
+                room_bytes=[entry.payload_bytes],
+                mode=pb.CLAIM_MODE_RUN,
             ),
         }[call]()
 

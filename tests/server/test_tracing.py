@@ -104,7 +104,9 @@ async def test_a_span_names_the_error_of_a_refused_call(tmp_path: Path) -> None:
         connection = await daemon.connect_locally()
         stranger = pb.SessionRef(incarnation=bytes(16), session_id=7, secret=b"secret" * 3)
         with pytest.raises(Refused, match="stale_incarnation"):
-            await connection.ask(claim=pb.ClaimRequest(session=stranger, keys=[key(1)]))
+            await connection.ask(
+                claim=pb.ClaimRequest(session=stranger, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
+            )
     (span,) = rpcs(spans_of(memory))
     assert span.failed
     assert span.attributes == {"prefixd.transport": "local", "error.type": "stale_incarnation"}

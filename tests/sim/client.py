@@ -372,7 +372,7 @@ class SimClient:
             session=ref, tier=pb.TIER_RAM, reason=pb.SAVE_REASON_COLD, **columns([item])
         )
         request: Any = {
-            "claim": pb.ClaimRequest(session=ref, keys=[key_of(0)]),
+            "claim": pb.ClaimRequest(session=ref, keys=[key_of(0)], mode=pb.CLAIM_MODE_RUN),
             "reserve": pb.ReserveRequest(header=header),
             "save": pb.SaveRequest(header=header),
             "read": pb.ReadRequest(session=ref, claim_id=1, ranges=[pb.ReadRange()]),

@@ -112,6 +112,8 @@ def _cancel(*tokens: int) -> Attempt:
 
 
 def _pull(keys: list[bytes], **fields: Any) -> Attempt:
+    fields = {"mode": pb.CLAIM_MODE_RUN} | fields
+
     async def attempt(daemon: Running, session: OpenSession) -> None:
         await answer(daemon.cache.Pull(pb.PullRequest(session=session.ref, keys=keys, **fields)))
 
@@ -191,6 +193,12 @@ def _headers() -> Iterator[Mistake]:
         "a lease beyond the longest", "Claim", "invalid_size", _claim([key(1)], lease_ms=2**31)
     )
     yield Mistake(
+        "no mode",
+        "Claim",
+        "malformed_message",
+        _claim([key(1)], mode=pb.CLAIM_MODE_UNSPECIFIED),
+    )
+    yield Mistake(
         "a mode that does not exist",
         "Claim",
         "malformed_message",
@@ -267,12 +275,14 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
     token = [pb.WritePart(token=1, data=DATA, last=True)]
     staged = pb.SaveStagedRequest(header=header)
     return {
-        "Claim": lambda: cache.Claim(pb.ClaimRequest(session=ref, keys=keys)),
+        "Claim": lambda: cache.Claim(
+            pb.ClaimRequest(session=ref, keys=keys, mode=pb.CLAIM_MODE_RUN)
+        ),
         "Release": lambda: cache.Release(pb.ReleaseRequest(session=ref, claim_ids=[1])),
         "Reserve": lambda: cache.Reserve(pb.ReserveRequest(header=header)),
         "Cancel": lambda: cache.Cancel(pb.CancelRequest(session=ref, tokens=[1])),
         "Delete": lambda: cache.Delete(pb.DeleteRequest(session=ref, keys=keys)),
-        "Pull": lambda: cache.Pull(pb.PullRequest(session=ref, keys=keys)),
+        "Pull": lambda: cache.Pull(pb.PullRequest(session=ref, keys=keys, mode=pb.CLAIM_MODE_RUN)),
         "Read": lambda: cache.Read(
             pb.ReadRequest(session=ref, claim_id=claim, ranges=[pb.ReadRange()])
         ),

@@ -65,7 +65,7 @@ KINDS: dict[str, tuple[str, Any, Any]] = {
     ),
     "Claim": (
         "claim",
-        pb.ClaimRequest(session=SESSION, keys=[bytes(32)], brief=True),
+        pb.ClaimRequest(session=SESSION, keys=[bytes(32)], brief=True, mode=pb.CLAIM_MODE_RUN),
         pb.ClaimResponse(claim_id=5),
     ),
     "Release": (

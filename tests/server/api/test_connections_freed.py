@@ -82,7 +82,9 @@ async def test_what_waited_for_a_save(tmp_path: Path) -> None:
         session = await daemon.open()
         (token,) = await session.granted([Item(key=key(5), payload_bytes=9)])
         line = await daemon.connect_locally()
-        claim = pb.ClaimRequest(session=session.ref, keys=[key(5)], wait_ms=60_000)
+        claim = pb.ClaimRequest(
+            session=session.ref, keys=[key(5)], wait_ms=60_000, mode=pb.CLAIM_MODE_RUN
+        )
         await line.send(claim=claim)
         await daemon.until(lambda: daemon.tables.waiting)
         made = [weakref.ref(each) for each in daemon.front.local.connections]

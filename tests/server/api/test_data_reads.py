@@ -66,6 +66,7 @@ async def test_a_fetch_claims_reads_and_releases(tmp_path: Path, tier: Tier) -> 
 
 def found_of(session: OpenSession, rooms: dict[Key, int], **fields: Any) -> pb.FetchRequest:
     """A fetch of those of these keys that are cached, each with the size of its buffer."""
+    fields = {"mode": pb.CLAIM_MODE_RUN} | fields
     return pb.FetchRequest(
         session=session.ref, keys=[*rooms], room_bytes=[*rooms.values()], **fields
     )
@@ -255,7 +256,7 @@ async def test_a_client_that_reads_nothing_is_cut_off_and_holds_up_nobody(tmp_pa
         ):
             await slow.send(fetch=fetch_of(session, (key(1), generation)))
             await daemon.until(lambda: daemon.front.service.reads.used_bytes)
-            claimed = pb.ClaimRequest(session=session.ref, keys=[key(2)])
+            claimed = pb.ClaimRequest(session=session.ref, keys=[key(2)], mode=pb.CLAIM_MODE_RUN)
             number = (await other.ask(claim=claimed)).claim.claim_id
             await other.send(
                 read=pb.ReadRequest(session=session.ref, claim_id=number, ranges=[pb.ReadRange()])

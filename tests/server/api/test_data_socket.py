@@ -46,7 +46,7 @@ async def test_every_call_is_answered_as_over_grpc(tmp_path: Path) -> None:
                 pb.PRESENCE_PRESENT,
                 pb.PRESENCE_ABSENT,
             ]
-            claim = pb.ClaimRequest(session=session.ref, keys=[key(1)])
+            claim = pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
             number = (await line.ask(claim=claim)).claim.claim_id
             read = pb.ReadRequest(
                 session=session.ref,
@@ -129,10 +129,14 @@ async def test_a_connection_belongs_to_one_session_only(tmp_path: Path) -> None:
         async with data_connection(daemon, session) as line:
             for ref in (other.ref, pb.SessionRef(session_id=other.number)):
                 with pytest.raises(Refused) as refused:
-                    await line.ask(claim=pb.ClaimRequest(session=ref, keys=[key(1)]))
+                    await line.ask(
+                        claim=pb.ClaimRequest(session=ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
+                    )
                 assert refused.value.name in ("unknown_session", "stale_incarnation")
             assert not daemon.tables.claims
-            await line.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(1)]))
+            await line.ask(
+                claim=pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
+            )
             with pytest.raises(Refused, match="no place here"):
                 await line.ask(attach=other.ref)
             await line.hung_up()
@@ -215,7 +219,7 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
         not_its_own = (await other.claim([key(1)])).claim_id
         async with data_connection(daemon, session) as line:
             await line.ask(lookup=pb.LookupRequest(keys=[key(1)]))
-            claim = pb.ClaimRequest(session=session.ref, keys=[key(1)])
+            claim = pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
             claims = [(await line.ask(claim=claim)).claim.claim_id for _ in range(2)]
             release = pb.ReleaseRequest(session=session.ref, claim_ids=claims[:1])
             assert list((await line.ask(release=release)).release.results) == [
@@ -245,7 +249,9 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
         (granted,) = await session.granted([item(key(2), DATA)])
         async with data_connection(daemon, session) as line:
             brief = pb.LookupRequest(keys=[key(1), key(2)], brief=True)
-            claim = pb.ClaimRequest(session=session.ref, keys=[key(2)], wait_ms=60_000)
+            claim = pb.ClaimRequest(
+                session=session.ref, keys=[key(2)], wait_ms=60_000, mode=pb.CLAIM_MODE_RUN
+            )
             asked = (
                 pb.DataRequest(lookup=brief),
                 pb.DataRequest(claim=claim),
@@ -371,7 +377,7 @@ async def test_who_hangs_up_with_an_answer_unread_has_asked_for_nothing(tmp_path
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        claim = pb.ClaimRequest(session=session.ref, keys=[key(1)])
+        claim = pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
         reserve = pb.ReserveRequest(header=session.header([item(key(2), DATA)]))
         async with data_connection(daemon, session) as line:
             await line.ask(claim=claim)
@@ -395,7 +401,9 @@ async def test_who_hangs_up_waits_no_longer(tmp_path: Path) -> None:
         await session.granted([item(key(1), DATA)])
         async with data_connection(daemon, session) as line:
             await line.send(
-                claim=pb.ClaimRequest(session=session.ref, keys=[key(1)], wait_ms=60_000)
+                claim=pb.ClaimRequest(
+                    session=session.ref, keys=[key(1)], wait_ms=60_000, mode=pb.CLAIM_MODE_RUN
+                )
             )
             await daemon.until(lambda: daemon.tables.waiting)
         await daemon.until(lambda: not daemon.tables.waiting)

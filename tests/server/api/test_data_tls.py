@@ -89,7 +89,9 @@ async def secured(
 async def works(line: SecuredConnection, session: OpenSession, number: int, raw: bytes) -> None:
     """Save and read back."""
     assert await line.save(session, [item(key(number), raw)], [raw]) == [pb.SAVE_STATUS_SAVED]
-    claim = await line.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(number)]))
+    claim = await line.ask(
+        claim=pb.ClaimRequest(session=session.ref, keys=[key(number)], mode=pb.CLAIM_MODE_RUN)
+    )
     read = pb.ReadRequest(
         session=session.ref, claim_id=claim.claim.claim_id, ranges=[pb.ReadRange()]
     )
@@ -108,7 +110,9 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
                 session, [item(of, raw) for of, raw in many.items()], [*many.values()]
             )
             assert set(statuses) == {pb.SAVE_STATUS_SAVED}
-            claim = await line.ask(claim=pb.ClaimRequest(session=session.ref, keys=[*many]))
+            claim = await line.ask(
+                claim=pb.ClaimRequest(session=session.ref, keys=[*many], mode=pb.CLAIM_MODE_RUN)
+            )
             ranges = [pb.ReadRange(index=index) for index in range(100)]
             read = pb.ReadRequest(session=session.ref, claim_id=claim.claim.claim_id, ranges=ranges)
             await line.send(read=read)
@@ -136,7 +140,9 @@ async def test_a_slow_reader_gets_it_all(tmp_path: Path, authority: Authority) -
         secured_connection(port, trusting(authority), session) as line,
     ):
         await works(line, session, 1, LARGE)
-        claim = await line.ask(claim=pb.ClaimRequest(session=session.ref, keys=[key(1)]))
+        claim = await line.ask(
+            claim=pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
+        )
         read = pb.ReadRequest(
             session=session.ref, claim_id=claim.claim.claim_id, ranges=[pb.ReadRange()]
         )

@@ -72,7 +72,9 @@ def _writing(session: OpenSession, _: int) -> Message:
 GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Session": lambda *_: pb.SessionRequest(hello=pb.Hello(client_name="x", pid=1, host="y")),
     "Lookup": lambda *_: pb.LookupRequest(keys=[PUBLISHED]),
-    "Claim": lambda session, _: pb.ClaimRequest(session=session.ref, keys=[PUBLISHED]),
+    "Claim": lambda session, _: pb.ClaimRequest(
+        session=session.ref, keys=[PUBLISHED], mode=pb.CLAIM_MODE_RUN
+    ),
     "Release": lambda session, claim: pb.ReleaseRequest(session=session.ref, claim_ids=[claim]),
     "Reserve": lambda session, _: pb.ReserveRequest(header=_header(session)),
     "Write": _writing,
@@ -81,7 +83,9 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
         header=_header(session), parts=[part(0, DATA)]
     ),
     "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
-    "Pull": lambda session, _: pb.PullRequest(session=session.ref, keys=[PUBLISHED], wait_ms=1),
+    "Pull": lambda session, _: pb.PullRequest(
+        session=session.ref, keys=[PUBLISHED], wait_ms=1, mode=pb.CLAIM_MODE_RUN
+    ),
     "Cancel": lambda session, _: pb.CancelRequest(session=session.ref, tokens=[1]),
     "Read": lambda session, claim: pb.ReadRequest(
         session=session.ref, claim_id=claim, ranges=[pb.ReadRange()]
