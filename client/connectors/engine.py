@@ -180,6 +180,9 @@ def attach(
     address = options.get("address")
     if address is not None and not isinstance(address, str):
         wrong.append(f"address is unix:/path or host:port, not {address!r}")
+    salt = options.get("salt")
+    if not isinstance(salt, str | bytes | None):
+        wrong.append(f"salt is text, not {salt!r:.80}")
     if also is not None:
         known = sorted(_OURS.union(also))
         wrong += [

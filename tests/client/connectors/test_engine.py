@@ -131,6 +131,7 @@ def test_what_is_given_counts_and_the_rest_is_usual(address: str) -> None:
         ({"deadline_ms": True}, "deadline_ms is a whole number of at least 1, not True"),
         ({"max_pending_saves": -1}, "max_pending_saves is a whole number of at least 0, not -1"),
         ({"address": 7070}, "address is unix:/path or host:port, not 7070"),
+        ({"salt": ["x"]}, "salt is text, not ['x']"),
         ({"teir": "shm"}, "there is no option 'teir'; there are address, deadline_ms, "),
     ],
 )
