@@ -134,8 +134,8 @@ class Server:
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         return call(self._listens, method, path, body, WITHIN_S)
 
-    def ask(self, prompt: str, wanted: int = 8) -> Answer:
-        body = {"prompt": prompt, "n_predict": wanted, "temperature": 0, "n_probs": 8}
+    def ask(self, prompt: str, wanted: int = 8, **more: Any) -> Answer:
+        body = {"prompt": prompt, "n_predict": wanted, "temperature": 0, "n_probs": 8, **more}
         status, answer = self.call("POST", "/completion", body)
         assert status == 200, answer
         likeliest = [
@@ -162,12 +162,14 @@ class Server:
 
 @contextmanager
 def server(
-    models: Path, name: str, *flags: str, daemon: PrivateDaemon | None = None, slots: int = 1
+    models: Path, name: str | None, *flags: str, daemon: PrivateDaemon | None = None, slots: int = 1
 ) -> Iterator[Server]:
+    """`name` None: the flags say where its models are."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp")))
         command = [
-            *(SERVER, "-m", str(models / f"{name}.gguf"), "-c", str(4_096 * slots)),
+            *(SERVER, *(["-m", str(models / f"{name}.gguf")] if name else [])),
+            *("-c", str(4_096 * slots)),
             *("-np", str(slots), "-t", "1", "-tb", "1", *flags),
         ]
         own = []
@@ -263,6 +265,20 @@ def test_foreign_states_are_never_restored(
         answer = two.ask(P)
         assert answer.cached == 0
         assert answer.agrees(expected)
+
+
+def test_a_router_of_several_models(daemon: PrivateDaemon, models: Path, tmp_path: Path) -> None:
+    for name in ("plain", "hybrid"):
+        (tmp_path / f"{name}.gguf").symlink_to(models / f"{name}.gguf")
+    with server(models, None, "--models-dir", str(tmp_path), daemon=daemon) as cached:
+        before = {name: cached.ask(P, model=name) for name in ("plain", "hybrid")}
+        cached.settled()
+        cached.restart()
+        for name, answer in before.items():
+            again = cached.ask(P, model=name)
+            assert again.evaluated == 1
+            assert again.agrees(answer)
+        assert cached.stats()["requests"] == {"restored": 2}
 
 
 def test_chats_in_turn_with_a_summary_that_takes_the_slot(
