@@ -76,10 +76,20 @@ class Runner:
         self._deadline_ms = deadline_ms
         self._owner = Owner()
         self._calls = ThreadPool("prefixd-aio", max_concurrency)
+        #: For restores that may wait for a disk.
+        self._disk_calls = ThreadPool("prefixd-aio-disk", max_concurrency)
         self._waiting_calls = ThreadPool("prefixd-aio-wait", MAX_WAITING_CALLS)
 
-    async def run(self, call: partial[T], *, waits: bool = False, fills: bool = False) -> T:
-        """`call()` in a thread, one for calls that wait if it `waits` or has a `wait_ms`. Its
+    async def run(
+        self,
+        call: partial[T],
+        *,
+        waits: bool = False,
+        fills: bool = False,
+        from_disk: bool = False,
+    ) -> T:
+        """`call()` in a thread, one for calls that wait if it `waits` or has a `wait_ms`, and one
+        for reads of a disk, which may hang, if it reads `from_disk`. Its
         `deadline_ms`, if it takes one, counts from now and not from when a thread is free. A call
         that `fills` buffers of its caller has ended when this returns or raises. Raises
         ClientClosed."""
@@ -99,7 +109,11 @@ class Runner:
                 call.keywords["deadline_ms"] = within_ms - waited_ms
             return context.run(call)
 
-        threads = self._waiting_calls if waits or call.keywords.get("wait_ms") else self._calls
+        threads = self._calls
+        if waits or call.keywords.get("wait_ms"):
+            threads = self._waiting_calls
+        elif from_disk:
+            threads = self._disk_calls
         if not threads.submit(lambda: resolve(future, in_turn)):
             raise ClientClosed("this client is closed")
         try:
@@ -115,9 +129,10 @@ class Runner:
     def close(self, within_s: float) -> None:
         """Take no more calls, and wait for the running ones. Not for the loop's thread."""
         until_s = monotonic() + within_s
-        for threads in (self._calls, self._waiting_calls):
+        pools = (self._calls, self._disk_calls, self._waiting_calls)
+        for threads in pools:
             threads.close()
-        for threads in (self._calls, self._waiting_calls):
+        for threads in pools:
             threads.join(max(0.0, until_s - monotonic()))
 
 
@@ -242,7 +257,10 @@ def coroutine(
         if saves and kwargs["deadline_ms"] is None:
             kwargs["deadline_ms"] = self._sync.save_timeout_ms
         sync_call = partial(sync_call, *args, **kwargs)
-        result = await self._runner.run(sync_call, waits=waits or saves, fills=fills)
+        from_disk = isinstance(self._sync, Hit) and self._sync._found.on_disk
+        result = await self._runner.run(
+            sync_call, waits=waits or saves, fills=fills, from_disk=fills and from_disk
+        )
         return result if wrap is None else wrap(result, self._runner)
 
     if wrap is None:

@@ -163,7 +163,8 @@ class Client(Lookups):
         self._transport = transport
         self._context = context = CallContext(transport, counters, deadline_ms)
         self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")
-        self._reader = reader_type(context, self._calls, self.speeds, verify)
+        disk_calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="disk-call")
+        self._reader = reader_type(context, self._calls, disk_calls, self.speeds, verify)
         self._searcher = searcher_type(
             context, self._reader, benefit, lease_ms=lease_ms, shared_wait_ms=shared_wait_ms
         )
@@ -432,12 +433,13 @@ def _close(
     context: CallContext, saves: CallQueue, calls: CallQueue, reader: Reader, within_s: float
 ) -> None:
     until_s = time.monotonic() + within_s + _GRACE_S
-    calls.drop_pending()
+    for queue in (calls, reader.disk_calls):
+        queue.drop_pending()
     saves.flush(within_s)
     saves.drop_pending()
     reader.copier.close()
     context.transport.close(max(0.0, until_s - time.monotonic()))
-    for queue in (saves, calls):
+    for queue in (saves, calls, reader.disk_calls):
         queue.close(max(0.0, until_s - time.monotonic()))
 
 

@@ -16,7 +16,7 @@ from .buffers import all_flat
 from .claims import HitFacts, Pins
 from .context import CallContext
 from .policy import LoadSpeeds
-from .restores import Copier, Restore, Verify
+from .restores import Copier, Restore, RestoreFuture, Verify
 from .results import Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
@@ -95,7 +95,8 @@ class Hit(HitFacts):
         deadline_ms: int | None = None,
     ) -> Future[RestoreResult]:
         """`restore_into` by another thread. Never blocks. Don't touch the buffers, or release the
-        hit, until it is done; deadline and bounds are those of `Client.claim_async`."""
+        hit, until it is done; deadline and bounds are those of `Client.claim_async`. Cancelling the
+        future ends it: when `cancel` returns, nothing writes into the buffers any more."""
         return self._reader.restore_async(self, buffers, indices, deadline_ms)
 
     def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
@@ -209,10 +210,17 @@ class Reader:
     """Reads and releases hits for one client. Thread-safe."""
 
     def __init__(
-        self, context: CallContext, calls: CallQueue, speeds: LoadSpeeds, verify: Verify
+        self,
+        context: CallContext,
+        calls: CallQueue,
+        disk_calls: CallQueue,
+        speeds: LoadSpeeds,
+        verify: Verify,
     ) -> None:
         self._context = context
         self._calls = calls
+        #: For restores that may wait for a disk.
+        self.disk_calls = disk_calls
         self.transport = context.transport
         self._counters = context.counters
         self._failures = context.failures
@@ -256,9 +264,15 @@ class Reader:
         places = sequence("buffers", buffers) if indices is None else sequence("indices", indices)
         dropped = [MissReason.DROPPED] * len(places)
         left_ms = self._context.countdown(deadline_ms)
-        return self._calls.submit(
-            lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms()),
+        future: RestoreFuture[RestoreResult] = RestoreFuture()
+        # A disk that hangs keeps its threads until their deadlines.
+        calls = self.disk_calls if hit._found.on_disk else self._calls
+        return calls.submit(
+            future.making(
+                lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms())
+            ),
             lambda: restore_result((), (), dropped),
+            future=future,
         )
 
     def _result(

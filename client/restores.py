@@ -7,9 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextvars import copy_context
 from functools import partial
 from itertools import accumulate, compress
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, TypeVar, get_args
 
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
@@ -19,9 +20,11 @@ from .context import Failures
 from .policy import LoadSpeeds
 from .results import Entries, Entry, as_entries
 from .thread_pool import ThreadPool, resolve
-from .wire.deadline import Deadline
+from .wire.deadline import ABANDONMENT, Abandonment, Deadline
 from .wire.sinks import Rooms
 from .wire.transport import Copied
+
+T = TypeVar("T")
 
 #: Which payloads have their CRC32C checked on restore: all, those from disk, or none.
 Verify: TypeAlias = Literal["always", "disk", "never"]
@@ -238,13 +241,50 @@ class Copier:
     ) -> list[Copied]:
         rest_copied: Future[list[Copied]] = Future()
         copy_rest = partial(self._copied, restore, rest, deadline)
-        if not self._second.submit(lambda: resolve(rest_copied, copy_rest)):
-            return self._copied(restore, range(first.start, rest.stop), deadline)
         try:
+            if not self._second.submit(lambda: resolve(rest_copied, copy_rest)):
+                rest_copied.cancel()
+                return self._copied(restore, range(first.start, rest.stop), deadline)
             first_copied = self._copied(restore, first, deadline)
         finally:
-            wait([rest_copied])  # nothing writes into the buffers after this call
+            _await_end(rest_copied)  # nothing writes into the buffers after this call
         return first_copied + rest_copied.result()
+
+
+class RestoreFuture(Future[T]):
+    """The future of a restore. Cancelling it also ends a restore that has begun: when `cancel`
+    returns, nothing writes into the buffers any more, which takes milliseconds. Of an
+    `asyncio.wrap_future` the loop cancels it before a task that awaits it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._abandonment = Abandonment()
+
+    def making(self, call: Callable[[], T]) -> Callable[[], T]:
+        """`call`, so that it can be ended."""
+        context = copy_context()
+        context.run(ABANDONMENT.set, self._abandonment)
+        return partial(context.run, call)
+
+    def cancel(self) -> bool:
+        cancelled = super().cancel()
+        if not cancelled:
+            self._abandonment.abandon()
+            _await_end(self)
+        return cancelled
+
+
+def _await_end(future: Future[T]) -> None:
+    """Wait until a future is done, also while signals interrupt the wait: their exceptions come
+    afterwards. What the future does has a deadline."""
+    interrupted: BaseException | None = None
+    while not future.done():
+        try:
+            wait([future])
+        except BaseException as problem:
+            interrupted = problem
+    if interrupted is not None:
+        raise interrupted
 
 
 def _half(restore: Restore) -> int:

@@ -70,6 +70,13 @@ class Entries(Sequence[Entry]):
         tiers = {entry.tier for entry in self._entries}
         return tiers.pop() if len(tiers) == 1 else None
 
+    @property
+    def on_disk(self) -> bool:
+        """Are some of them on a disk, which may hang?"""
+        return self.tier is Tier.DISK or (
+            self.tier is None and any(entry.tier is Tier.DISK for entry in self)
+        )
+
     def by_tier(self, amounts: Sequence[int]) -> dict[Tier, tuple[int, int]]:
         """How many entries there are of each tier, and the sum of their amounts."""
         if self.tier is not None:

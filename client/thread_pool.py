@@ -144,13 +144,18 @@ class CallQueue:
         return fits and self._pending < self._max_pending and not self._dropping
 
     def submit(
-        self, call: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
+        self,
+        call: Callable[[], T],
+        drop: Callable[[], T],
+        size_bytes: int = 0,
+        future: Future[T] | None = None,
     ) -> Future[T]:
         """Queue `call`, or run `drop` at once when the queue takes nothing (more). Never blocks.
 
-        The future gets what they return or raise. A future cancelled before its turn makes no call.
+        The future (`future`, or a new one) gets what they return or raise. A future cancelled
+        before its turn makes no call.
         """
-        future: Future[T] = Future()
+        future = Future() if future is None else future
 
         def run() -> None:
             try:

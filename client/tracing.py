@@ -159,10 +159,14 @@ class _ContextQueue(CallQueue):
     """Runs each call in the context that submitted it."""
 
     def submit(
-        self, call: Callable[[], T], drop: Callable[[], T], size_bytes: int = 0
+        self,
+        call: Callable[[], T],
+        drop: Callable[[], T],
+        size_bytes: int = 0,
+        future: Future[T] | None = None,
     ) -> Future[T]:
         run: Callable[[Callable[[], T]], T] = copy_context().run
-        return super().submit(partial(run, call), drop, size_bytes)
+        return super().submit(partial(run, call), drop, size_bytes, future)
 
 
 class TracedWriter(Writer):

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,8 @@ from .runtime.process_memory import give_back_idle_heap
 
 log = structlog.get_logger("prefixd")
 
-#: The daemon listens after this time even if tiers are still recovering. With the imports before
-#: it, that is within a second.
+#: How long a start waits for tiers to be opened, and then for them to serve. With the imports
+#: before it, the daemon listens within a second.
 _HEAD_START_S = 0.25
 #: How long a stop waits for calls after asking them to end.
 _ENDED_WITHIN_S = 2.0
@@ -180,8 +181,8 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             else:
                 closing.callback(store.close)
         # Most starts have little to open and to recover, so their clients find all tiers open.
-        late_s = asyncio.get_running_loop().time() + _HEAD_START_S
-        await _ended([task for _, task in openings.values()], late_s)
+        await _ended([task for _, task in openings.values()])
+        late = {tier: opening for tier, opening in openings.items() if not opening[1].done()}
         index = IndexWriter(incarnation, assembly.max_entries(plan, stores))
         closing.callback(index.close)
         executor = ThreadPoolExecutor(config.server.worker_threads, "prefixd-worker")
@@ -194,7 +195,8 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
             hung_after_ns=config.disk.hung_after_ns,
         )
         try:
-            await _ended(begin_tiers(core, plan, incarnation, openings), late_s)
+            starts = begin_tiers(core, plan, incarnation, late)
+            await _ended(list(compress(starts, [tier not in late for tier in stores])))
             process_memory.begin()
             yield core
         finally:
@@ -204,11 +206,10 @@ async def _running_core(plan: Plan, incarnation: bytes) -> AsyncIterator[Core]:
                 leave(1 if core.broken.is_set() else 0)
 
 
-async def _ended(tasks: Sequence[asyncio.Task[None]], until_s: float) -> None:
-    """Wait for tasks, until a time of the loop. Raises what one of them raised."""
+async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Wait for tasks for a moment. Raises what one of them raised."""
     if tasks:
-        within_s = until_s - asyncio.get_running_loop().time()
-        done, _ = await asyncio.wait(tasks, timeout=max(0.0, within_s))
+        done, _ = await asyncio.wait(tasks, timeout=_HEAD_START_S)
         for task in done:
             task.result()
 

@@ -121,12 +121,13 @@ def begin_tiers(
     openings: Mapping[Tier, tuple[Opening, asyncio.Task[None]]] | None = None,
 ) -> list[asyncio.Task[None]]:
     """Let every tier recover, allocate memory and serve; returns tasks that end when it does.
-    `openings`: of the stores that may not be open yet, with the tasks that open them."""
+    `openings`: of the stores that may not be open yet, with the tasks that open them. The
+    accounting was made without them."""
     recovery = Recovery(core, incarnation)
     openings = openings or {}
     starts = []
     for tier, store in core.stores.items():
-        securing = Securing(core, store) if store.is_open else None
+        securing = None if tier in openings else Securing(core, store)
         start = _begin_tier(core, plan, recovery, store, securing, openings.get(tier))
         starts.append(core.supervisor.task(f"{tier.label} start", start))
     return starts

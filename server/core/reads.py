@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
 
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
@@ -22,12 +21,10 @@ from .effects import (
 from .entries import Entry
 from .journal import Happening
 from .sessions import Claim, Session
+from .superseded import DELETED
 from .tables import Timer
 from .tenants import may_pin
 from .transition import Refusal, Transition
-
-#: Deletes that are remembered while a tier does not serve: some megabytes.
-MAX_DELETED: Final = 65_536
 
 
 def keys_asked(question: ev.LookupAsked | ev.ClaimAsked | ev.ReserveAsked) -> int:
@@ -218,8 +215,6 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
     if asked.session is not None:
         transition.session(asked.session)
     t = transition.tables
-    if t.closed and len(t.deleted) + len(asked.keys) > MAX_DELETED:
-        raise Refusal(LimitReached("too many deletes while a tier recovers or hangs"))
     results: list[DeleteStatus] = []
     for key in asked.keys:
         entry = t.entries.find(key)
@@ -231,7 +226,7 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
             continue
         if t.closed:
             # A recovery may still find its record, also one of a device that hangs now.
-            t.deleted.add(key)
+            t.superseded.note(key, DELETED)
         if entry is None:
             results.append(DeleteStatus.ABSENT)
         else:

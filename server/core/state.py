@@ -171,7 +171,7 @@ class MetaState:
                 if event.state is not ev.TierState.SERVING:
                     t.closed[event.tier] = event.state
                 elif not t.closed:
-                    t.deleted.clear()
+                    t.superseded.clear()
             case ev.BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case ev.TierRecovered():

@@ -24,6 +24,7 @@ from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .journal import HAPPENINGS, EvictionCause, Journal
 from .sessions import Claim, Reservation, SaveBatch, Session, Tenant
 from .shares import Holder, Shares
+from .superseded import Superseded
 
 
 @dataclass(slots=True, eq=False)
@@ -233,8 +234,9 @@ class Tables:
     old_timers: list[tuple[int, Timer, int]] = field(default_factory=list)
     #: The state of each tier that does not serve.
     closed: dict[Tier, TierState] = field(default_factory=dict)
-    #: Keys that were deleted while some tier did not serve: it may not have read their records yet.
-    deleted: set[Key] = field(default_factory=set)
+    #: Entries that left, and keys that were deleted, while some tier did not serve: it may not have
+    #: read its records of them yet.
+    superseded: Superseded = field(default_factory=Superseded)
     #: Keys of entries that were found while a later save of theirs was being committed to a device
     #: that hangs. Such a save replaces the entry when it is published.
     overtaken: set[Key] = field(default_factory=set)

@@ -29,7 +29,8 @@ def recovered(
     footprints: Mapping[Tier, Footprint],
     numbers: dict[int, int],
 ) -> None:
-    """Adopt the entries that a store found and that were not deleted meanwhile. Each entry is more
+    """Adopt the entries that a store found, unless a later save or a delete of their key is known,
+    even of an entry that has left since. Each entry is more
     recent than all before it, so earlier ones are evicted where there is no room for it.
 
     `numbers`: numbers that adopted entries share, see `SaveBatch.numbers`.
@@ -47,7 +48,7 @@ def recovered(
         cost = footprint(record.payload_bytes, record.token_ids_bytes)
         fits = ledger.fits(cost, placed=True)
         if (
-            key in t.deleted
+            t.superseded.covers(key, record.generation)
             or not (fits or _has_room(ledger, cost))
             or (there is not None and not _outlives(record, there, tier))
             or not (fits or _make_room(transition, ledger, Resident(key, cost, ())))

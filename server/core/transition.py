@@ -339,6 +339,8 @@ class Transition:
         for recount in tables.recounts:
             recount.left(entry)
         del tables.entries[entry.key]
+        if tables.closed:
+            tables.superseded.note(entry.key, entry.generation)
         entry.published = False
         tables.tier_counters[tier].payload_bytes -= entry.payload_bytes
         tables.unrecorded.pop(entry.key, None)

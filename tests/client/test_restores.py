@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from itertools import count
 
 import pytest
@@ -247,5 +248,42 @@ def test_what_a_copy_that_fails_was_to_copy_is_read(
     in_place.data.pop(restoring.entries[broken].key)
     copier = Copier(in_place.copy, Failures())
     assert copier.copy(restoring.restore, Deadline(60_000)) == [broken]
+    copier.close()
+    assert copier._second.join(PATIENCE_S)
+
+
+def test_an_interrupt_does_not_leave_the_second_thread_with_the_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C, twice, while the caller waits for the other half of its copies."""
+    monkeypatch.setattr(restores, "SHARED_BYTES", 1)
+    monkeypatch.setattr(restores, "CPUS", 2)
+    restoring = Restoring(payloads([10, 10]))
+    in_place = InPlace(restoring.data)
+    may_write = threading.Event()
+    real = restores.wait
+    waits = count()
+
+    def copy(
+        entries: Sequence[Entry],
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        deadline: Deadline,
+    ) -> list[Copied]:
+        if threading.current_thread() is not threading.main_thread():
+            assert may_write.wait(PATIENCE_S)
+        return in_place.copy(entries, targets, check, deadline)
+
+    def interrupted(futures: Sequence[Future[object]]) -> object:
+        if next(waits) < 2:
+            raise KeyboardInterrupt
+        may_write.set()
+        return real(futures)
+
+    monkeypatch.setattr(restores, "wait", interrupted)
+    copier = Copier(copy, Failures())
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy(restoring.restore, Deadline(60_000))
+    assert [bytes(buffer) for buffer in restoring.buffers] == restoring.data, "it has ended"
     copier.close()
     assert copier._second.join(PATIENCE_S)

@@ -1,6 +1,6 @@
 """Reads that have to wait for a disk: deadlines, hanging devices, buffers of calls that ended.
 
-The device is a function here. The long tests hang a real one (`tests/crash/test_hung_device.py`).
+The device is a function here, so that a test decides when it answers.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from prefixd.client.local import disk_reads
 from prefixd.client.local.arenas import FileArena
 from prefixd.client.local.disk_reads import PIECE_BYTES, DeviceHangs, DiskReads
 from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.lookups import CALL_THREADS
 from prefixd.client.wire.deadline import ABANDONMENT, Abandonment, Deadline
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
@@ -330,3 +331,59 @@ def test_the_buffers_of_a_cancelled_restore_are_the_callers_again(
             assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
 
     run(scenario())
+
+
+def test_cancelling_the_future_of_a_restore_ends_it_before_its_task_goes_on(
+    daemon: PrivateDaemon, device: Device
+) -> None:
+    async def scenario(client: Client) -> None:
+        use(client, device)
+        hit = client.longest_run(KEYS, claim=False)
+        device.answers.clear()
+        buffers = [bytearray(len(PAYLOAD)) for _ in KEYS]
+        future = hit.restore_async(buffers, deadline_ms=600_000)
+
+        async def awaits() -> None:
+            await asyncio.wrap_future(future)
+
+        awaiting = asyncio.create_task(awaits())
+        await asyncio.to_thread(device.asked.acquire, timeout=PATIENCE_S)
+        awaiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await awaiting
+        assert future.done()
+        for buffer in buffers:
+            buffer[:] = b"\xa5" * len(buffer)
+        device.answers.set()
+        others = [bytearray(len(PAYLOAD)) for _ in KEYS]
+        assert (await asyncio.to_thread(hit.restore_into, others)).run == len(KEYS)
+        assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
+
+    with Client(daemon.address) as client:
+        save(client, Tier.DISK)
+        run(scenario(client))
+
+
+def test_restores_that_wait_for_a_disk_hold_up_no_futures_of_memory(
+    daemon: PrivateDaemon, device: Device
+) -> None:
+    with Client(daemon.address) as client:
+        save(client, Tier.DISK)
+        memory = Key(b"m" * 32)
+        assert client.save(memory, PAYLOAD, tier=Tier.RAM).ok
+        use(client, device)
+        hit = client.longest_run(KEYS, claim=False)
+        device.answers.clear()
+        waiting = [
+            hit.restore_async([bytearray(len(PAYLOAD)) for _ in KEYS], deadline_ms=600_000)
+            for _ in range(2 * CALL_THREADS)
+        ]
+        assert device.asked.acquire(timeout=PATIENCE_S)
+        room = bytearray(len(PAYLOAD))
+        claimed = client.claim_async([memory]).result(PATIENCE_S)
+        assert claimed.restore_async([room]).result(PATIENCE_S).run == 1
+        assert room == PAYLOAD
+        for future in waiting:
+            future.cancel()
+        assert all(future.done() for future in waiting)
+        device.answers.set()

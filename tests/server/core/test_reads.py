@@ -368,19 +368,7 @@ def test_what_was_deleted_is_not_found_by_a_recovery(saved: bool) -> None:
     assert key("b") in driver.tables.entries
     assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
     driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))
-    assert not driver.tables.deleted
-
-
-def test_deletes_that_are_remembered_are_bounded() -> None:
-    driver = Driver()
-    session = driver.open()
-    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.RECOVERING, 0))
-    many = " ".join(map(str, range(65_536)))
-    assert delete(driver, session, many) == [DeleteStatus.ABSENT] * 65_536
-    question = ev.DeleteAsked(driver.request(), session, keys("c"), 0)
-    assert isinstance(driver.ask(question).error, LimitReached)
-    driver.happens(ev.TierChanged(Tier.DISK, ev.TierState.SERVING, 0))
-    assert delete(driver, session, "c") == [DeleteStatus.ABSENT]
+    assert not len(driver.tables.superseded)
 
 
 def test_a_session_that_ended_deletes_nothing(driver: Driver) -> None:

@@ -377,6 +377,32 @@ def test_a_save_that_is_being_committed_replaces_what_was_found_meanwhile() -> N
         assert not driver.tables.overtaken
 
 
+@pytest.mark.parametrize("how", ["evicted", "damaged", "deleted"])
+def test_an_older_record_does_not_follow_a_later_save_that_has_left(how: str) -> None:
+    driver = Driver()
+    session = driver.open()
+    driver.close_tier(Tier.DISK, ev.TierState.UNAVAILABLE)
+    driver.save(session, "a b")
+    generation = driver.entry("a").generation
+    match how:
+        case "evicted":
+            driver.evict(2**40)
+        case "damaged":
+            driver.damage("a")
+        case "deleted":
+            driver.ask(ev.DeleteAsked(driver.request(), session, (key("a"),), 0))
+    older = stored("a", used_ns=1, generation=generation - 1)
+    driver.recover(Tier.DISK, older)
+    assert key("a") not in driver.tables.entries
+    assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
+    # A record of a save that came later is the answer, unless its key was deleted.
+    driver.recover(Tier.DISK, stored("a", used_ns=1, generation=generation + 1))
+    assert (key("a") in driver.tables.entries) == (how != "deleted")
+    driver.close_tier(Tier.DISK, ev.TierState.SERVING)
+    assert not len(driver.tables.superseded)
+    assert driver.state.check() == []
+
+
 def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:
     """No client was told of the save, and it may fail. The record is there."""
     driver = Driver()
