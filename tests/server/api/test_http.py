@@ -349,6 +349,14 @@ def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
             yield made, metrics_of(made)
 
 
+def test_every_heading_of_a_table_says_what_it_heads() -> None:
+    page = (Path(__file__).parents[3] / "server/api/page.html").read_text()
+    headings = re.findall(r"<th\b[^>]*>", page)
+    assert len(headings) > 20
+    assert all('scope="col" role="columnheader"' in each for each in headings)
+    assert page.count("<table ") == page.count('<table role="table"') > 3
+
+
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     chromium = find_chromium()
@@ -404,6 +412,8 @@ def test_the_page_says_that_nothing_answers(tab: Browser) -> None:
 
     asyncio.run(page_of_a_daemon_that_ends())
     assert "does not answer" in tab.until("document.getElementById('problem').textContent")
+    assert texts(tab, "#health") == ["no answer"]
+    assert tab.evaluate("document.body.className") == "old", "the figures are greyed"
 
 
 def test_the_page_is_in_the_wheel() -> None:
