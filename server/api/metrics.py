@@ -410,19 +410,21 @@ def _tier_label(tier: Tier | None) -> str:
 
 
 def collect_usage(usage: UsageBook) -> Iterator[Metric]:
-    """What clients report, by label."""
+    """What clients report, by label. All but the usual reasons and paths have a series once
+    they were met: most labels never meet most of them."""
     labels = list(usage.items())
     for name in SCALARS:
         samples = (([label], sums.scalars[name]) for label, sums in labels)
         yield _counters(f"client_{name}", CLIENT_COUNTERS[name], ["namespace"], samples)
-    for name, about in (
-        ("misses", "Searches that found nothing: they add up to lookups - hits."),
-        ("failures", "Restores, reads and probes that failed."),
+    for name, about, shown in (
+        ("misses", "Searches that found nothing: they add up to lookups - hits.", ("absent",)),
+        ("failures", "Restores, reads and probes that failed.", ("lost", "corrupt", "unreadable")),
     ):
         by_reason = (
             ([label, reason], count)
             for label, sums in labels
             for reason, count in getattr(sums, name).items()
+            if count or reason in shown
         )
         yield _counters(f"client_{name}", about, ["namespace", "reason"], by_reason)
     yield _counters(
@@ -454,6 +456,7 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
             ([label, tier.label, path], size_bytes)
             for label, sums in labels
             for (tier, path), size_bytes in sums.restored_bytes.items()
+            if size_bytes or path == "copy"
         ),
     )
     yield _counters(

@@ -24,7 +24,7 @@ from prefixd.proto.limits import (
 )
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from prefixd.server.api import usage as subject
-from prefixd.server.api.metrics import StateCollector
+from prefixd.server.api.metrics import StateCollector, collect_usage
 from prefixd.server.api.usage import (
     LabelUsage,
     SessionUsage,
@@ -389,7 +389,8 @@ def test_what_clients_count_is_shown_by_label() -> None:
         ("lookups", a, 3),
         ("hits", a, 1),
         ("misses", {**a, "reason": "absent"}, 2),
-        ("misses", {**a, "reason": "slow"}, 0),
+        ("misses", {**a, "reason": "slow"}, None),
+        ("missed_tokens", {**a, "reason": "never_saved", "tier": "none", "cause": ""}, 0),
         ("failures", {**a, "reason": "lost"}, 1),
         ("lookup_tokens", {"namespace": "default"}, 900),
         ("restored_tokens", a, 100),
@@ -402,3 +403,9 @@ def test_what_clients_count_is_shown_by_label() -> None:
         ("saves", {**shm, "reason": "cold", "outcome": "no_room"}, 1),
     ):
         assert registry.get_sample_value(f"prefixd_client_{name}_total", labels) == value, name
+
+
+def test_a_label_begins_with_few_series() -> None:
+    book = UsageBook()
+    book.of("a")
+    assert sum(len(family.samples) for family in collect_usage(book)) <= 41
