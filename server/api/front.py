@@ -29,7 +29,7 @@ from ..runtime.staging import StagingPool
 from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
 from .admin import AdminService
 from .data_socket import DataServer
-from .grpc_adapter import Method, OneMessage, add_service, methods_of
+from .grpc_adapter import Ends, Method, OneMessage, add_service, methods_of
 from .grpc_connections import GrpcConnections
 from .grpc_door import Door, PublicHandler
 from .hand_over import Handoff
@@ -212,6 +212,8 @@ class Front:
                 # A second daemon at the same TCP port is a mistake, not a share of the load.
                 ("grpc.so_reuseport", 0),
                 ("grpc.http2.bdp_probe", 0),
+                # An answer that its client does not read is not called sent.
+                ("grpc.http2.write_buffer_size", 1),
                 ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
                 ("grpc.keepalive_time_ms", _KEEPALIVE_MS),
                 ("grpc.keepalive_timeout_ms", _KEEPALIVE_TIMEOUT_MS),
@@ -221,10 +223,11 @@ class Front:
         operators = _CACHE not in services
         calls = Shares("operators' calls", config.max_rpcs) if operators else self.calls
         door = Door(calls, self.tokens if remote else None, self.connections if remote else None)
+        ends = Ends(config.stall_timeout_s, door.hang_up)
         for service, methods in services.items():
             roles = CACHE_ROLES if service is _CACHE else ADMIN_ROLES
             guards = {name: door.guard(roles.get(name, Role.ADMIN)) for name in methods}
-            add_service(server, service, methods, guards)
+            add_service(server, service, methods, guards, ends)
         names = [each.full_name for each in services]
         for handler in self._public(names, reflects=not remote or config.reflection):
             server.add_generic_rpc_handlers(

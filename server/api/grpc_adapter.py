@@ -26,7 +26,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, MalformedMessage, PrefixdError, metadata_of
 from ..core.shares import HOST
 from .access import Access
-from .calls import Caller, CallerGone, Process, cut_off_with, error_of
+from .calls import Caller, CallerGone, Process, cut_off_with, error_of, taken_within
 from .messages import parse
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -64,6 +64,18 @@ Guard: TypeAlias = "Callable[[Context], AbstractContextManager[GrpcCaller]]"
 
 #: The only message of a call comes this soon after its headers.
 MESSAGE_WITHIN_S = 5.0
+#: A client takes the status of a call that failed within this time.
+_STATUS_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How calls end whose clients read nothing."""
+
+    #: How long a client may leave an answer untaken.
+    stall_s: float = 30.0
+    #: Closes the connection of a call.
+    hang_up: Callable[[Context], None] = lambda _: None
 
 
 def methods_of(service: ServiceDescriptor, *owners: object) -> dict[str, Method]:
@@ -81,6 +93,7 @@ def add_service(
     service: ServiceDescriptor,
     methods: Mapping[str, Method],
     guards: Mapping[str, Guard] | None = None,
+    ends: Ends | None = None,
 ) -> None:
     """Serve every rpc of `service` with the method of its name. `guards`: by rpc; None: everybody
     may call all of them. Raises ValueError unless each rpc has a method and a guard."""
@@ -91,7 +104,8 @@ def add_service(
             raise ValueError(f"{rpc.full_name} has no method that can serve it")
         if guards is not None and rpc.name not in guards:
             raise ValueError(f"nobody guards {rpc.full_name}")
-        handlers[rpc.name] = _handler(rpc, method, guards[rpc.name] if guards else _unguarded)
+        guard = guards[rpc.name] if guards else _unguarded
+        handlers[rpc.name] = _handler(rpc, method, guard, ends or Ends())
     if len(methods) != len(handlers):
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -143,19 +157,18 @@ def _unguarded(context: Context) -> AbstractContextManager[GrpcCaller]:
     return nullcontext(GrpcCaller(context))
 
 
-def _handler(rpc: MethodDescriptor, method: Method, guard: Guard) -> _Handler:
+def _handler(rpc: MethodDescriptor, method: Method, guard: Guard, ends: Ends) -> _Handler:
     # On the wire one message is a stream of one message. gRPC would read it before it asks the
-    # guard; so every rpc is one of streams here.
+    # guard, and keep an answer after the call has given its place back. So every rpc is one of
+    # streams here.
     streamed = rpc.client_streaming or isinstance(method, OneMessage)
     taken: Callable[[AsyncIterator[Any]], Awaitable[Any]] = _all_of if streamed else _only
     behaviour: Callable[..., Awaitable[Any]]
     if isinstance(method, Streaming):
-        behaviour = partial(_streaming, rpc.name, method.call, taken, guard)
-        make = grpc.stream_stream_rpc_method_handler
+        behaviour = partial(_streaming, rpc.name, method.call, taken, guard, ends)
     else:
-        behaviour = partial(_answering, rpc.name, method.call, taken, guard)
-        make = grpc.stream_unary_rpc_method_handler
-    return make(
+        behaviour = partial(_answering, rpc.name, method.call, taken, guard, ends)
+    return grpc.stream_stream_rpc_method_handler(
         behaviour,
         request_deserializer=partial(
             _parse, GetMessageClass(rpc.input_type), most_bytes(rpc.input_type)
@@ -169,15 +182,22 @@ async def _answering(
     call: Callable[[Any, Caller], Awaitable[Message]],
     taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     guard: Guard,
+    ends: Ends,
     requests: AsyncIterator[Any],
     context: Context,
-) -> Any:
+) -> None:
     try:
         with guard(context) as caller:
-            return await call(await taken(requests), caller)
+            answer = await call(await taken(requests), caller)
+            await context.send_initial_metadata(())  # as in `_streaming`
+            with taken_within(ends.stall_s, "its answer"):
+                await context.write(answer)
+            del answer
     except (Exception, asyncio.CancelledError) as problem:
         error = _error_of(name, problem)
-    return await _abort(context, error)
+    else:
+        return
+    await _abort(context, error, ends)
 
 
 async def _streaming(
@@ -185,6 +205,7 @@ async def _streaming(
     call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]],
     taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
     guard: Guard,
+    ends: Ends,
     requests: AsyncIterator[Any],
     context: Context,
 ) -> None:
@@ -204,7 +225,7 @@ async def _streaming(
         error = _error_of(name, problem)
     else:
         return
-    await _abort(context, error)
+    await _abort(context, error, ends)
 
 
 def _error_of(name: str, problem: BaseException) -> PrefixdError:
@@ -212,7 +233,7 @@ def _error_of(name: str, problem: BaseException) -> PrefixdError:
     match problem:
         case asyncio.CancelledError():
             return cut_off_with(problem)
-        case CallerGone():
+        case CallerGone() | grpc.aio.InternalError():  # hung up, while it asked or while it read
             raise asyncio.CancelledError from None
         case grpc.aio.BaseError():
             raise problem  # gRPC's own: the rpc is over
@@ -221,9 +242,15 @@ def _error_of(name: str, problem: BaseException) -> PrefixdError:
     raise problem
 
 
-async def _abort(context: Context, error: PrefixdError) -> None:
+async def _abort(context: Context, error: PrefixdError, ends: Ends) -> None:
     """End an rpc with an error of the contract. Never returns."""
-    await context.abort(error.code, str(error), metadata_of(error))
+    try:
+        async with asyncio.timeout(_STATUS_WITHIN_S):
+            await context.abort(error.code, str(error), metadata_of(error))
+    except TimeoutError:
+        # The status is behind bytes that the client does not take, and gRPC keeps them.
+        ends.hang_up(context)
+        raise asyncio.CancelledError from None
 
 
 def _serialized(response: Message | bytes) -> bytes:

@@ -48,6 +48,8 @@ class GrpcConnections:
         self._proved: dict[_Peer, Holder] = {}
         #: Those that have proved nothing, the oldest first, with their refused calls.
         self._unproved: dict[_Peer, int] = {}
+        #: Those that are to be closed at the next look.
+        self._unread: set[_Peer] = set()
 
     def proved(self, peer: _Peer, tenant: str) -> None:
         """A call over this connection has a valid token. Raises LimitReached when its tenant may
@@ -62,6 +64,11 @@ class GrpcConnections:
         """A call over this connection was refused."""
         if peer not in self._proved and len(self._unproved) < 2 * self.total:
             self._unproved[peer] = self._unproved.get(peer, 0) + 1
+
+    def hang_up(self, peer: _Peer) -> None:
+        """A client reads nothing of what it asked for: close its connection, or gRPC keeps the
+        bytes."""
+        self._unread.add(peer)
 
     async def watch(self, executor: Executor) -> None:
         """Look at the connections again and again."""
@@ -92,6 +99,8 @@ class GrpcConnections:
         excess = max(0, len(self._unproved) - self.most_unproved)
         unwanted = set(list(self._unproved)[:excess])
         unwanted |= {peer for peer, refusals in self._unproved.items() if refusals >= MAX_REFUSALS}
+        unwanted |= self._unread & now
+        self._unread.clear()
         self.closed += len(unwanted)
         return unwanted
 

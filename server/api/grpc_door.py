@@ -64,6 +64,11 @@ class Door:
 
         return enter
 
+    def hang_up(self, context: Context) -> None:
+        """Close the connection of a call whose client reads nothing, as far as this is known."""
+        if self._connections is not None:
+            self._connections.hang_up(peer_of(context))
+
     def _known(self, needed: Role, context: Context) -> tuple[Access | None, str]:
         """What the token of a call grants, and its tenant. Raises PrefixdError."""
         connections, tokens = self._connections, self._tokens

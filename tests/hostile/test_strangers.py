@@ -104,6 +104,17 @@ async def test_a_call_without_a_message_holds_its_place_for_seconds_only(
         await other.close()
 
 
+def test_a_connection_on_which_nothing_is_read_is_closed() -> None:
+    connections = GrpcConnections(8)
+    peer, other = ("10.0.0.1", 4711), ("10.0.0.1", 4712)
+    connections.proved(peer, "a")
+    assert connections.looked([peer, other]) == set()
+    connections.hang_up(peer)
+    assert connections.looked([peer, other]) == {peer}
+    assert connections.looked([other]) == set()
+    assert connections.closed == 1
+
+
 @in_loop
 async def test_a_message_that_is_compressed_is_not_expanded(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon, reached(daemon) as port:

@@ -17,7 +17,7 @@ from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
 from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
-from prefixd.server.api.grpc_adapter import Method, Streaming, Unary, add_service
+from prefixd.server.api.grpc_adapter import Ends, Method, Streaming, Unary, add_service
 from prefixd.server.api.messages import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
@@ -180,10 +180,10 @@ class Failing:
 class Served:
     """A server with nothing but a `Failing` service."""
 
-    def __init__(self, directory: Path, servicer: Failing) -> None:
+    def __init__(self, directory: Path, servicer: Failing, ends: Ends | None = None) -> None:
         self.servicer = servicer
         self.server = grpc.aio.server()
-        add_service(self.server, CACHE, self.servicer.methods())
+        add_service(self.server, CACHE, self.servicer.methods(), ends=ends)
         self.address = f"unix:{directory / 's'}"
         self.server.add_insecure_port(self.address)
 
@@ -249,6 +249,28 @@ async def test_what_came_before_an_error_arrives(tmp_path: Path) -> None:
         assert len((await next_of(reading)).parts[0].data) == 100_000
         with pytest.raises(Refused, match="unknown_entry"):
             await rest_of(reading)
+
+
+class Large(Failing):
+    """Answers with more than is buffered for a client that reads nothing."""
+
+    async def lookup(self, _request: pb.LookupRequest, _caller: Caller) -> pb.LookupResponse:
+        return pb.LookupResponse(incarnation=bytes(8 * 2**20))
+
+
+@in_loop
+async def test_who_reads_no_answer_loses_the_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC would keep the answer, and the status behind it, for as long as the client likes."""
+    monkeypatch.setattr(grpc_adapter, "_STATUS_WITHIN_S", 0.01)
+    hung_up = asyncio.Event()
+    ends = Ends(0.01, lambda _: hung_up.set())
+    async with Served(tmp_path, Large(KeyError()), ends) as served:
+        lookup = served.channel.stream_stream("/prefixd.v1.Cache/Lookup")()
+        await lookup.write(b"")
+        await hung_up.wait()
+        lookup.cancel()
 
 
 class CuttingOff(Failing):
