@@ -139,9 +139,12 @@ class Devices:
     def lose_power(self) -> None:
         """Replace all files by what the devices kept. All processes are already dead."""
         draw = self._random
-        for file in self._files.values():
+        for number, file in self._files.items():
             if file is None or not file.path.is_relative_to(self.disk) or not file.path.exists():
                 continue
+            found = file.path.stat()
+            if (found.st_dev, found.st_ino) != number:
+                continue  # it was removed, and another file has its name
             fd = os.open(file.path, os.O_RDWR) if file.path.stat().st_mode & 0o200 else None
             if fd is None:
                 file.path.chmod(0o600)
