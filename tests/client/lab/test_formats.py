@@ -275,3 +275,10 @@ def test_events_of_blocks_as_vllm_sends_them(tmp_path: Path) -> None:
     assert [r.input_length for r in converter] == [80, 48]
     assert figures(converter) == (128, 32, 3.0)
     assert any("lower bound" in each for each in converter.assumptions())
+
+
+def test_the_page_on_traces_shows_every_format() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "lab.md").read_text()
+    for row in readable():
+        about = row.about[0].upper() + row.about[1:]
+        assert f"### {row.name}\n\n{about}.\n\n```json\n{row.example}\n```" in page
