@@ -176,6 +176,9 @@ class Pending(Coroutine[Any, Any, R]):
         self._call = call
         self._entered: Any = None
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"a coroutine has no {name!r}: await the call first")
+
     def send(self, value: Any) -> Any:
         return self._call.send(value)
 

@@ -1,0 +1,83 @@
+"""What people do first, and what `docs/first-mistakes.md` says that they see."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from prefixd.client import AsyncClient, Client, MissReason, Namespace, Tier
+from prefixd.client.ctl.main import app
+from prefixd.proto.errors import CallerError, ConfigError
+from tests.support.fake_clients import NAMESPACE, ONE
+
+PAGE = (Path(__file__).parents[2] / "docs/first-mistakes.md").read_text()
+NOWHERE = "unix:/nowhere/at-all.sock"
+
+MISTAKES: dict[str, Callable[[Any], object]] = {
+    "write host:80, without http://": lambda _: Client("http://host:80"),
+    "write unix:/path or host:port, as unix:/": lambda _: Client("run/prefixd.sock"),
+    "'host' is no address: write unix:/path or host:port": lambda _: Client("host"),
+    "a key is 32 bytes, this has 5": lambda c: c.claim([b"short"]),
+    "a key is 32 bytes, this is a int": lambda c: c.claim(ONE),
+    "a tier is one of Tier, not 'ram'": lambda c: c.save(ONE, b"a", tier="ram"),
+    "items[0] is a SaveItem, not a tuple": lambda c: c.save_many([(ONE, b"a")], tier=Tier.RAM),
+    "a namespace is a Namespace, not a str": lambda c: c.longest_prefix("llama", [1]),
+    "fingerprint is 32 bytes, not a str": lambda _: Namespace("llama", "q", bytes(32)),  # type: ignore[arg-type]
+    "token ids are ints in 0 ... 2147483647": lambda c: c.longest_prefix(NAMESPACE, "hello"),
+    "deadline_ms is a whole number, not 0.5": lambda c: c.claim([ONE], deadline_ms=0.5),
+    "verify is one of always, disk, never, not True": lambda _: Client(verify=True),  # type: ignore[arg-type]
+    "token_count (or None) is in 1 ... 4294967295, not 0": lambda c: c.save(
+        ONE, b"a", tier=Tier.RAM, token_count=0
+    ),
+    "a payload has at least one byte": lambda c: c.save(ONE, b"", tier=Tier.RAM),
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_a_mistake_names_cause_and_next_step(words: str) -> None:
+    with Client(NOWHERE) as client, pytest.raises((CallerError, ConfigError)) as raised:
+        MISTAKES[words](client)
+    assert words in str(raised.value)
+    assert f"`{words}`" in PAGE
+
+
+def test_no_daemon_is_a_miss_and_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "prefixd.client"), Client(NOWHERE) as client:
+        for _ in range(3):
+            assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
+    assert [line for line in caplog.messages if "no daemon at" in line and NOWHERE in line]
+    with pytest.raises(CallerError, match="this client is closed"):
+        client.claim([ONE])
+
+
+def test_a_forgotten_await_says_so() -> None:
+    client = AsyncClient(Client(NOWHERE))
+    call = client.claim([ONE])
+    with pytest.raises(AttributeError, match="await the call first"):
+        call.keys  # type: ignore[attr-defined]  # noqa: B018  # it is the mistake
+    call.close()
+    client.client.close()
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("tier resize ram 1GB", "'1GB' has an unknown unit 'GB': use B, KiB, MiB, GiB or TiB"),
+        ("ls --limit ten", "--limit takes a whole number"),
+        ("evict", "--bytes is missing"),
+    ],
+)
+def test_so_does_a_command(command: str, words: str) -> None:
+    result = CliRunner().invoke(app, command.split())
+    assert (result.exit_code, words in result.stderr) == (2, True)
+    assert f"`{words}`" in PAGE
+
+
+def test_the_page_has_twenty() -> None:
+    assert len(re.findall(r"^\| (?!mistake|---)", PAGE, re.MULTILINE)) >= 20
