@@ -39,7 +39,7 @@ class SaveGates:
         `saved` are in the cache. Why to save it now; None: not now."""
         if length <= saved or not self.policy.should_finish_save(length):
             return None
-        if not saved:
+        if saved < self.policy.min_tokens:  # at most what other prompts begin with, too
             cold = self.policy.cold_save_split(prompt)
             return SaveReason.COLD if cold else SaveReason.FINISH
         if self.policy.should_continued_save(length, saved) or length - saved >= GROWTH * length:

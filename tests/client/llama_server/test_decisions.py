@@ -15,6 +15,7 @@ GATES = SaveGates(SavePolicy())
     ("prompt", "length", "saved", "reason"),
     [
         (3_000, 3_100, 0, SaveReason.COLD),
+        (3_000, 3_100, 1, SaveReason.COLD),  # another prompt was there
         (600, 700, 0, SaveReason.FINISH),  # no whole stride of the cold boundary
         (40_000, 40_100, 0, SaveReason.FINISH),  # above cold_max_tokens
         (300, 400, 0, None),  # computing it again is cheaper
