@@ -53,7 +53,20 @@ def samples(language: str) -> list[Any]:
 
 
 #: What the tests below walk. A block without a language is a drawing, or what a program prints.
-KNOWN = {"", "python", "pycon", "console", "toml", "tokens", "yaml", "ini", "json", "js", "mermaid"}
+KNOWN = {
+    "",
+    "python",
+    "pycon",
+    "console",
+    "toml",
+    "tokens",
+    "yaml",
+    "ini",
+    "json",
+    "jsonl",
+    "js",
+    "mermaid",
+}
 
 
 def test_every_language_is_walked() -> None:
@@ -97,6 +110,11 @@ def test_yaml_is_yaml(text: str) -> None:
 @pytest.mark.parametrize("text", samples("json"))
 def test_json_is_json(text: str) -> None:
     assert json.loads(text)
+
+
+@pytest.mark.parametrize("text", samples("jsonl"))
+def test_every_line_is_json(text: str) -> None:
+    assert all(map(json.loads, text.splitlines()))
 
 
 @pytest.mark.parametrize("text", samples("ini"))

@@ -8,6 +8,7 @@ letters. The daemon, the servers and their sockets are private.
 
 from __future__ import annotations
 
+import argparse
 import http.client
 import json
 import os
@@ -175,7 +176,11 @@ def decode_speeds(bench: Bench, letters: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    model, letters = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 2_944
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="a GGUF file; $LLAMA_SERVER is the server")
+    parser.add_argument("letters", type=int, nargs="?", default=2_944, help="of a prompt")
+    arguments = parser.parse_args()
+    model, letters = arguments.model, arguments.letters
     flags = ["-c", str(2 * letters), "-np", "1", "-t", "1"]
     columns: dict[str, dict[str, list[float]]] = {}
     speeds: dict[str, tuple[float, float]] = {}

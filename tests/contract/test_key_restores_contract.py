@@ -53,12 +53,11 @@ def test_a_restore_of_keys_is_a_search_and_a_restore(
         for name, amount in client.counters.items()
         if isinstance(amount, int) and amount != before[name]
     }
+    # No tokens: what the keys stand for is not known, and a ratio of what is there says nothing.
     assert changed == {
         "lookups": 1,
         "hits": 1,
         "hit_entries": 4,
-        "hit_tokens": 28,
-        "lookup_tokens": 28,
         "restores": 1,
         "restored_entries": 4,
         "restored_tokens": 28,

@@ -281,4 +281,4 @@ def test_the_page_on_traces_shows_every_format() -> None:
     page = (Path(__file__).parents[3] / "docs" / "lab.md").read_text()
     for row in readable():
         about = row.about[0].upper() + row.about[1:]
-        assert f"### {row.name}\n\n{about}.\n\n```json\n{row.example}\n```" in page
+        assert f"### {row.name}\n\n{about}.\n\n```jsonl\n{row.example}\n```" in page

@@ -21,6 +21,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import service, sessions
 from prefixd.server.core.effects import TellClaimLost
+from prefixd.server.core.events import TierState
 from prefixd.tiers.graves import GRAVES_FILE
 from prefixd.tiers.store import Damaged, Store, StoreError
 from tests.contract.faulty import Fault, FaultyStore
@@ -219,7 +220,9 @@ async def test_what_is_deleted_while_a_tier_recovers_stays_deleted_if_that_is_in
     async with faulty(tmp_path) as daemon:
         # As if the records had not been read yet.
         disk = store_of(daemon, Tier.DISK)
-        monkeypatch.setattr(daemon.core.devices, "recovers", lambda tier: tier is Tier.DISK)
+        devices = daemon.core.devices
+        monkeypatch.setattr(devices, "recovers", lambda tier: tier is Tier.DISK)
+        monkeypatch.setattr(devices, "state", lambda _tier: TierState.RECOVERING)
         assert await service.durable_deletes(daemon.core, [key(1)], monotonic() + 60.0)
         assert held(disk).keys() == {key(1), key(2)}, "the daemon ends before it reads them"
     async with faulty(tmp_path) as daemon:
