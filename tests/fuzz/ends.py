@@ -58,9 +58,9 @@ class Ends:
         return noted
 
     def _noting_errors(self, abort: Call) -> Call:
-        async def noted(context: Any, error: PrefixdError) -> None:
+        async def noted(context: Any, error: PrefixdError, *rest: Any) -> None:
             self.noted.append(error.name)
-            await abort(context, error)
+            await abort(context, error, *rest)
 
         return noted
 

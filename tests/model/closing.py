@@ -26,6 +26,8 @@ class ClosingMachine(MetaStateMachine):
             self.twin.closed.pop(tier.label, None)
             if state is not TierState.SERVING:
                 self.twin.closed[tier.label] = state.value
+            elif not self.twin.closed:
+                self.twin.superseded.clear()
 
         self.happens(ev.TierChanged(tier, state, self.now), twin)
 

@@ -40,6 +40,8 @@ class Twin(TwinShares):
         self.entries: dict[str, dict[str, Any]] = {}
         self.condemned: list[dict[str, Any]] = []  # dropped while claimed
         self.closed: dict[str, str] = {}  # the states of tiers that do not serve
+        #: Of keys that left while a tier did not serve, the newest generation.
+        self.superseded: dict[str, int] = {}
         self.order: dict[str, list[str]] = {tier: [] for tier in tiers}  # the next victim first
         self.dirty: list[str] = []
         self.sessions: dict[int, dict[str, Any]] = {}
@@ -289,6 +291,8 @@ class Twin(TwinShares):
 
     def leave(self, key: str) -> None:
         entry = self.entries.pop(key)
+        if self.closed:
+            self.superseded[key] = max(entry["generation"], self.superseded.get(key, 0))
         if entry["pins"]:
             self.condemned.append(entry)
         else:
@@ -579,7 +583,8 @@ class Twin(TwinShares):
             pinned = self.used(tier)[0] - self.unpinned(tier)[0]
             pinned_entries = self.used(tier)[1] - self.unpinned(tier)[1]
             full = cost + pinned > rules.limit or (rules.cap and pinned_entries >= rules.cap)
-            if full or not self.outlives(tier, one):
+            old = one["generation"] <= self.superseded.get(one["key"], -1)
+            if old or full or not self.outlives(tier, one):
                 self.emit("erase", tier, one["key"])
                 continue
             room = True
