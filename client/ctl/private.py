@@ -79,18 +79,9 @@ class PrivateDaemon:
     def start(self) -> None:
         """Start it and wait until all of its tiers serve. Raises PrefixdError with the end of its
         log."""
-        assert self._process is None, "the daemon is running already"
-        with self.log.open("ab") as log:
-            # A session of its own, so that a Ctrl-C for this process does not reach the daemon.
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        process = self._begin()
         try:
-            self._wait_until_serving(self._process)
+            self._wait_until_serving(process)
         except BaseException:
             self.kill()
             raise
@@ -107,6 +98,20 @@ class PrivateDaemon:
         """The end of its log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-_TAIL_LINES:])
+
+    def _begin(self) -> subprocess.Popen[bytes]:
+        """Start the process, and wait for nothing."""
+        assert self._process is None, "the daemon is running already"
+        with self.log.open("ab") as log:
+            # A session of its own, so that a Ctrl-C for this process does not reach the daemon.
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return self._process
 
     def _wait_until_serving(self, process: subprocess.Popen[bytes]) -> None:
         deadline_s = time.monotonic() + self.start_within_s

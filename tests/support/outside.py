@@ -60,14 +60,7 @@ class DaemonProcess(PrivateDaemon):
 
     def start_unwell(self) -> None:
         """Start it, and wait until it listens, well or not."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+        self._begin()
         with self.admin(timeout_s=WITHIN_S) as admin:
             admin.health(wait_for_ready=True)
 
