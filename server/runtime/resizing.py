@@ -60,7 +60,7 @@ _RESTORED_AT_ONCE: Final = 64 * 2**20
 #: How long shrinking waits for saves under way, and how often it tries again.
 _SAVES_WITHIN_S: Final = 10.0
 _AGAIN_S: Final = 0.02
-#: How often a tier that was found too large tries again while claims hold too much of it.
+#: How often a tier that gets its size at a start tries again.
 FIT_AGAIN_S: Final = 1.0
 #: Ranges of one event that retires them.
 _HOLES_AT_ONCE: Final = 512
@@ -144,16 +144,23 @@ class Resizing:
 
 async def enlarge(core: Core, store: Store, budget_bytes: int) -> None:
     """Let the accounting of a tier whose store was opened late have the size that was found. Before
-    its recovery."""
-    question = ResizeAsked(
-        request=core.next_request(),
-        tier=store.tier,
-        budget_bytes=max(budget_bytes, store.found_budget_bytes),
-        arena_bytes=store.size_bytes,
-        max_entries=EVICTED_AT_ONCE,
-        now_ns=core.clock.now_ns(),
-    )
-    await core.ask(question, ResizeAnswer)
+    its recovery. Waits while the daemon takes no questions."""
+    while True:
+        question = ResizeAsked(
+            request=core.next_request(),
+            tier=store.tier,
+            budget_bytes=max(budget_bytes, store.found_budget_bytes),
+            arena_bytes=store.size_bytes,
+            max_entries=EVICTED_AT_ONCE,
+            now_ns=core.clock.now_ns(),
+        )
+        try:
+            await core.ask(question, ResizeAnswer)
+        except Draining as problem:
+            log.info("tier_waits", tier=store.tier.label, why=str(problem))
+            await asyncio.sleep(FIT_AGAIN_S)
+        else:
+            return
 
 
 async def fit(core: Core, store: Store, budget_bytes: int) -> None:
@@ -161,19 +168,14 @@ async def fit(core: Core, store: Store, budget_bytes: int) -> None:
 
     A start opens the files of an earlier one as they are, as the tier may have been enlarged while
     the daemon ran, or the configuration made it smaller. What does not fit is evicted, the next
-    victim first, and its room goes back to the device. Waits while claims hold too much.
+    victim first, and its room goes back to the device. Waits while claims hold too much, and while
+    the daemon takes no questions: where it stops, the next start goes on.
     """
     if not store.recorded:
         return
     step = _Resize(core, store, budget_bytes, at_start=True)
-    try:
-        while not await step.fit():
-            await asyncio.sleep(FIT_AGAIN_S)
-    except Draining:
-        if not core.gate.stopping:
-            raise
-        # The tier never serves. Its files are as large as before, and the next start goes on.
-        await asyncio.Event().wait()
+    while not await step.fit():
+        await asyncio.sleep(FIT_AGAIN_S)
 
 
 class _Resize:
@@ -230,7 +232,7 @@ class _Resize:
         try:
             await self._retire_holes(holes)
             await self._set_size(budget_bytes, arena_bytes)
-        except LimitReached as problem:
+        except (LimitReached, Draining) as problem:
             log.info("tier_waits", tier=tier, why=str(problem))
             return False
         except DeviceFull as problem:

@@ -209,3 +209,24 @@ async def test_claims_that_hold_too_much_are_waited_for(
         (latest,) = present(daemon, range(1))
         assert await session.restore(key(latest)) == payload(latest, ENTRY_BYTES)
         await daemon.assert_sound()
+
+
+@RECORDED
+@in_loop
+async def test_a_tier_gets_its_size_after_a_recount(
+    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A daemon that recounts its state refuses all questions meanwhile."""
+    monkeypatch.setattr(resizing, "FIT_AGAIN_S", 0.01)
+    async with running(tmp_path, f"--{tier.label}.budget=3MiB") as daemon:
+        core, ledger = daemon.core, daemon.tables.ledgers[tier]
+        store = core.stores[tier]
+        for call, budget_bytes in ((resizing.fit, MIB), (resizing.enlarge, 3 * MIB)):
+            with capture_logs() as logs:
+                core.gate.recounting = True
+                sizing = asyncio.ensure_future(call(core, store, budget_bytes))
+                await daemon.until(lambda: "tier_waits" in [line["event"] for line in logs])
+                core.gate.recounting = False
+                await sizing
+            assert ledger.budget_bytes == budget_bytes
+        await daemon.assert_sound()
