@@ -110,7 +110,7 @@ class Opening:
         """Close the store, and unlock its directory. Idempotent."""
         self._closed = True
         if self._asking is not None:
-            self._asking.close()
+            self._asking.end()  # its thread closes it, which may be reading its answer
         self._held.close()
 
 

@@ -26,7 +26,7 @@ NO_ANSWER: Final = "its device does not answer"
 
 
 class Asking:
-    """One process that uses `directory`. Thread-safe if one thread at a time asks."""
+    """One process that uses `directory`. For one thread; `end` is for any."""
 
     #: The command of the process, without its arguments. It imports nothing but `os` and `sys`.
     command: ClassVar[Sequence[str]] = (
@@ -61,13 +61,17 @@ class Asking:
                     return None
                 more = os.read(fd, 4096)
                 if not more:
-                    return ""  # it was ended, so nothing is known
+                    return ""  # it has ended, so nothing is known
                 self._said += more
         return self._said.decode(errors="replace").split("\n")[1]
 
+    def end(self) -> None:
+        """Kill the process: its answer is empty then, unless the device blocks it."""
+        self._process.kill()
+
     def close(self) -> None:
         """End the process. One that the device blocks is left to the kernel, killed."""
-        self._process.kill()
+        self.end()
         assert self._process.stdout is not None
         self._process.stdout.close()
         with suppress(subprocess.TimeoutExpired):

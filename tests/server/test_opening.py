@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
@@ -275,3 +276,16 @@ def test_a_process_that_can_not_run_says_nothing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Asking, "command", ("/bin/sh", "-c", "exec sleep 60", "--"))
     monkeypatch.setattr(device, "_BEGUN_WITHIN_S", 0.01)
     assert asked(Path("/dev/null"), "/dev/null", 60) == NO_ANSWER
+
+
+def test_an_answer_is_given_up_from_another_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pipe stays open until the thread that reads it is done: its number may be another's."""
+    monkeypatch.setattr(Asking, "command", ("/bin/sh", "-c", "echo began; exec sleep 600", "--"))
+    asking = Asking(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asking.answer, 600)
+        asking.end()
+        assert answer.result() == ""
+    asking.close()
