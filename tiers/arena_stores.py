@@ -245,6 +245,8 @@ class RecordedStore(ArenaStore):
             max_slabs = max(max_slabs, found_slabs)
             table = self._open_table(max_slabs, sync=sync)
             records = Records(directory, self.tier, max_slabs, slab_bytes, table)
+            # A larger tier that was killed before it used its slabs has left records only.
+            records.cut(found_slabs)
         except BaseException:
             arena.close()
             raise

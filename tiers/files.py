@@ -104,6 +104,12 @@ def punch_hole(fd: int, start: int, length_bytes: int) -> bool:
     raise OSError(number, os.strerror(number))
 
 
+def cut_file(fd: int, length_bytes: int) -> None:
+    """Shorten the file if it is longer. Raises OSError."""
+    if os.fstat(fd).st_size > length_bytes:
+        os.ftruncate(fd, length_bytes)
+
+
 def sync_directory(path: Path) -> None:
     """Make the names of the files in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

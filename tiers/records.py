@@ -47,7 +47,7 @@ from ..proto.entry import EntryRecord, Location, Recorded
 from ..proto.keys import Key
 from ..proto.payload import crc32c
 from ..proto.vocabulary import Tier
-from .files import open_own_file, pwrite_all, secure_range, write_errors
+from .files import cut_file, open_own_file, pwrite_all, secure_range, write_errors
 from .rows import (
     KEY_SLICE,
     Erasure,
@@ -97,8 +97,6 @@ class Records:
         with write_errors(f"open the records in {directory}"):
             try:
                 self._usage_fd = self._open_usage()
-                if os.fstat(self._usage_fd).st_size > slabs * USAGE_BYTES:
-                    os.ftruncate(self._usage_fd, slabs * USAGE_BYTES)
             except BaseException:
                 self.close()
                 raise
@@ -112,6 +110,13 @@ class Records:
             aside = (path.with_name(f"{USAGE_FILE}.damaged-{number}") for number in count(1))
             path.rename(next(name for name in aside if not os.path.lexists(name)))
             return open_own_file(path, 0o600)
+
+    def cut(self, slabs: int) -> None:
+        """Give the room of the rows back whose slabs, from `slabs` on, are not there. Raises
+        StoreError."""
+        self.table.cut(slabs)
+        with write_errors(f"shorten the records in {self.directory}"):
+            cut_file(self._usage_fd, slabs * USAGE_BYTES)
 
     def secure(self, slabs: int) -> None:
         """Reserve room for the rows of the first `slabs` slabs. Raises StoreFull, StoreError."""

@@ -53,6 +53,7 @@ from ..proto.payload import check_layout, check_token_ids, crc32c
 from ..proto.vocabulary import SaveReason, Tier
 from .files import (
     check_linked,
+    cut_file,
     open_own_file,
     pwrite_all,
     secure_range,
@@ -271,6 +272,9 @@ class RowTable(ABC):
     def secure(self, slabs: int) -> None:
         """Reserve room on the device for the rows of the first `slabs` slabs. Gives none back."""
 
+    def cut(self, slabs: int) -> None:  # noqa: B027 (not every table can)
+        """The slabs from `slabs` on are not there: give the room of their rows back."""
+
     @abstractmethod
     def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
         """Erase, then write, in order. When it returns, all of it is durable."""
@@ -308,8 +312,7 @@ class RowFile(RowTable):
         with write_errors(f"open the records in {directory}"):
             try:
                 self._fd = open_own_file(self._path, 0o600)
-                if os.fstat(self._fd).st_size > slabs * ROW_BYTES:
-                    os.ftruncate(self._fd, slabs * ROW_BYTES)
+                cut_file(self._fd, slabs * ROW_BYTES)
                 if sync:
                     sync_directory(directory)
             except BaseException:
@@ -322,6 +325,10 @@ class RowFile(RowTable):
             with write_errors(f"make room for records in {self._path.parent}"):
                 secure_range(self._fd, first * ROW_BYTES, more * ROW_BYTES)
             self._secured_slabs = slabs
+
+    def cut(self, slabs: int) -> None:
+        with write_errors(f"shorten the records in {self._path.parent}"):
+            cut_file(self._fd, slabs * ROW_BYTES)
 
     def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:
         with write_errors(f"write records in {self._path.parent}"):

@@ -318,6 +318,24 @@ def test_everything_together_takes_the_budget(
     assert budget(64, kind) - spare_bytes <= taken_bytes <= budget(64, kind)
 
 
+def test_the_records_of_slabs_that_were_never_used_are_given_back(shm: Path) -> None:
+    """A larger tier secures its records first. This one was killed before it secured its arena."""
+
+    def opened() -> ShmStore:
+        size, most = budget(64, ShmStore), budget(960, ShmStore)
+        return ShmStore(shm, size, SLAB, max_budget_bytes=most)
+
+    store = opened()
+    for _ in store.secure_segments():
+        pass
+    store._records.secure(960)
+    store.close()
+    store = opened()
+    taken_bytes = sum(path.stat().st_blocks * 512 for path in shm.iterdir())
+    assert taken_bytes <= budget(64, ShmStore) + 2 * mmap.PAGESIZE
+    store.close()
+
+
 def test_a_larger_budget_keeps_the_entries(opened: Opened) -> None:
     opened(64).save(0, 1, 2)
     placed = opened(96)
