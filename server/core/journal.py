@@ -106,7 +106,7 @@ class LeftKeys:
         # A power of two, so that a mask finds the bit.
         bits = 8 << max(0, (size_bytes // 2).bit_length() - 1)
         self._mask: Final = bits - 1
-        #: With two bits a key, one in a hundred others seems to be there.
+        #: With two bits a key, one in a hundred others seems to be in a full filter.
         self.most: Final = bits // 20
         # Their pages take no memory until they are written.
         self._new = bytearray(bits // 8)
@@ -244,8 +244,8 @@ class Journal:
         return fate
 
     def has_left(self, key: bytes) -> bool:
-        """Did this key leave a tier since the start? Wrongly True for one key in a hundred. When
-        more keys left than there is room for, the first of them are forgotten."""
+        """Did this key leave a tier since the start? Wrongly True for at most two keys in a
+        hundred. When more keys left than there is room for, the first of them are forgotten."""
         return self._left.has(key)
 
     def since_ns(self) -> int:
