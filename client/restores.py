@@ -246,6 +246,9 @@ class Copier:
                 rest_copied.cancel()
                 return self._copied(restore, range(first.start, rest.stop), deadline)
             first_copied = self._copied(restore, first, deadline)
+        except BaseException:
+            rest_copied.cancel()  # unless it runs; after a signal it may not even be queued
+            raise
         finally:
             _await_end(rest_copied)  # nothing writes into the buffers after this call
         return first_copied + rest_copied.result()

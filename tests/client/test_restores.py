@@ -252,6 +252,28 @@ def test_what_a_copy_that_fails_was_to_copy_is_read(
     assert copier._second.join(PATIENCE_S)
 
 
+def test_an_interrupt_while_the_other_half_is_handed_over_waits_for_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C before the second thread has anything to do: nothing will ever end it."""
+    monkeypatch.setattr(restores, "SHARED_BYTES", 1)
+    monkeypatch.setattr(restores, "CPUS", 2)
+    restoring = Restoring(payloads([10, 10]))
+    copier = Copier(InPlace(restoring.data).copy, Failures())
+
+    def interrupted(_work: object) -> bool:
+        raise KeyboardInterrupt
+
+    def waited(_futures: object) -> None:
+        raise AssertionError("it waits for what was never begun")
+
+    monkeypatch.setattr(copier._second, "submit", interrupted)
+    monkeypatch.setattr(restores, "_await_end", lambda each: each.done() or waited(each))
+    with pytest.raises(KeyboardInterrupt):
+        copier.copy(restoring.restore, Deadline(60_000))
+    copier.close()
+
+
 def test_an_interrupt_does_not_leave_the_second_thread_with_the_buffers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
