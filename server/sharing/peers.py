@@ -17,7 +17,7 @@ import re
 import threading
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from time import monotonic
@@ -27,6 +27,7 @@ from ...client import ClaimMode, Client, MissReason
 from ...client.counters import Counters
 from ...client.wire.data_transport import DataTransport
 from ...client.wire.security import Security
+from ...proto.errors import ClientClosed
 from ...proto.keys import Key
 from ...proto.payload import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
@@ -94,12 +95,15 @@ class DaemonPeer:
         left_ms = round(1e3 * (deadline_s - self._read_at_s))
         if left_ms < 1:
             return outcomes
-        result = self._client.restore_keys(
-            [want.entry.key for want in wanted],
-            [want.room for want in wanted],
-            mode=ClaimMode.ANY,
-            deadline_ms=left_ms,
-        )
+        try:
+            result = self._client.restore_keys(
+                [want.entry.key for want in wanted],
+                [want.room for want in wanted],
+                mode=ClaimMode.ANY,
+                deadline_ms=left_ms,
+            )
+        except ClientClosed:  # meanwhile: other nodes took its place, or all of this ends
+            return outcomes
         for number, (want, miss) in enumerate(zip(wanted, result.misses, strict=True)):
             if miss is None and crc32c(want.room) == want.entry.payload_crc32c:
                 outcomes[number] = Outcome.DONE
@@ -215,7 +219,10 @@ class PeerStore(SharedStore):
             except RuntimeError:  # closed meanwhile
                 self._idle.release()
                 break
-        own = {n: read() for n, read in enumerate(reads) if n not in begun}
+        try:
+            own = {n: read() for n, read in enumerate(reads) if n not in begun}
+        finally:
+            wait(begun.values())  # nothing is written for this call after it, whatever ended it
         return [own[n] if n in own else begun[n].result() for n in range(len(reads))]
 
     def _on_thread(self, read: Callable[[], list[Outcome]]) -> list[Outcome]:

@@ -198,6 +198,43 @@ def test_more_nodes_than_threads_are_read_in_turn() -> None:
         assert store.get(wanted, monotonic() + PATIENCE_S) == [Outcome.DONE] * 100
 
 
+def test_nothing_is_written_after_a_search_that_failed() -> None:
+    """The reads of one search share its memory, which others get when it has ended."""
+    written, failed = threading.Event(), threading.Event()
+    rooms = [memoryview(bytearray(1)) for _ in range(2)]
+
+    def read(wanted: list[Wanted], _deadline_s: float) -> list[Outcome]:
+        if wanted[0].room is rooms[0]:
+            failed.set()
+            raise MemoryError
+        assert failed.wait(PATIENCE_S)
+        wanted[0].room[:] = b"x"
+        written.set()
+        return [Outcome.DONE]
+
+    peer: Any = SimpleNamespace(read=read, pace=Pace())
+    engine: Any = SimpleNamespace(close=lambda: None)
+    entries = [
+        SharedEntry(Key(bytes(32)), 1, 1, 0, 0, f"127.0.0.1:{port}") for port in range(2, 2 + 2)
+    ]
+    wanted = [Wanted(entry, room) for entry, room in zip(entries, rooms, strict=True)]
+    with (
+        closing(PeerStore(engine, "127.0.0.1:1", Security())) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(store, "_peer", lambda _location: peer)
+        with pytest.raises(MemoryError):
+            store.get(wanted, monotonic() + PATIENCE_S)
+        assert written.is_set(), "it waited for the read that went on"
+
+
+def test_a_peer_that_is_closed_meanwhile_is_unavailable() -> None:
+    with closing(DaemonPeer("127.0.0.1:1", Security())) as peer:
+        peer.close()
+        reads = [read_of(Key(os.urandom(32)), b"x")]
+        assert peer.read(reads, monotonic() + PATIENCE_S) == [Outcome.UNAVAILABLE]
+
+
 def test_the_wait_follows_earlier_reads_and_is_half_the_time_at_most() -> None:
     pace = Pace()
     assert pace.patience_s(MIB, 1.0) == 0.5, "no read was timed yet"
