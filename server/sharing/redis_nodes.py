@@ -366,9 +366,11 @@ class Nodes:
         try:
             with contextlib.closing(self.client(address)) as client:
                 role = client.execute_command("ROLE")
-        except redis.ResponseError:
-            return None  # not allowed, or not known; a replica refuses what it is told to store
-        return address_of(role[1:3]) if bytes(role[0]) in (b"slave", b"replica") else None
+            return address_of(role[1:3]) if bytes(role[0]) in (b"slave", b"replica") else None
+        except (redis.ResponseError, TypeError, ValueError, IndexError):
+            # Not allowed, not known, or answered in another form. A replica refuses what it is told
+            # to store.
+            return None
 
     def _adopt(self, slots: list[Address | None], *, known: bool) -> None:
         self._slots, self._known = slots, known
@@ -449,9 +451,12 @@ def name_of(address: Address) -> str:
 
 
 def address_of(words: Sequence[Any]) -> Address:
-    """An address as engines send it: a host and a port."""
-    host, port = words
-    return bytes(host).decode(), int(port)
+    """An address as engines send it: a host and a port. Raises ValueError."""
+    try:
+        host, port = words
+        return bytes(host).decode(), int(port)
+    except TypeError:
+        raise ValueError(f"{words!r} is no address") from None
 
 
 def slots_of(ranges: Any, node_host: str) -> list[Address | None]:

@@ -315,6 +315,21 @@ def test_rubbish_instead_of_slots_is_refused_or_serves_nothing(ranges: object) -
     assert set(slots) == {None}
 
 
+@pytest.mark.parametrize("role", [b"*0", b":1", b"$-1", b"*3\r\n$5\r\nslave\r\n$-1\r\n:1"])
+def test_an_engine_that_does_not_say_its_role_is_used(role: bytes) -> None:
+    with fake_redis(1) as (node,):
+
+        def answer(command: list[bytes]) -> bytes | None:
+            if command[0] == b"CLUSTER":
+                return b"-ERR This instance has cluster support disabled\r\n"
+            return role + b"\r\n" if command[0] == b"ROLE" else None
+
+        node.fault = answer
+        with closing(RedisStore([node.url], "test", 2)) as store:
+            assert store.nodes.wait_until_reached(PATIENCE_S)
+            assert store.put(offers(), soon()) == [Outcome.DONE] * len(ENTRIES)
+
+
 @pytest.mark.parametrize("urls", [[], ["http://x"], ["redis://host:port"]])
 def test_addresses_that_are_none_are_refused(urls: list[str]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  # redis-py's own messages
