@@ -57,6 +57,9 @@ _REPORTED: Final = frozenset(
 )
 
 
+#: What every look-up counts, found without the enumeration: its attributes take 0.1 us each.
+_ABSENT: Final = MissReason.ABSENT
+_MISSES: Final[Mapping[MissReason, Name]] = {each: ("misses", each.value) for each in MissReason}
 #: Why tokens are missed for which no key was looked up: they do not fill a block.
 NO_KEY: Final = "partial_block"
 #: A report goes out at once when its misses fill this part of it.
@@ -185,14 +188,14 @@ class Counters:
         """One look-up of `keys` keys, without their entries. `tiers`: of those that are there, by
         number; below 0: not known. `lookup_tokens`: what all keys stand for; 0: not known."""
         found: dict[int, tuple[int, int]] = {}
-        share = lookup_tokens // keys
-        for tier in tiers:
-            entries, tokens = found.get(tier, (0, 0))
-            found[tier] = entries + 1, tokens + share
-        if missing is None and found:
+        share, remains = divmod(lookup_tokens, keys)
+        for tier in set(tiers):
+            entries = tiers.count(tier)
+            found[tier] = entries, entries * share
+        if remains and missing is None:
             # All keys are there: the last one has what remains of the division.
             entries, tokens = found[tiers[-1]]
-            found[tiers[-1]] = entries, tokens + lookup_tokens - share * keys
+            found[tiers[-1]] = entries, tokens + remains
         self._looked(found, lookup_tokens, () if missing is None else (missing,))
 
     def _looked(
@@ -202,10 +205,11 @@ class Counters:
         missing: Sequence[Missing],
     ) -> None:
         """One look-up. `found`: by tier, how many entries, and their tokens."""
-        found_tokens = sum([tokens for _, tokens in found.values()])
+        left = 0
         if lookup_tokens:
+            found_tokens = sum([tokens for _, tokens in found.values()])
             lookup_tokens = max(lookup_tokens, found_tokens)
-        left = lookup_tokens - found_tokens if lookup_tokens else 0
+            left = lookup_tokens - found_tokens
         hurry = False
         with self._lock:
             amounts = self._amounts
@@ -213,21 +217,24 @@ class Counters:
             if found:
                 amounts["hits",] += 1
             else:
-                amounts["misses", missing[0].reason.value] += 1
-            amounts["lookup_tokens",] += lookup_tokens
+                amounts[_MISSES[missing[0].reason]] += 1
+            if lookup_tokens:
+                amounts["lookup_tokens",] += lookup_tokens
             for number, (entries, tokens) in found.items():
-                tier = max(number, 0)
+                tier = number if number > 0 else 0
                 amounts["hit_entries", tier] += entries
                 if lookup_tokens:
                     amounts["hit_tokens", tier] += tokens
             for place, (reason, tokens, keys) in enumerate(missing, 1):
-                missed = left if place == len(missing) else min(left, tokens)
-                left -= missed
+                missed = 0
+                if left:
+                    missed = left if place == len(missing) else min(left, tokens)
+                    left -= missed
                 if missed:
-                    named = keys or reason is not MissReason.ABSENT
+                    named = keys or reason is not _ABSENT
                     amounts["missed_tokens", reason.value if named else NO_KEY] += missed
-                if keys and reason is MissReason.ABSENT and (missed or not found):
-                    hurry = self._keep_absent(tuple(keys), missed, int(not found), monotonic())
+                if keys and reason is _ABSENT and (missed or not found):
+                    hurry = self._keep_absent(tuple(keys), missed, 0 if found else 1)
             if left:
                 amounts["missed_tokens", NO_KEY] += left
         if hurry and self.when_many is not None:
@@ -325,9 +332,10 @@ class Counters:
         )
 
     def _keep_absent(
-        self, keys: tuple[Key, ...], tokens: int, lookups: int, since_s: float
+        self, keys: tuple[Key, ...], tokens: int, lookups: int, since_s: float | None = None
     ) -> bool:
-        """Keep what a look-up missed, as far as a report has room. True: it just became much."""
+        """Keep what look-ups missed since then (None: now), as far as a report has room. True: it
+        just became much."""
         kept = self._absent.get(keys)
         if kept is None:
             told = min(len(keys), MAX_TOLD_KEYS)
@@ -337,12 +345,14 @@ class Counters:
             ):
                 return False
             before = self.many
+            since_s = monotonic() if since_s is None else since_s
             self._absent[keys] = _Absent(since_s, tokens, lookups)
             self._absent_keys += told
             return self.many and not before
         kept.tokens += tokens
         kept.lookups += lookups
-        kept.since_s = min(kept.since_s, since_s)
+        if since_s is not None:
+            kept.since_s = min(kept.since_s, since_s)
         return False
 
     def snapshot(self) -> Snapshot:

@@ -36,6 +36,7 @@ CALL_THREADS: Final = 4
 MAX_PENDING_CALLS: Final = 1024
 
 _NO_KEY: Final = Key(bytes(32))
+_ABSENT: Final = MissReason.ABSENT  # as an attribute of its enumeration it takes 0.1 us
 
 
 class Lookups:
@@ -68,7 +69,7 @@ class Lookups:
         the reason in `hit.miss`.
 
         It finds whatever was saved under `prefix_key(namespace, tokens[:n])`, n at most the length
-        of `tokens`: all keys in one hash pass (1 us each), longest first, one rpc for 4,096 of
+        of `tokens`: all keys in one hash pass (0.4 us each), longest first, one rpc for 4,096 of
         them; on the daemon's host a miss takes none. Of prompts above 32,768 tokens, the last
         32,768 lengths and the multiples of 2,048 before them. `stride_tokens`: look only at its
         multiples and at the end of `tokens`, for engines that save nowhere else: a tenth of the
@@ -122,9 +123,8 @@ class Lookups:
     ) -> Hit:
         """The first of `keys` that is there."""
         stride_tokens = self.policy.boundary_align_tokens
-        usual = [n for n, count in enumerate(counts) if not (n and count % stride_tokens)]
         return self._searcher.search(
-            keys, counts, ClaimMode.FIRST, wait_ms, deadline, pin=claim, usual=usual
+            keys, counts, ClaimMode.FIRST, wait_ms, deadline, pin=claim, stride_tokens=stride_tokens
         )
 
     def chain(
@@ -307,8 +307,7 @@ class Lookups:
         if counted and tier:
             self._context.counters.looked((tier,), 1, prompt_tokens, None)
         elif counted:
-            missing = Missing(MissReason.ABSENT, 0, (key,))
-            self._context.counters.looked((), 1, prompt_tokens, missing)
+            self._context.counters.miss(_ABSENT, prompt_tokens, (key,))
         return bool(tier)
 
     def leading_run(

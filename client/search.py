@@ -34,11 +34,10 @@ class _Search:
         keys: Sequence[Key],
         token_counts: Sequence[int | None] | None,
         mode: ClaimMode,
-        usual: Sequence[int] | None = None,
+        stride_tokens: int = 0,
     ) -> None:
         self.keys = keys
-        #: Positions of the keys that are likely to have been saved.
-        self.usual = range(len(keys)) if usual is None else usual
+        self._stride_tokens = stride_tokens
         self.token_counts = token_counts
         self.mode = mode
         self.claims: list[Holding] = []
@@ -65,8 +64,17 @@ class _Search:
 
     def full_hit_tokens(self) -> int:
         """What a full hit would have: of the longest prefix, or of all blocks; 0: not known."""
-        known = [count or 0 for count in self.token_counts or ()]
+        known = filter(None, self.token_counts or ())
         return max(known, default=0) if self.mode is ClaimMode.FIRST else sum(known)
+
+    def usual(self, end: int) -> Sequence[int]:
+        """Positions before `end` of the keys that a policy saves: the first one, and those at
+        multiples of the stride."""
+        stride_tokens = self._stride_tokens
+        if not stride_tokens or self.token_counts is None:
+            return range(end)
+        counts = enumerate(islice(self.token_counts, end))
+        return [n for n, count in counts if not (n and (count or 0) % stride_tokens)]
 
     def first_missing(self) -> Sequence[Key]:
         """The first key that was not found; of prefixes, the usual ones that are longer than the
@@ -75,8 +83,7 @@ class _Search:
         if self.mode is ClaimMode.FIRST:
             end = there[0] if there else len(self.keys)
             # One more than a report names, to show that there are more.
-            told = islice((n for n in self.usual if n < end), MAX_TOLD_KEYS + 1)
-            return [self.keys[position] for position in told]
+            return [self.keys[position] for position in self.usual(end)[: MAX_TOLD_KEYS + 1]]
         first = next((n for n, position in enumerate(there) if n != position), len(there))
         return self.keys[first : first + 1]
 
@@ -124,15 +131,15 @@ class Searcher:
         prompt_tokens: int = 0,
         *,
         pin: bool = True,
-        usual: Sequence[int] | None = None,
+        stride_tokens: int = 0,
         counted: bool = True,
     ) -> Hit:
         """The entries of `keys` that `mode` selects: pinned by one rpc, or else looked up in place
         if possible, by one rpc if not. `prompt_tokens`: what all keys stand for, for the hit ratio;
-        0: what `token_counts` add up to. `usual`: positions of the keys that a policy saves; only
-        those are asked of other nodes, and told to the daemon as missing. None: all. `counted`:
-        whether this is a look-up in the counters."""
-        search = _Search(keys, token_counts, mode, usual)
+        0: what `token_counts` add up to. `stride_tokens`: a policy saves at its multiples; only
+        those and the first key are asked of other nodes, and told to the daemon as missing. 0: all.
+        `counted`: whether this is a look-up in the counters."""
+        search = _Search(keys, token_counts, mode, stride_tokens)
         step = self._claim if pin else self._look
         try:
             step(search, wait_ms, deadline)
@@ -182,7 +189,7 @@ class Searcher:
         places: Sequence[int]
         if mode is ClaimMode.FIRST:
             end = search.positions[0] if search.positions else len(keys)
-            places = [place for place in search.usual if place < end][:size]
+            places = search.usual(end)[:size]
             more = _Search(
                 [keys[place] for place in places],
                 None if counts is None else [counts[place] for place in places],

@@ -107,12 +107,18 @@ class TracedSearcher(Searcher):
         mode: ClaimMode,
         *args: Any,
         pin: bool = True,
-        usual: Sequence[int] | None = None,
+        stride_tokens: int = 0,
         counted: bool = True,
     ) -> Hit:
         with _span(_SEARCHES[mode], keys=len(keys)) as span:
             hit = super().search(
-                keys, token_counts, mode, *args, pin=pin, usual=usual, counted=counted
+                keys,
+                token_counts,
+                mode,
+                *args,
+                pin=pin,
+                stride_tokens=stride_tokens,
+                counted=counted,
             )
             span.set_attribute("prefixd.found", len(hit))
             span.set_attribute("prefixd.claimed", pin)

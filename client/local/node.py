@@ -123,7 +123,7 @@ class LocalNode:
         many keys as it needs. None of them without an index."""
         index = self.index
         found = [] if index is None else index.find(keys, _STOPS_AT[mode])
-        placed = [each for each in found if each is not None]
+        placed = list(filter(None, found))
         if not placed:
             return (), NO_ENTRIES
         columns = columns_of([row for _, row in placed])

@@ -4,7 +4,8 @@
 
 One JSON object per line.
 
-- `search`: `longest_prefix` of 30,000 tokens that were never saved, in turns with hashing its keys.
+- `search`: `longest_prefix` of 30,000 tokens that were never saved, in turns with hashing its keys,
+  at the lengths that the save policy cuts at, or at every length (`stride_tokens` 1).
   The daemon serves, is stopped (SIGSTOP) or was killed (SIGKILL). `first_ms` is the first search
   after that, which may wait for its deadline; only the later ones count. In place (`local`) and
   over gRPC (`grpc`).
@@ -33,6 +34,7 @@ from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.saves import SaveItem
 from prefixd.proto.keys import Key, Namespace, prefix_keys
+from prefixd.proto.limits import DEFAULT_BOUNDARY_ALIGN_TOKENS
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 
 TOKENS: Final = 30_000
@@ -49,12 +51,16 @@ def seconds_of(action: Callable[[], object]) -> float:
 
 
 def searches(rounds: int) -> None:
-    for how in ("local", "grpc"):
-        for state in ("serving", "stopped", "gone"):
-            search(how, state, rounds)
+    for stride_tokens in (DEFAULT_BOUNDARY_ALIGN_TOKENS, 1):
+        for how in ("local", "grpc"):
+            for state in ("serving", "stopped", "gone"):
+                if stride_tokens > 1 or state == "serving":
+                    search(how, state, stride_tokens, rounds)
 
 
-def search(how: str, state: str, rounds: int) -> None:
+def search(how: str, state: str, stride_tokens: int, rounds: int) -> None:
+    # At every length the rpcs alone take longer than a usual deadline.
+    deadline_ms = _DEADLINE_MS if stride_tokens > 1 else 1_000
     namespace = Namespace(bytes(32), "", bytes(32))
     chosen = random.Random(1)
     tokens = array("I", (chosen.randrange(128_000) for _ in range(TOKENS)))
@@ -63,10 +69,9 @@ def search(how: str, state: str, rounds: int) -> None:
         flags = ("--ram.budget=16MiB", "--shm.budget=0", "--disk.budget=0")
         daemon = stack.enter_context(PrivateDaemon(*directories, flags))
         client = stack.enter_context(
-            Client(daemon.address, local=how == "local", deadline_ms=_DEADLINE_MS)
+            Client(daemon.address, local=how == "local", deadline_ms=deadline_ms)
         )
         assert client.wait_connected(deadline_ms=10_000)
-        stride_tokens = client.policy.boundary_align_tokens
         lengths = boundaries(TOKENS, stride_tokens)
 
         def walk() -> object:
@@ -93,6 +98,7 @@ def search(how: str, state: str, rounds: int) -> None:
         what="search",
         how=how,
         daemon=state,
+        stride_tokens=stride_tokens,
         first_ms=1e3 * first_s,
         hashing_us=hashing_us,
         search_us=walk_us,
