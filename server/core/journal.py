@@ -29,8 +29,8 @@ from ...proto.vocabulary import SaveReason, Tier
 from .entries import Entry
 
 _RECORD: Final = Struct("<16sqIIBBB5x")
-#: The number of the previous record, in a record.
-_LINK: Final = Struct("<28xI")
+#: What a search along a bucket needs of a record: key, time, number of the previous one, and what.
+_LOOK: Final = Struct("<16sq4xIB")
 _EVER_NS: Final = 2**63 - 1
 RECORD_BYTES: Final = _RECORD.size
 KEY_BYTES: Final = 16
@@ -226,22 +226,20 @@ class Journal:
             return None
         link = self._last[hash(key) & self._mask]
         beginning, ring = key[:KEY_BYTES], self._ring
-        fate: Happened | None = None
+        found: int | None = None
+        # A client may name a thousand keys with many records each, so only one becomes an object.
         for _ in range(_MOST_LOOKS):
             # Record numbers are kept modulo 2**32; the distance from the newest one is unique.
             back = (self.written - (link - 1)) & _MASK_32
             if not link or not 0 < back <= len(self):
                 break
             place = (self.written - back) % self.most * RECORD_BYTES
-            same = ring[place : place + KEY_BYTES] == beginning
-            record, link = (
-                self._record(place) if same else (None, _LINK.unpack_from(ring, place)[0])
-            )
-            if record is not None and record.at_ns <= before_ns:
-                fate = record
-                if record.what is not Happening.SAVED:
+            name, at_ns, link, what = _LOOK.unpack_from(ring, place)
+            if name == beginning and at_ns <= before_ns:
+                found = place
+                if what != _SAVED:
                     break
-        return fate
+        return None if found is None else self._record(found)[0]
 
     def has_left(self, key: bytes) -> bool:
         """Did this key leave a tier since the start? Wrongly True for at most two keys in a

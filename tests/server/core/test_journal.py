@@ -55,6 +55,24 @@ def test_against_a_deque() -> None:
         assert (fate and fate.what) is expected_fate
 
 
+def test_a_fate_makes_one_record_however_many_its_key_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report names a thousand keys, all for one turn of the daemon's event loop."""
+    journal, some = Journal(2**16), Key(bytes(32))
+    made: list[int] = []
+    for at_ns in range(60):
+        journal.note(list(Happening)[at_ns % 2], [saved(some)], at_ns)
+    real = journal._record
+
+    def record(place: int) -> tuple[Happened, int]:
+        made.append(place)
+        return real(place)
+
+    monkeypatch.setattr(journal, "_record", record)
+    fate = journal.fate(some, before_ns=1)
+    assert (fate and (fate.at_ns, fate.what)) == (1, Happening.EVICTED_FOR_SAVE)
+    assert len(made) == 1
+
+
 def test_a_bucket_of_many_costs_a_bounded_walk() -> None:
     journal = Journal(2**16)
     journal._last = array("I", bytes(4))
