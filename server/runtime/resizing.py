@@ -169,13 +169,27 @@ async def fit(core: Core, store: Store, budget_bytes: int) -> None:
     A start opens the files of an earlier one as they are, as the tier may have been enlarged while
     the daemon ran, or the configuration made it smaller. What does not fit is evicted, the next
     victim first, and its room goes back to the device. Waits while claims hold too much, and while
-    the daemon takes no questions: where it stops, the next start goes on.
+    the daemon takes no questions: where it stops, the next start goes on. An error of the device is
+    a condition, and the tier waits for its end.
     """
     if not store.recorded:
         return
     step = _Resize(core, store, budget_bytes, at_start=True)
-    while not await step.fit():
+    part, health = f"{store.tier.label} tier", core.health
+    while True:
+        try:
+            await step.fit()
+            break
+        except (LimitReached, Draining) as problem:
+            if health.notices.get(part) != str(problem):
+                log.info("tier_waits", tier=store.tier.label, why=str(problem))
+            health.notices[part] = str(problem)  # `Recovery.end` removes it
+        except StoreError as problem:
+            if part not in health.conditions:
+                log.error("tier_waits", tier=store.tier.label, why=str(problem))
+            health.conditions[part] = f"{problem}; it is tried again"
         await asyncio.sleep(FIT_AGAIN_S)
+    health.conditions.pop(part, None)
 
 
 class _Resize:
@@ -215,13 +229,13 @@ class _Resize:
             self._core.supervisor.task(name, Securing(self._core, store).secure_all())
         return self._resized
 
-    async def fit(self) -> bool:
-        """See the function. False: it is to be tried again."""
+    async def fit(self) -> None:
+        """See the function. Raises LimitReached, Draining, StoreError: it may be tried again."""
         store, ledger, tier = self._store, self._ledger, self._tier.label
         budget_bytes, found_bytes = self._resized.budget_bytes, store.found_budget_bytes
         holes = await self._core.devices.run(self._tier, _holes_of, store)
         if not holes and ledger.budget_bytes <= budget_bytes:
-            return True
+            return
         try:
             arena_bytes = store.arena_bytes_of(budget_bytes)
         except ValueError:
@@ -232,9 +246,6 @@ class _Resize:
         try:
             await self._retire_holes(holes)
             await self._set_size(budget_bytes, arena_bytes)
-        except (LimitReached, Draining) as problem:
-            log.info("tier_waits", tier=tier, why=str(problem))
-            return False
         except DeviceFull as problem:
             log.warning("tier_smaller_than_configured", tier=tier, error=str(problem))
         resized = self._resized
@@ -248,7 +259,6 @@ class _Resize:
                 evicted=resized.entries,
                 evicted_bytes=resized.freed_bytes,
             )
-        return True
 
     async def _retire_holes(self, holes: Sequence[Location]) -> None:
         """Use nothing of these ranges, and have none of their room. `_restore` undoes that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from structlog.testing import capture_logs
 
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import resizing
+from prefixd.tiers.arena_stores import RecordedStore
+from prefixd.tiers.store import StoreError
 from tests.server.runtime.test_resizing import MIB, fill, resize, stats_of
 from tests.support.event_loop import in_loop
 from tests.support.running import SLAB, Running, key, payload, running
@@ -201,6 +204,7 @@ async def test_claims_that_hold_too_much_are_waited_for(
         with capture_logs() as logs:
             fitting = asyncio.ensure_future(resizing.fit(daemon.core, store, MIB))
             await daemon.until(lambda: "tier_waits" in [line["event"] for line in logs])
+            assert "claims" in daemon.core.notices()[f"{tier.label} tier"]
             assert len(present(daemon, range(150))) == 150
             await session.release(claim)
             await fitting
@@ -208,6 +212,32 @@ async def test_claims_that_hold_too_much_are_waited_for(
         assert (now.budget_bytes, now.published_bytes <= MIB) == (MIB, True)
         (latest,) = present(daemon, range(1))
         assert await session.restore(key(latest)) == payload(latest, ENTRY_BYTES)
+        await daemon.assert_sound()
+
+
+@RECORDED
+@in_loop
+async def test_an_error_of_the_device_is_a_condition_until_it_is_over(
+    tmp_path: Path, tier: Tier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resizing, "FIT_AGAIN_S", 0.01)
+    async with running(tmp_path, f"--{tier.label}.budget=3MiB") as daemon:
+        core, part = daemon.core, f"{tier.label} tier"
+        broken = True
+
+        def find_holes(_: RecordedStore) -> Iterator[tuple[int, int]]:
+            if broken:
+                raise StoreError("no answer, on purpose")
+            return iter(())
+
+        monkeypatch.setattr(RecordedStore, "find_holes", find_holes)
+        fitting = asyncio.ensure_future(resizing.fit(core, core.stores[tier], MIB))
+        await daemon.until(lambda: part in core.unhealthy())
+        assert core.unhealthy()[part] == "no answer, on purpose; it is tried again"
+        broken = False
+        await fitting
+        assert part not in core.unhealthy()
+        assert daemon.tables.ledgers[tier].budget_bytes == MIB
         await daemon.assert_sound()
 
 
