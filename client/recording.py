@@ -144,9 +144,12 @@ class Recorder:
             self._pending.append(_Lookup(at_s, keys, 0, prompt_tokens, hit_blocks))
 
     def close(self) -> None:
-        """Write what is pending, and end. Idempotent."""
+        """Write what is pending, and end. Idempotent. Of a disk that hangs it waits two seconds."""
         self._stop.set()
         self._thread.join(_STOP_WITHIN_S)
+        if self._thread.is_alive():
+            logger.warning("look-ups are not recorded to the end: the disk hangs")
+            return
         self.flush()
         if self._file is not None:
             self._file.close()

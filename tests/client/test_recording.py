@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from prefixd.client import recording
 from prefixd.client.chains import BlockChain
 from prefixd.client.recording import Recorder, RecordOptions
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key, Namespace
+from tests.support.fakes import PATIENCE_S
 
 NAMESPACE = Namespace(fingerprint=bytes(32), quantisation=b"", context_params=bytes(32))
 
@@ -107,6 +110,31 @@ def test_a_full_disk_ends_the_recording_and_nothing_else(
     recorder.looked(keys(2), 1, 0)
     recorder.close()
     assert caplog.text.count("recording look-ups ends: No space left on device") == 1
+
+
+def test_a_disk_that_hangs_does_not_keep_a_client_from_closing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writing, answers = threading.Event(), threading.Event()
+
+    def hang(_self: Recorder, _line: bytes) -> None:
+        writing.set()
+        answers.wait(PATIENCE_S)
+
+    monkeypatch.setattr(Recorder, "_write", hang)
+    monkeypatch.setattr(recording, "_STOP_WITHIN_S", 0.0)
+    recorder = Recorder(RecordOptions(tmp_path))
+    recorder.looked(keys(1), 1, 0)
+    assert writing.wait(PATIENCE_S)
+    closing = threading.Thread(target=recorder.close)
+    closing.start()
+    closing.join(PATIENCE_S / 10)
+    try:
+        assert not closing.is_alive()
+    finally:
+        answers.set()
+        closing.join()
+        recorder._thread.join()
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
