@@ -41,7 +41,7 @@ class GrpcConnections:
         self.port = 0
         #: Those of clients that have proved themselves, by tenant.
         self.places: Final = Shares("gRPC connections (max_connections)", total)
-        #: Connections that were closed because they proved nothing.
+        #: Connections that were closed because they proved nothing, or read nothing.
         self.closed = 0
         #: At the last look.
         self.open = 0

@@ -215,6 +215,8 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
     if asked.session is not None:
         transition.session(asked.session)
     t = transition.tables
+    if t.closed and t.superseded.crowded:
+        raise Refusal(LimitReached("too many deletes and evictions since a tier does not serve"))
     results: list[DeleteStatus] = []
     for key in asked.keys:
         entry = t.entries.find(key)

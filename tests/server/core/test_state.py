@@ -9,6 +9,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
+from prefixd.server.core import superseded
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers import extents
 from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, names, stored
@@ -401,6 +402,25 @@ def test_an_older_record_does_not_follow_a_later_save_that_has_left(how: str) ->
     driver.close_tier(Tier.DISK, ev.TierState.SERVING)
     assert not len(driver.tables.superseded)
     assert driver.state.check() == []
+
+
+def test_deletes_of_nothing_cost_others_no_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is noted while a tier is away, and so many notes would cover records of other keys."""
+    monkeypatch.setattr(superseded, "MAX_KEYS", 2)
+    monkeypatch.setattr(superseded, "MOST_BITS_OF", 3)
+    driver = Driver()
+    session = driver.open()
+
+    def delete(name: str) -> object:
+        return driver.ask(ev.DeleteAsked(driver.request(), session, (key(name),), 0))
+
+    driver.close_tier(Tier.DISK, ev.TierState.UNAVAILABLE)
+    assert all(isinstance(delete(name), an.DeleteAnswer) for name in "abcde")
+    refused = delete("f")
+    assert isinstance(refused, an.Refused)
+    assert isinstance(refused.error, LimitReached)
+    driver.close_tier(Tier.DISK, ev.TierState.SERVING)
+    assert isinstance(delete("f"), an.DeleteAnswer)
 
 
 def test_what_is_being_saved_gives_way_wherever_it_goes() -> None:

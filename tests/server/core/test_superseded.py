@@ -39,5 +39,12 @@ def test_beyond_a_number_of_keys_no_old_record_comes_back_either(
     assert not known.covers(key(3), 6), "exactly, for the first"
     others = [number for number in range(5_000, 10_000) if known.covers(key(number), 5)]
     assert len(others) < 50
+    for number in range(5_000):
+        known.note(key(number), 5)  # it was known
+    monkeypatch.setattr(superseded, "MOST_BITS_OF", 4_991)
+    assert not known.crowded
+    monkeypatch.setattr(superseded, "MOST_BITS_OF", 4_990)
+    assert known.crowded
     known.clear()
+    assert not known.crowded
     assert not any(known.covers(key(number), 5) for number in range(5_000))
