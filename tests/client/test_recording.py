@@ -135,6 +135,7 @@ def test_a_disk_that_hangs_does_not_keep_a_client_from_closing(
         answers.set()
         closing.join()
         recorder._thread.join()
+        recorder.close()
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
