@@ -242,7 +242,7 @@ class Searcher:
             if search.positions[:1] != [0] or not complete:
                 missing.append(Missing(search.gap, 0, search.first_missing()))
             shown = counts[:worth]
-            if prompt_tokens and not any(counts) and mode is not ClaimMode.FIRST:
+            if prompt_tokens and worth and not any(counts) and mode is not ClaimMode.FIRST:
                 shown = [prompt_tokens // len(keys)] * worth
             self._counters.hit(hit._found, shown, lookup_tokens, missing)
         if entries and not worth:

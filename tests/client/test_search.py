@@ -263,6 +263,18 @@ def test_a_run_of_nothing_is_an_empty_hit(client: Client) -> None:
 
 
 @pytest.mark.parametrize("claim", [True, False])
+def test_a_prompt_that_is_shorter_than_a_block_is_a_miss(client: Client, claim: bool) -> None:
+    for run in ([], client.chain(NAMESPACE, [1], 2)):
+        hit = client.longest_run(run, claim=claim, prompt_tokens=1)
+        assert (len(hit), hit.miss) == (0, MissReason.ABSENT)
+    counters = client.counters
+    assert (counters["lookups"], counters["hits"], counters["hit_tokens"]) == (2, 0, 0)
+    assert client.exists([], prompt_tokens=1) == []
+    assert client.leading_run([], prompt_tokens=1) == 0
+    assert client.restore_keys([], []).miss is None
+
+
+@pytest.mark.parametrize("claim", [True, False])
 def test_a_chain_longer_than_a_batch_is_one_hit(
     daemon: FakeDaemon, client: Client, claim: bool
 ) -> None:
