@@ -94,10 +94,10 @@ class States:
         chain = self._cache.chain(self._namespace, tokens.data, size)
         if present and (await self._cache.leading_run(chain) + 1) * size <= present:
             return "nothing longer"
-        async with self._cache.longest_run(chain) as run:
+        async with self._cache.longest_run(chain, counted=not present) as run:
             whole = len(run) * size
             lengths = list(range(whole + 1, min(whole + size, len(tokens) + 1)))
-            async with self._longest(tokens, lengths) as tail:
+            async with self._longest(tokens, lengths, counted=not len(chain)) as tail:
                 length = lengths[::-1][tail.positions[0]] if tail else whole
                 if length <= present:
                     return "nothing longer" if length else "miss"
@@ -127,7 +127,7 @@ class States:
             payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
             if why := why_not(length - present, payload_bytes):
                 return why
-            async with self._cache.longest_run(chain) as run:
+            async with self._cache.longest_run(chain, counted=False) as run:
                 if len(run) < len(chain):
                     return "blocks are gone"
                 made = await self._file_of(layout, tokens[:length], run, end)
@@ -239,9 +239,13 @@ class States:
         finally:
             self._folder.unlink(name)
 
-    def _longest(self, tokens: Tokens, lengths: Sequence[int]) -> _MaybeHit:
+    def _longest(
+        self, tokens: Tokens, lengths: Sequence[int], *, counted: bool = True
+    ) -> _MaybeHit:
+        """A claim on the entry of the longest of these prefixes. A request is one look-up, so it is
+        not `counted` behind another one."""
         keys = prefix_keys(self._namespace, tokens.data, lengths)[::-1]
-        return _MaybeHit(self._cache, keys)
+        return _MaybeHit(self._cache, keys, len(tokens), counted=counted)
 
     # ---- saving
 
@@ -285,7 +289,7 @@ class States:
         the prompt, and of everything."""
         size, count, tokens = self._block_tokens, len(file.tokens), file.tokens
         chain = self._cache.chain(self._namespace, tokens.data, size)
-        run = await self._cache.leading_run(chain)
+        run = await self._cache.leading_run(chain, counted=False)
         items = [
             SaveItem(chain[number], file.block(number * size, (number + 1) * size), size)
             for number in range(run, len(chain))
@@ -295,10 +299,12 @@ class States:
             if first == end and not remainder:
                 continue
             key = prefix_key(self._namespace, tokens[:end].data)
-            if not await self._cache.exists_one(key):
+            if not await self._cache.exists_one(key, counted=False):
                 rows = file.block(first, end) if first < end else []
                 payload = _flat([*rows, remainder])
-                items.append(SaveItem(key, payload, max(1, end - first)))
+                # A state that can't be cut stands for everything before it: without it the
+                # blocks are of no use.
+                items.append(SaveItem(key, payload, end if self._has_remainder else end - first))
         return items, chain[:run]
 
     async def _save_whole(
@@ -307,7 +313,7 @@ class States:
         if not len(tokens):
             return None
         key = prefix_key(self._namespace, tokens.data)
-        if await self._cache.exists_one(key):
+        if await self._cache.exists_one(key, counted=False):
             return None
         return self._cache.save_async(
             key, memory, tier=self._tier, reason=reason, token_count=len(tokens)
@@ -343,14 +349,23 @@ def _flat(pieces: Sequence[Any]) -> list[Any]:
 class _MaybeHit:
     """A claim on the first of `keys` that is there; without keys nothing is asked."""
 
-    def __init__(self, cache: AsyncClient, keys: list[Key]) -> None:
+    def __init__(
+        self, cache: AsyncClient, keys: list[Key], prompt_tokens: int, *, counted: bool
+    ) -> None:
         self._cache = cache
+        self._prompt_tokens = prompt_tokens
+        self._counted = counted
         self._keys = keys
         self._hit: AsyncHit | None = None
 
     async def __aenter__(self) -> AsyncHit | None:
         if self._keys:
-            self._hit = await self._cache.claim(self._keys, mode=ClaimMode.FIRST)
+            self._hit = await self._cache.claim(
+                self._keys,
+                mode=ClaimMode.FIRST,
+                prompt_tokens=self._prompt_tokens,
+                counted=self._counted,
+            )
         return self._hit
 
     async def __aexit__(self, *_: object) -> None:

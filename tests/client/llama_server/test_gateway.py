@@ -467,3 +467,22 @@ def test_status_pages(through: Through) -> None:
         assert 'prefixd_llama_server_requests_total{outcome="restored"} 1.0' in metrics
 
     through(test, weights="status")
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows", "recurrent"])
+def test_a_request_is_one_look_up(through: Through, kind: str) -> None:
+    """Neither the parts of a search nor the questions before a save are look-ups of their own."""
+
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.forget()
+        missed = proxy.cache.client.counters
+        assert (missed["lookups"], missed["hits"]) == (1, 0)
+        await proxy.ask(P)
+        await proxy.settled()
+        found = proxy.cache.client.counters
+        assert (found["lookups"], found["hits"]) == (2, 1)
+        assert found["lookup_tokens"] == 2 * missed["lookup_tokens"] >= 2 * 768
+        assert found["hit_tokens"] == (768 if kind == "plain" else len(P))
+
+    through(test, weights=f"one look-up {kind}", kind=kind)
