@@ -232,7 +232,7 @@ SAYS: list[tuple[str, str, tuple[object, ...]]] = [
         r"(\d+), (two) per session",
         (4, 16, "two"),
     ),
-    ("docs/understand/bounds.md", r"labels of usage reports \| (\d+);", (limits.MAX_LABELS,)),
+    ("docs/understand/bounds.md", r"labels of usage reports \| (\d+),", (limits.MAX_LABELS,)),
     (
         "docs/understand/bounds.md",
         r"the latest (\d+) of a session, (\d+) KiB of words",

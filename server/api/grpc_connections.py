@@ -46,6 +46,8 @@ class GrpcConnections:
         #: At the last look.
         self.open = 0
         self._proved: dict[_Peer, Holder] = {}
+        #: Those that proved themselves since the last look, which may not have seen them yet.
+        self._just_proved: set[_Peer] = set()
         #: Those that have proved nothing, the oldest first, with their refused calls.
         self._unproved: dict[_Peer, int] = {}
         #: Those that are to be closed at the next look.
@@ -58,6 +60,7 @@ class GrpcConnections:
             holder = Holder(tenant)
             self.places.take(holder)
             self._proved[peer] = holder
+            self._just_proved.add(peer)
             self._unproved.pop(peer, None)
 
     def refused(self, peer: _Peer) -> None:
@@ -90,8 +93,9 @@ class GrpcConnections:
         """These connections are open now. Returns those that are to be closed."""
         now = set(found)
         self.open = len(now)
-        for peer in self._proved.keys() - now:
+        for peer in self._proved.keys() - now - self._just_proved:
             self.places.give(self._proved.pop(peer))
+        self._just_proved.clear()
         for peer in self._unproved.keys() - now:
             del self._unproved[peer]
         for peer in now - self._proved.keys() - self._unproved.keys():

@@ -238,6 +238,17 @@ def test_the_oldest_connections_that_proved_nothing_are_closed() -> None:
     assert connections.places.used == 0
 
 
+def test_a_connection_that_proves_itself_while_one_looks_stays() -> None:
+    connections = GrpcConnections(8)
+    late = ("10.0.0.1", 1)
+    connections.proved(late, "namespace a")
+    assert connections.looked([]) == set(), "it was not open yet when the look began"
+    assert connections.places.used == 1
+    assert connections.looked([late, *(("10.0.0.2", port) for port in range(2))]) == set()
+    assert connections.looked([]) == set()
+    assert connections.places.used == 0
+
+
 def test_a_connection_whose_calls_are_refused_again_and_again_is_closed() -> None:
     connections = GrpcConnections(16)
     known, stranger = ("10.0.0.1", 1), ("10.0.0.2", 2)

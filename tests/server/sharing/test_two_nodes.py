@@ -35,6 +35,13 @@ BLOCK_BYTES = 20_000
 NAMESPACE = Namespace(b"m" * 32, "q8", bytes(32))
 
 
+def wait_for_engine(daemons: list[DaemonProcess]) -> None:
+    """Until each node has reached the engine, which it does after it listens."""
+    for daemon in daemons:
+        with daemon.admin() as admin:
+            eventually(lambda: admin.stats().shared["nodes_serving"] == 1)
+
+
 @contextmanager
 def fleet(*flags: str) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
     """An engine, two daemons that share through it, and a client of each."""
@@ -50,6 +57,7 @@ def fleet(*flags: str) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Cl
             daemons.append(daemon)
             client = Client(daemon.address, shared_wait_ms=30_000, deadline_ms=60_000)
             clients.append(stack.enter_context(client))
+        wait_for_engine(daemons)
         yield engine, daemons, clients
 
 
@@ -81,6 +89,7 @@ def peers() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
             daemons.append(daemon)
             client = Client(daemon.address, shared_wait_ms=30_000, deadline_ms=60_000)
             clients.append(stack.enter_context(client))
+        wait_for_engine(daemons)
         yield engine, daemons, clients
 
 
