@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs check format proto clean
+.PHONY: dev demo test quick pictures manifests sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install '.[server]'`.
@@ -37,6 +37,9 @@ quick: $(VENV)/.dev ## run the tests that are not marked slow
 
 pictures: $(VENV)/.dev ## make docs/top.svg and, with Chromium, docs/page*.png, from a daemon under load
 	$(BIN)/python -m tests.support.pictures docs
+
+manifests: $(VENV)/.dev ## make the manifests of kustomize, and the table of values, from the Helm chart
+	$(BIN)/python -m tests.support.manifests
 
 SEED ?= 0
 RUNS ?= 1000

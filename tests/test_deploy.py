@@ -6,6 +6,8 @@ import json
 import re
 import shutil
 import subprocess
+import sys
+import tomllib
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,6 +42,7 @@ DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 DASHBOARD = json.loads((DEPLOY / "grafana/prefixd.json").read_text())
 README = (DEPLOY / "README.md").read_text()
 ALERTS = (DEPLOY / "prometheus/prefixd.yml").read_text()
+ALERT_CASES = sorted((DEPLOY / "prometheus").glob("*.test.yml"))
 
 
 def metric_names() -> set[str]:
@@ -201,12 +204,12 @@ def test_prometheus_takes_the_alerts() -> None:
 
 
 def test_alerts_fire_when_they_should_and_not_otherwise() -> None:
-    promtool("test", "rules", "prefixd.test.yml")
+    promtool("test", "rules", *(path.name for path in ALERT_CASES))
 
 
 def test_every_alert_has_its_case() -> None:
     """A case with series that make the alert fire, and with a time or a series that does not."""
-    cases = (DEPLOY / "prometheus/prefixd.test.yml").read_text()
+    cases = "".join(path.read_text() for path in ALERT_CASES)
     for name in re.findall(r"- alert: (\w+)", ALERTS):
         (case,) = (case for case in cases.split("  - name: ") if f"alertname: {name}\n" in case)
         assert case.count("exp_alerts:") == 1, name
@@ -350,6 +353,36 @@ def test_the_image_gets_everything_that_the_package_is_made_of() -> None:
     assert ignored[1] == "*"
     for name in (*copied, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         assert f"!{name}" in ignored
+
+
+def test_the_linter_of_dockerfiles_has_nothing_to_say() -> None:
+    linter = Path(sys.executable).with_name("hadolint")
+    if not linter.exists():
+        pytest.skip("hadolint is not installed; it comes with `pip install .[dev]`")
+    command = [linter, "--failure-threshold", "info", DEPLOY / "Dockerfile"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_layer_of_dependencies_is_what_the_extras_need(tmp_path: Path) -> None:
+    """The Dockerfile's own command, on our pyproject.toml."""
+    (program,) = re.findall(r'python -c "(.*)" "\$\{EXTRAS\}"', DOCKERFILE)
+    shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    for extras in ("server,shared", "server,shared,s3,opentelemetry"):
+        command = [sys.executable, "-c", program, extras]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+        needed = list(project["dependencies"])
+        for extra in extras.split(","):
+            needed += project["optional-dependencies"][extra]
+        assert done.stdout.splitlines() == needed
+
+
+def test_the_image_does_not_run_as_root() -> None:
+    (user,) = re.findall(r"^USER (\d+):(\d+)$", DOCKERFILE, re.MULTILINE)
+    assert user == ("10001", "10001")
+    assert "--uid 10001" in DOCKERFILE
+    assert "--gid 10001" in DOCKERFILE
 
 
 def test_the_images_environment_is_a_good_configuration() -> None:

@@ -1,0 +1,1 @@
+../../fleet/form-cluster.sh
