@@ -334,7 +334,7 @@ class Client(Lookups):
 
     @property
     def counters(self) -> Snapshot:
-        """What this client has counted so far, as a dict of the caller's own; see `Counters`."""
+        """What this client has counted so far; the dict is the caller's own."""
         return self._context.counters.snapshot()
 
     @property

@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, cast, get_type_hints
 
 from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
@@ -20,27 +20,54 @@ from ..proto.limits import (
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome, as_entries
 
-Snapshot: TypeAlias = dict[str, int | dict[str, int]]
 #: A counter's name, and what it is split by: a tier, a reason, a path.
 Name: TypeAlias = tuple[Any, ...]
 
-_SCALARS: Final = (
-    "lookups",  # searches and claims, each with one hit or one miss
-    "hits",
-    "hit_entries",
-    "hit_tokens",
-    "lookup_tokens",  # that were looked for, by look-ups that know how many
-    "restored_entries",
-    "restores",  # calls, successful or not
-    "restored_tokens",  # of the runs of good entries that restores began with
-    "restored_bytes",
-    "saved_entries",
-    "saved_bytes",
-    "lost_claims",
-    "lost_reservations",
-    "sessions",  # opened, the first one included
-    "data_fallbacks",  # calls that went over gRPC because the data socket could not be reached
-)
+
+class Snapshot(TypedDict):
+    """What a client has counted so far. Every counter is there from the start, as is every reason,
+    status, tier and call by which one is split."""
+
+    #: Searches and claims, each with one hit or one miss.
+    lookups: int
+    hits: int
+    hit_entries: int
+    hit_tokens: int
+    #: Tokens that were looked for, by look-ups that know how many.
+    lookup_tokens: int
+    restored_entries: int
+    #: Calls, successful or not.
+    restores: int
+    #: Tokens of the runs of good entries that restores began with.
+    restored_tokens: int
+    restored_bytes: int
+    saved_entries: int
+    saved_bytes: int
+    lost_claims: int
+    lost_reservations: int
+    #: Sessions that were opened, the first one included.
+    sessions: int
+    #: Calls that went over gRPC because the data socket could not be reached.
+    data_fallbacks: int
+    #: Look-ups that found nothing, by `MissReason`; they add up to lookups - hits.
+    misses: dict[str, int]
+    #: Restores, reads and probes that failed, by `MissReason`.
+    failures: dict[str, int]
+    #: Tokens that look-ups did not get, by `MissReason`, or `partial_block`; they add up to
+    #: lookup_tokens - hit_tokens.
+    missed_tokens: dict[str, int]
+    #: By `SaveStatus.label`.
+    saves: dict[str, int]
+    #: Calls to the daemon, by name.
+    rpcs: dict[str, int]
+    #: By `Tier.label`.
+    hit_tokens_by_tier: dict[str, int]
+    restored_bytes_by_tier: dict[str, int]
+    #: By `view` (read in place), `copy` (copied in place) and `stream` (sent by rpc).
+    restored_bytes_by_path: dict[str, int]
+
+
+_SCALARS: Final = tuple(name for name, kind in get_type_hints(Snapshot).items() if kind is int)
 
 #: Over gRPC, or over the local or the data socket, which each have one that gRPC lacks.
 _RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
@@ -133,14 +160,10 @@ class Report(NamedTuple):
 
 
 class Counters:
-    """Thread-safe counts, each present from the start.
+    """Thread-safe counts.
 
-    `misses` are the look-ups that found nothing, by reason: they add up to lookups - hits.
-    `missed_tokens` are the tokens that look-ups did not get, by reason: they add up to
-    lookup_tokens - hit_tokens. Look-ups that do not know their tokens count no tokens at all.
-    `failures` are restores, reads and probes that failed, by reason: a hit whose bytes then can't
-    be restored counts as a hit and as a failure. `saves` are by their final status, `rpcs` by their
-    name.
+    Look-ups that do not know their tokens count no tokens at all. A hit whose bytes then can't be
+    restored counts as a hit and as a failure.
 
     `take_report` takes what goes into the daemon's own numbers, for the heartbeats to carry.
     """
@@ -390,4 +413,4 @@ class Counters:
                     scalars[name] += amount
                     if name == "hit_tokens" and of[0]:
                         groups["hit_tokens_by_tier"][Tier(of[0]).label] += amount
-        return {**scalars, **groups}
+        return cast(Snapshot, {**scalars, **groups})

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from types import FrameType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from ...proto.errors import CallerError
 from ..client import Client
@@ -152,8 +152,7 @@ def work(pipe: Connection, options: LiveOptions, number: int) -> None:
                 pipe.send(outcome)
                 gave_up = outcome.unavailable and not replayer.wait_for_daemon()
             counted = client.counters
-        rpcs = cast(dict[str, int], counted["rpcs"])
-        pipe.send(Finished(rpcs, max(0, cast(int, counted["sessions"]) - 1), gave_up))
+        pipe.send(Finished(counted["rpcs"], max(0, counted["sessions"] - 1), gave_up))
 
 
 #: How often the parent checks for signals and reports progress while no worker answers.

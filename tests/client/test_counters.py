@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from typing import get_type_hints
 
-from prefixd.client.counters import Counters
+from prefixd.client.counters import Counters, Snapshot
 from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
@@ -26,6 +27,13 @@ def test_everything_is_there_from_the_start() -> None:
     scalars = [value for value in snapshot.values() if not isinstance(value, dict)]
     assert scalars
     assert not any(scalars)
+
+
+def test_a_snapshot_is_what_its_type_says() -> None:
+    kinds = {
+        name: dict if kind is not int else int for name, kind in get_type_hints(Snapshot).items()
+    }
+    assert {name: type(value) for name, value in Counters().snapshot().items()} == kinds
 
 
 def test_each_count_goes_where_it_belongs() -> None:
@@ -54,21 +62,21 @@ def test_each_count_goes_where_it_belongs() -> None:
         "saved_bytes": 7,
     }
     assert {name: snapshot[name] for name in expected} == expected
-    assert snapshot["rpcs"]["Claim"] == 1  # type: ignore[index]
-    assert snapshot["misses"]["slow"] == 1  # type: ignore[index]
+    assert snapshot["rpcs"]["Claim"] == 1
+    assert snapshot["misses"]["slow"] == 1
     assert snapshot["hit_tokens_by_tier"] == {"ram": 100, "shm": 0, "disk": 200}
     assert snapshot["restored_bytes_by_tier"] == {"ram": 0, "shm": 11, "disk": 0}
     assert snapshot["restored_bytes_by_path"] == {"view": 9, "copy": 11, "stream": 0}
-    assert snapshot["failures"]["lost"] == 1  # type: ignore[index]
-    assert snapshot["saves"]["saved"] == snapshot["saves"]["present"] == 1  # type: ignore[index]
+    assert snapshot["failures"]["lost"] == 1
+    assert snapshot["saves"]["saved"] == snapshot["saves"]["present"] == 1
 
 
 def test_a_snapshot_is_the_callers_own() -> None:
     counters = Counters()
     snapshot = counters.snapshot()
-    snapshot["rpcs"]["Claim"] = 99  # type: ignore[index]
+    snapshot["rpcs"]["Claim"] = 99
     counters.rpc("Claim")
-    assert counters.snapshot()["rpcs"]["Claim"] == 1  # type: ignore[index]
+    assert counters.snapshot()["rpcs"]["Claim"] == 1
 
 
 def test_threads_lose_no_count() -> None:

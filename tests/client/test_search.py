@@ -426,6 +426,6 @@ def test_what_fails_before_it_is_known_what_is_there_is_a_miss_of_all(
     result = restoring.restore_keys([ONE, TWO], [bytearray(3), bytearray(3)])
     assert result.misses == (MissReason.DEADLINE,) * 2
     assert transport.asked == ["fetch_found"]
-    counted: Any = restoring.counters
+    counted = restoring.counters
     assert (counted["lookups"], counted["misses"]["deadline"]) == (1, 1)
     assert not any(counted["failures"].values()), "it is counted once"

@@ -4,7 +4,6 @@ where possible."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 
@@ -129,12 +128,12 @@ def test_a_mistake_raises(
 
 def test_over_the_data_socket_it_is_one_round_trip(transport: str, client: Client) -> None:
     keys, payloads = save_some(client)
-    before: Any = client.counters["rpcs"]
+    before = client.counters["rpcs"]
     buffers = [bytearray(size) for size in SIZES]
     assert client.restore_keys(keys, buffers)
     assert buffers == payloads
     assert client.restore_keys(fresh_keys(1), [bytearray(1)]).run == 0
-    after: Any = client.counters["rpcs"]
+    after = client.counters["rpcs"]
     calls = {name: after[name] - before[name] for name in after if after[name] != before[name]}
     if transport in ("data", "tls"):
         assert calls == {"Fetch": 2}

@@ -60,7 +60,7 @@ def test_one_round_trip_reads_payloads_independently() -> None:
             done, absent = Outcome.DONE, Outcome.ABSENT
             assert outcomes == [done, absent, done, absent, absent]
             assert [bytes(reads[n].room) for n in (0, 2)] == [payloads[0], payloads[2]]
-            rpcs: Any = peer._client.counters["rpcs"]
+            rpcs = peer._client.counters["rpcs"]
             assert {name: count for name, count in rpcs.items() if count} == {"Fetch": 1}
             with daemon.admin() as admin:
                 assert not admin.claims()
