@@ -137,11 +137,16 @@ $(VENV)/.docs: pyproject.toml
 docs: $(VENV)/.docs ## build the pages and the reference in build/docs; a link without a target fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-check: $(VENV)/.dev ## lint, check types, and check that generated code is up to date
+check: $(VENV)/.dev ## lint, check types, generated code, and that the contract only grew since the last release
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python proto/generate.py --check
+	$(BIN)/buf lint
+	@last=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null); \
+	if test -z "$$last"; then echo "no release yet, with which to compare the contract"; else \
+		mkdir -p build/released && git show "$$last:proto/prefixd.proto" >build/released/prefixd.proto && \
+		$(BIN)/buf breaking proto --against build/released; fi
 
 format: $(VENV)/.dev
 	$(BIN)/ruff format .
