@@ -409,6 +409,7 @@ class AsyncClient(Asynchronous):
     save_async = awaited(Client.save_async)
     save_many = coroutine(Client.save_many, saves=True)
     save_many_async = awaited(Client.save_many_async)
+    save_made_async = awaited(Client.save_made_async)
     reserve = coroutine(Client.reserve, _reservations)
     flush = coroutine(Client.flush, waits=True)
 

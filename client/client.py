@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
@@ -272,6 +272,27 @@ class Client(Lookups):
         """
         terms = self._terms(tier, reason, ancestors, wait_ms)
         return self._writer.save_async(items, terms, deadline_ms, list)
+
+    def save_made_async(
+        self,
+        keys: Sequence[Key],
+        bunches: Callable[[], Iterable[Sequence[SaveItem]]],
+        *,
+        payload_bytes: int,
+        tier: Tier,
+        reason: SaveReason = SaveReason.COLD,
+        ancestors: Sequence[Key] = (),
+    ) -> Future[list[SaveOutcome]]:
+        """`save_many_async` of items that are made when their turn has come, because their payloads
+        are still in the memory of a device.
+
+        The other thread calls `bunches`, and saves each bunch before it asks for the next, with the
+        items before it as ancestors; payloads may lie in memory that the next bunch uses again.
+        Together they are the items of `keys`, in this order, with `payload_bytes` in all. If making
+        one fails, it and the rest are `FAILED`.
+        """
+        terms = self._terms(tier, reason, ancestors, 0)
+        return self._writer.save_made(keys, bunches, terms, payload_bytes)
 
     def would_drop(self, payload_bytes: int = 0) -> bool:
         """Would an asynchronous save of `payload_bytes` be dropped at this moment? A save larger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import repeat
@@ -189,7 +189,39 @@ class Writer:
             return result(self._save_now(savings, terms, deadline))
 
         def drop() -> T:
-            return result(self._dropped(savings, terms))
+            return result(self._dropped([saving.item.key for saving in savings], terms))
+
+        return self.queue.submit(save, drop, size_bytes)
+
+    def save_made(
+        self,
+        keys: Sequence[Key],
+        bunches: Callable[[], Iterable[Sequence[SaveItem]]],
+        terms: SaveTerms,
+        size_bytes: int,
+    ) -> Future[list[SaveOutcome]]:
+        """See `Client.save_made_async`."""
+        keys = checked_keys(keys)
+        whole("payload_bytes", size_bytes)
+        terms = _checked_terms(terms)
+
+        def save() -> list[SaveOutcome]:
+            outcomes: list[SaveOutcome] = []
+            try:
+                for items in bunches():
+                    before = [*terms.ancestors, *keys[: len(outcomes)]]
+                    savings, its_terms = self._checked(items, terms._replace(ancestors=before))
+                    deadline = self._context.deadline(None, transfer_bytes=_size_of(savings))
+                    outcomes += self._save_now(savings, its_terms, deadline)
+            except Exception as problem:
+                failed = self._failures.saves(keys[len(outcomes) :], problem)
+                kinds = repeat((terms.tier, terms.reason))
+                self._counters.saves(failed, [0] * len(failed), kinds)
+                outcomes += failed
+            return outcomes
+
+        def drop() -> list[SaveOutcome]:
+            return self._dropped(keys, terms)
 
         return self.queue.submit(save, drop, size_bytes)
 
@@ -347,9 +379,9 @@ class Writer:
             ancestors = [*ancestors, *(item.key for item in items[start:stop])]
             start = stop
 
-    def _dropped(self, savings: Sequence[Saving], terms: SaveTerms) -> list[SaveOutcome]:
+    def _dropped(self, keys: Sequence[Key], terms: SaveTerms) -> list[SaveOutcome]:
         why = "too many saves are waiting, or the client was closed"
-        outcomes = [SaveOutcome(s.item.key, SaveStatus.DROPPED, message=why) for s in savings]
+        outcomes = [SaveOutcome(key, SaveStatus.DROPPED, message=why) for key in keys]
         kinds = repeat((terms.tier, terms.reason))
         self._counters.saves(outcomes, [0] * len(outcomes), kinds)
         return outcomes

@@ -37,7 +37,7 @@ from ..identity import StateIdentity
 from ..ranks import check_shard
 from ..results import SaveOutcome
 from ..saves import SaveItem
-from . import transformers_states
+from . import device_copies, transformers_states
 from .engine import Engine, UnsupportedEngine
 from .transformers_identity import ENGINE, identity_of, media_tokens, rope_limit, stamp
 from .transformers_passes import Passes, first_of
@@ -160,8 +160,11 @@ def load_cache(
     ids = ids[: min(limit, len(ids) - 1)] if ids else ids
     if _is_whole(utils, layers):
         return Loaded(cache, _load_whole(client, namespace, torch, ids, layers, device or "cpu"))
+    target = None if device is None else torch.device(device)
     for layout in _layouts(config, len(layers)):
-        pairs, token_count = _load(client, namespace, torch, ids, layout, dtype, block_tokens)
+        pairs, token_count = _load(
+            client, namespace, torch, ids, layout, dtype, target, block_tokens
+        )
         if not token_count:
             continue
         for layer, pair in zip(layers, pairs, strict=True):
@@ -179,21 +182,34 @@ def _load(
     ids: list[int],
     layout: Layout,
     dtype: Any,
+    device: Any,
     block_tokens: int,
 ) -> tuple[list[tuple[Any, Any]], int]:
-    """The keys and values of each layer for the cached blocks, and their number of tokens."""
+    """The keys and values of each layer for the cached blocks, and their number of tokens. They are
+    on the device, if it is one that copies pass to through pinned memory, else on the CPU."""
     chain = client.chain(_with_layout(namespace, layout, dtype), ids, block_tokens)
     with client.longest_run(chain, prompt_tokens=len(ids)) as hit:
         if not hit:
             return [], 0
+        through = device_copies.reaches(device)
+        where = {"device": device} if through else {}
         count = len(hit) * block_tokens
         pairs = [
             (
-                torch.empty((1, shape.key_heads, count, shape.key_width), dtype=dtype),
-                torch.empty((1, shape.value_heads, count, shape.value_width), dtype=dtype),
+                torch.empty((1, shape.key_heads, count, shape.key_width), dtype=dtype, **where),
+                torch.empty((1, shape.value_heads, count, shape.value_width), dtype=dtype, **where),
             )
             for shape in layout
         ]
+        if through:
+            size_bytes = _block_bytes(pairs, block_tokens)
+
+            def place(blocks: range, staged: Any) -> None:
+                for ours, theirs in _same(pairs, blocks, staged, block_tokens):
+                    ours.copy_(theirs)
+
+            run = device_copies.restore(torch, hit, size_bytes, device, place)
+            return pairs, run * block_tokens
         buffers = [_block(pairs, index, block_tokens) for index in range(len(hit))]
         return pairs, hit.restore_into(buffers).run * block_tokens
 
@@ -215,7 +231,7 @@ def save_cache(
     layers that this connector does not know, CallerError for a batch, for a namespace whose model
     has changed, and for a cache that the model was not seen to fill.
     """
-    _, utils = _modules()
+    torch, utils = _modules()
     layers = _layers(utils, cache)
     ids = _ids(tokens)
     held = _held(layers)
@@ -247,7 +263,34 @@ def save_cache(
     chain = client.chain(namespace, ids[: min(held, named)], block_tokens)
     keys = list(chain.complete_keys)
     start = client.leading_run(keys, counted=False)
-    pairs = [(layer.keys, layer.values) for layer in layers] if start < len(keys) else []
+    if start == len(keys):
+        return _nothing()
+    pairs = [(layer.keys.detach(), layer.values.detach()) for layer in layers]
+    devices = {getattr(tensor, "device", None) for pair in pairs for tensor in pair}
+    device = devices.pop()
+    if not devices and device_copies.reaches(device):
+        size_bytes = _block_bytes(pairs, block_tokens)
+
+        def gather(blocks: range, staged: Any) -> None:
+            shifted = range(blocks.start + start, blocks.stop + start)
+            for ours, theirs in _same(pairs, shifted, staged, block_tokens):
+                theirs.copy_(ours)
+
+        made = device_copies.bring(torch, len(keys) - start, size_bytes, device, gather)
+        return client.save_made_async(
+            keys[start:],
+            lambda: (
+                [
+                    SaveItem(keys[start + number], payload, block_tokens)
+                    for number, payload in zip(blocks, payloads, strict=True)
+                ]
+                for blocks, payloads in made()
+            ),
+            payload_bytes=(len(keys) - start) * size_bytes,
+            tier=tier,
+            reason=SaveReason.FINISH,
+            ancestors=keys[:start],
+        )
     items = [
         SaveItem(keys[index], _block(pairs, index, block_tokens), block_tokens)
         for index in range(start, len(keys))
@@ -439,7 +482,35 @@ def _with_words(namespace: Namespace, words: str) -> Namespace:
 def _block(pairs: Sequence[tuple[Any, Any]], index: int, block_tokens: int) -> list[Any]:
     """The pieces of one block: for each layer its keys, then its values."""
     part = slice(index * block_tokens, (index + 1) * block_tokens)
-    return [tensor.detach()[:, :, part].cpu() for pair in pairs for tensor in pair]
+    return [tensor[:, :, part].cpu() for pair in pairs for tensor in pair]
+
+
+def _block_bytes(pairs: Sequence[tuple[Any, Any]], block_tokens: int) -> int:
+    """The payload of one block: that of `_block`."""
+    return sum(
+        tensor.shape[1] * block_tokens * tensor.shape[3] * tensor.element_size()
+        for pair in pairs
+        for tensor in pair
+    )
+
+
+def _same(
+    pairs: Sequence[tuple[Any, Any]], blocks: range, staged: Any, block_tokens: int
+) -> Iterator[tuple[Any, Any]]:
+    """For each tensor of `pairs` the part that holds these blocks, and the same part of their
+    payloads `staged`, of shape (blocks, bytes): two views of shape (heads, blocks, tokens, width).
+    """
+    at = 0
+    for tensor in (each for pair in pairs for each in pair):
+        _, heads, _, width = tensor.shape
+        part = tensor[0, :, blocks.start * block_tokens : blocks.stop * block_tokens]
+        size_bytes = heads * block_tokens * width * tensor.element_size()
+        payload = staged[:, at : at + size_bytes].view(tensor.dtype)
+        at += size_bytes
+        yield (
+            part.unflatten(1, (len(blocks), block_tokens)),
+            payload.unflatten(1, (heads, block_tokens, width)).transpose(0, 1),
+        )
 
 
 # ---- the engine
