@@ -48,6 +48,12 @@ CALLS: dict[str, dict[str, Any]] = {
     "save_async": {"key": ONE, "payload": b"abc", "tier": Tier.RAM},
     "save_many": {"items": [SaveItem(ONE, b"abc")], "tier": Tier.RAM},
     "save_many_async": {"items": [SaveItem(ONE, b"abc")], "tier": Tier.RAM},
+    "save_made_async": {
+        "keys": [ONE],
+        "bunches": lambda: [[SaveItem(ONE, b"abc")]],
+        "payload_bytes": 3,
+        "tier": Tier.RAM,
+    },
     "reserve": {"items": [ReserveItem(ONE, 3)], "tier": Tier.RAM},
     "write": {"writes": []},
     "cancel": {"reservations": []},

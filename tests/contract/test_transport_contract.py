@@ -570,6 +570,9 @@ USES: dict[str, Callable[[Client, Hit, Reservation], object]] = {
     "save": lambda c, h, _r: c.save(h.keys[0], b"a", tier=Tier.RAM, reason=EVICT),
     "save_async": lambda c, h, _r: c.save_async(h.keys[0], b"a", tier=Tier.RAM),
     "save_many_async": lambda c, _h, _r: c.save_many_async([], tier=Tier.RAM),
+    "save_made_async": lambda c, _h, _r: c.save_made_async(
+        [], list, payload_bytes=0, tier=Tier.RAM
+    ),
     "would_drop": lambda c, _h, _r: c.would_drop(),
     "save_many": lambda c, _h, _r: c.save_many([], tier=Tier.RAM, reason=EVICT),
     "reserve": lambda c, _h, _r: c.reserve([], tier=Tier.RAM, reason=EVICT),

@@ -78,6 +78,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (utils, "DynamicCache", DynamicCache),
         (utils, "DynamicLayer", DynamicLayer),
         (torch, "float32", np.dtype(np.float32)),
+        (torch, "device", lambda device: device),
         (torch, "empty", lambda shape, dtype: np.empty(shape, dtype).view(Tensor)),
     ):
         setattr(module, name, value)
