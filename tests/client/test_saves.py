@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -158,6 +159,51 @@ def test_asynchronous_saves_that_do_not_fit_are_dropped(daemon: FakeDaemon, clie
     gate.set()
     assert [future.result(PATIENCE_S).status for future in futures[:3]] == [SaveStatus.SAVED] * 3
     assert list(daemon.entries) == keys(3)
+
+
+def test_payloads_are_made_when_their_turn_has_come(daemon: FakeDaemon, client: Client) -> None:
+    """The items of the earlier bunches are ancestors of the later ones, and the memory of a bunch
+    may be used again for the next."""
+    gate = daemon.hold("Save")
+    names = [Key(key) for key in keys(3)]
+    memory, made = bytearray(3), []
+
+    def bunches() -> Iterator[list[SaveItem]]:
+        for key, text in zip(names, (b"abc", b"def", b"ghi"), strict=True):
+            memory[:] = text
+            made.append(key)
+            yield [SaveItem(key, memory)]
+
+    terms: dict[str, Any] = {"payload_bytes": 9, "tier": Tier.RAM, "ancestors": [Key(b"r" * 32)]}
+    first = client.save_async(ONE, b"abc", tier=Tier.RAM)
+    future = client.save_made_async(names, bunches, **terms)
+    assert not made
+    assert client.pending_save_bytes == 12
+    gate.set()
+    assert first.result(PATIENCE_S).ok
+    assert [each.key for each in future.result(PATIENCE_S) if each.ok] == names
+    assert [daemon.entries[key].payload for key in names] == [b"abc", b"def", b"ghi"]
+    assert [list(save.ancestors) for save in daemon.saves[1:]] == [
+        [b"r" * 32, *names[:count]] for count in range(3)
+    ]
+
+
+def test_what_can_not_be_made_is_an_outcome(daemon: FakeDaemon, client: Client) -> None:
+    def bunches() -> Iterator[list[SaveItem]]:
+        yield [SaveItem(ONE, b"abc")]
+        raise RuntimeError("the device is gone")
+
+    terms: dict[str, Any] = {"payload_bytes": 6, "tier": Tier.RAM}
+    first, second = client.save_made_async([ONE, TWO], bunches, **terms).result(PATIENCE_S)
+    assert (first.status, second.key, second.status) == (SaveStatus.SAVED, TWO, SaveStatus.FAILED)
+    assert second.message == "the device is gone"
+    gate = daemon.hold("Save")
+    waiting = [client.save_async(Key(key), b"abc", tier=Tier.RAM) for key in keys(3)]
+    dropped = client.save_made_async([ONE, TWO], bunches, **terms).result(0)
+    assert [each.status for each in dropped] == [SaveStatus.DROPPED] * 2
+    assert saves_of(client) == {"saved": 1, "failed": 1, "dropped": 2}
+    gate.set()
+    assert all(future.result(PATIENCE_S) for future in waiting)
 
 
 def test_what_would_be_dropped_is_told_before(daemon: FakeDaemon) -> None:
