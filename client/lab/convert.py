@@ -44,6 +44,8 @@ from .trace_file import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_
 _READ_CHARACTERS = 1 << 20
 _BETWEEN_ITEMS = re.compile(r"[\s,]*")
 _UNKNOWN = -1
+#: How far the tokens that records state may be from those of their blocks without a word.
+_NEARLY = 0.1
 
 
 class ChainedIds:
@@ -159,6 +161,10 @@ class Converter(RequestReader):
             return
         join = self._resolve_blocks()
         times = self._resolve_times()
+        silent = sum(length == _UNKNOWN for length in columns.input_lengths)
+        if silent:
+            self._assume(f"{silent:,} of {len(columns):,} requests have no input length; they "
+                         "count as whole blocks")  # fmt: skip
         silent = sum(length == _UNKNOWN for length in columns.output_lengths)
         if silent:
             self._assume(
@@ -270,14 +276,18 @@ class Converter(RequestReader):
                     where = f"{display_name(source.path)}:{number}"
                     for prompt in found:
                         self._check(where, prompt)
-                except (ValueError, OverflowError) as error:
-                    self._bad(TraceError(source.path, number, f"{_nth(item)}{error}"))
+                except (ValueError, OverflowError, RecursionError) as error:
+                    what = "nested too deeply" if isinstance(error, RecursionError) else error
+                    self._bad(TraceError(source.path, number, f"{_nth(item)}{what}"))
                     continue
                 self.formats[row.name] += 1
                 yield where, found
-            found = state.finish()
-            for prompt in found:
-                self._check(source.path, prompt)
+            try:
+                found = state.finish()
+                for prompt in found:
+                    self._check(source.path, prompt)
+            except ValueError as error:
+                raise TraceError(source.path, 0, str(error)) from None
             for prompt in found:
                 yield source.path, [prompt]
             self._assumptions |= state.notes
@@ -326,13 +336,20 @@ class Converter(RequestReader):
             )
         if self._stated_tokens:
             measured = self._stated_bytes / self._stated_tokens
-            self._assume(
+            sentence = (
                 f"prompts have the tokens that their records state, {measured:.2f} bytes of text "
                 f"each; blocks are cut at {options.bytes_per_token:g} (--text-bytes-per-token)"
             )
+            if abs(measured / options.bytes_per_token - 1) > _NEARLY:
+                wrong = "large" if measured > options.bytes_per_token else "small"
+                sentence += (
+                    f", which makes hits of a part of a prompt look too {wrong}: convert again "
+                    f"with --text-bytes-per-token {measured:.2f}"
+                )
+            self._assume(sentence)
         if self._images:
-            self._assume(f"{self._images:,} images count as {options.image_tokens:,} tokens each "
-                         "(--image-tokens)")  # fmt: skip
+            self._assume(f"{self._images:,} images and other media count as "
+                         f"{options.image_tokens:,} tokens each (--image-tokens)")  # fmt: skip
         return 1
 
     def _resolve_times(self) -> list[float]:

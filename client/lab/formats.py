@@ -154,9 +154,7 @@ def _ids(record: Record, state: FileState, ids: str = "hash_ids", size: str = "b
     prompt = records.hash_prompt(record.get(ids), ids, records.given_input_length(record))
     stated = record.get(size, state.block_tokens)
     if stated is not None:
-        stated = records.count(size, stated)
-        if not stated:
-            raise ValueError(f"{size} is 0: a block has at least one token")
+        stated = records.stated_size(size, stated)
     prompt.source_block_tokens = stated
     prompt.output_length = records.output_length(record, state.options)
     session = str(record.get("session_id", "")) if state.local_ids else ""
@@ -181,7 +179,7 @@ def _lmcache(record: Record, state: FileState) -> list[Prompt]:
 
 def _agentic_header(record: Record, state: FileState) -> list[Prompt]:
     if record.get("block_size") is not None:
-        state.block_tokens = records.count("block_size", record["block_size"])
+        state.block_tokens = records.stated_size("block_size", record["block_size"])
     state.local_ids = record.get("hash_id_scope") == "local"
     return []
 
@@ -245,19 +243,22 @@ def _weka(record: Record, state: FileState) -> list[Prompt]:
             if not isinstance(request, dict):
                 raise ValueError(f"requests has something in it that is no request: "
                                  f"{records.quoted(request)}")  # fmt: skip
-            at = records.moment({"t": request.get("t", 0)}, "s")
+            at = records.moment({"t": request.get("t") or 0})
             assert at is not None
+            at_s = at.value * records.MS_PER_UNIT[at.unit or "s"] / 1000
             if "requests" in request:
-                add(request["requests"], start + at.value)
+                add(request["requests"], start + at_s)
                 continue
             if "hash_ids" not in request:
                 continue  # a step that asks no model
             prompt = records.hash_prompt(
                 request["hash_ids"], "hash_ids", records.given_input_length(request)
             )
-            prompt.source_block_tokens = records.count("block_size", record.get("block_size"))
+            stated = request.get("block_size", record.get("block_size"))
+            if stated is not None:
+                prompt.source_block_tokens = records.stated_size("block_size", stated)
             prompt.output_length = records.output_length(request, state.options)
-            prompt.at = Moment(start + at.value, "s", "t")
+            prompt.at = Moment(start + at_s, "s", "t")
             found.append(_with(prompt, {**record, **request}, state, "s", session))
 
     add(record["requests"], 0.0)
@@ -387,7 +388,9 @@ def _plain(record: Record, state: FileState) -> list[Prompt]:
     else:
         raise ValueError(f"{name} is no text and no list of token ids: {records.quoted(value)}")
     for prompt in found:
-        _counted(prompt, {**record, "prompt_tokens": None}, state)
+        # Lengths in the record are those of all its prompts together.
+        prompt.output_length = records.output_length(record, state.options)
+        _with(prompt, record, state, None)
     return found
 
 
@@ -411,10 +414,12 @@ class _KvEvents:
         blocks, parent = event.get("block_hashes"), event.get("parent_block_hash")
         if not isinstance(blocks, list) or not blocks:
             raise ValueError(f"block_hashes is not a list of blocks: {records.quoted(blocks)}")
-        size = records.count("block_size", event.get("block_size"))
+        size = records.stated_size("block_size", event.get("block_size"))
         for block in blocks:
-            if not isinstance(block, int | str):
+            if type(block) not in (int, str):
                 raise ValueError(f"block_hashes has no block hash in it: {records.quoted(block)}")
+        if parent is not None and type(parent) not in (int, str):
+            raise ValueError(f"parent_block_hash is no block hash: {records.quoted(parent)}")
         number = self._ends.pop(parent, None) if parent is not None else None
         before = parent
         for block in blocks:
@@ -546,7 +551,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "mooncake", "Mooncake's traces, which all commands read",
-        ("timestamp input_length output_length hash_ids",), _mooncake, "ms",
+        ("timestamp input_length hash_ids",), _mooncake, "ms",
         '{"timestamp": 0, "input_length": 1100, "output_length": 40, "hash_ids": [0, 1, 2]}\n'
         '{"timestamp": 2700, "input_length": 1300, "output_length": 7, "hash_ids": [0, 1, 3]}',
     ),

@@ -24,6 +24,9 @@ from ...proto.limits import DEFAULT_BLOCK_TOKENS
 #: The smallest time since 1970 in each unit: of 1973, and in seconds of 2001, because traces that
 #: count milliseconds from their beginning can reach smaller ones.
 _EPOCHS = ((1e17, "ns"), (1e14, "us"), (1e11, "ms"), (1e9, "s"))
+#: The largest, of 2128, in seconds.
+_EPOCH_ENDS_S = 5e9
+_PER_SECOND = {"s": 1.0, "ms": 1e3, "us": 1e6, "ns": 1e9}
 _MEAN_GAP_MS = 100
 _NO_LIMIT = 1 << 62
 
@@ -120,7 +123,12 @@ class TimeSpan:
 
 def epoch_unit(span: TimeSpan) -> str | None:
     """The unit of times since 1970; None if they count from the beginning of the trace."""
-    return next((unit for least, unit in _EPOCHS if span.first >= least), None)
+    return _epoch_unit(span.first)
+
+
+def _epoch_unit(at: float) -> str | None:
+    unit = next((unit for least, unit in _EPOCHS if at >= least), None)
+    return unit if unit is None or at < _EPOCH_ENDS_S * _PER_SECOND[unit] else None
 
 
 def time_unit(span: TimeSpan, option: str | None, usual: str | None) -> tuple[str, str]:
@@ -128,7 +136,14 @@ def time_unit(span: TimeSpan, option: str | None, usual: str | None) -> tuple[st
 
     Raises ValueError if the option contradicts the times.
     """
-    epoch = epoch_unit(span)
+    epoch, last_epoch = epoch_unit(span), _epoch_unit(span.last)
+    # Times from the beginning in ms reach the first of 2001 in seconds after 12 days.
+    if last_epoch != epoch and option is None and not (epoch is None and last_epoch == "s"):
+        kinds = [f"a time since 1970 in {unit}" if unit else "none since 1970"
+                 for unit in (epoch, last_epoch)]  # fmt: skip
+        raise ValueError(f"the times are of two kinds: {span.first:.15g} is {kinds[0]}, and "
+                         f"{span.last:.15g} {kinds[1]}; mend them, or name the unit of all with "
+                         "--time-unit")  # fmt: skip
     if epoch is not None:
         if option not in (None, epoch):
             raise ValueError(

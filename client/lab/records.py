@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,6 +32,8 @@ INPUT_LENGTH_FIELDS = (
     "input_length", "input_len", "prompt_len", "num_input_tokens", "num_prompt_tokens",
     "prompt_tokens", "input_tokens", "prompt_token_count", "seq_len", "in",
 )  # fmt: skip
+#: Prompt tokens that Anthropic doesn't count among `input_tokens`.
+_BESIDE_INPUT = ("cache_creation_input_tokens", "cache_read_input_tokens")
 OUTPUT_FIELDS = (
     "output_length", "output_len", "num_output_tokens", "output_tokens", "output_token_ids",
     "completion_tokens", "candidates_token_count", "out", "max_completion_tokens",
@@ -41,7 +44,7 @@ TIME_FIELDS = (
     "timestamp", "ts", "arrival_time", "arrived_at", "arrival_ts", "request_time", "requested_at",
     "received_at", "request_received", "start_time", "startTime", "started_at", "start_timestamp",
     "created_time", "createdTime", "created_at", "createdAt", "created", "date", "datetime",
-    "@timestamp", "time", "t",
+    "@timestamp", "tstamp", "event_time", "eventTime", "unix_time", "time", "t",
 )  # fmt: skip
 #: What the end of a field's name says about the unit of its numbers.
 UNIT_SUFFIXES = {
@@ -59,8 +62,18 @@ SCOPE_FIELDS = {
 }  # fmt: skip
 #: Roles of messages that are answers.
 ANSWERERS = frozenset({"assistant", "gpt", "chatgpt", "bard", "bing", "model", "bot"})
-#: Parts of messages that are images, and where these have their data.
-IMAGE_TYPES = frozenset({"image_url", "image", "input_image"})
+#: Parts of messages that are images, sounds, videos and files, and where these have their data.
+MEDIA_TYPES = frozenset({
+    "image_url", "image", "input_image", "input_audio", "audio_url", "audio", "video_url", "video",
+    "input_video", "file", "input_file", "document",
+})  # fmt: skip
+_MEDIA_DATA = ("image_url", "source", "image", "input_audio", "file")
+#: Whole numbers from here on are not all different as floats.
+_MAX_EXACT_FLOAT = 1 << 53
+#: Numbers as text, some of which `datetime.fromisoformat` takes for dates: 1712010112345.
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?")
+#: Dates without dashes: 20260131.
+_SHORT_DATE = re.compile(r"(19|20)\d{6}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +196,14 @@ def count(field: str, value: object) -> int:
     return value
 
 
+def stated_size(field: str, value: object) -> int:
+    """The tokens of a block, as a record says them."""
+    size = count(field, value)
+    if not size:
+        raise ValueError(f"{field} is 0: a block has at least one token")
+    return size
+
+
 def quoted(value: object) -> str:
     """A value of a record, short enough for a message."""
     text = json.dumps(value, default=str)
@@ -195,7 +216,10 @@ def given_input_length(record: Record) -> int | None:
         for name in INPUT_LENGTH_FIELDS:
             value = source.get(name)
             if value is not None and not isinstance(value, list | dict):
-                return count(name, value)
+                tokens = count(name, value)
+                if name == "input_tokens":
+                    tokens += sum(count(each, source.get(each) or 0) for each in _BESIDE_INPUT)
+                return tokens
     return None
 
 
@@ -238,8 +262,10 @@ def moment(record: Record, usual: str | None = None) -> Moment | None:
 
 def _moment(name: str, value: object, unit: str | None, usual: str | None = None) -> Moment:
     if isinstance(value, str):
-        with suppress(ValueError):
-            when = datetime.fromisoformat(value)
+        value = value.strip()
+        date = value if _SHORT_DATE.fullmatch(value) or not _NUMBER.fullmatch(value) else ""
+        with suppress(ValueError, OverflowError):
+            when = datetime.fromisoformat(date)
             in_zone = when if when.tzinfo else when.replace(tzinfo=UTC)
             return Moment(in_zone.timestamp() * 1000, "ms", name)
         try:
@@ -276,6 +302,9 @@ def hash_prompt(ids: object, name: str, length: int | None) -> Prompt:
         raise ValueError(f"{name} is not a list of block ids: {quoted(ids)}")
     for index, block in enumerate(ids):
         if type(block) is float and block.is_integer():
+            if abs(block) >= _MAX_EXACT_FLOAT:
+                raise ValueError(f"{name}[{index}] is the float {block!r}: ids of 64 bits don't "
+                                 "fit into floats, so several may have become one")  # fmt: skip
             ids[index] = int(block)
         elif type(block) not in (int, str):
             raise ValueError(f"{name}[{index}] is no block id, a whole number or a text: "
@@ -312,7 +341,7 @@ def tokens_of(text_bytes: int, options: ConvertOptions) -> int:
 
 
 class MessageText:
-    """The text of messages, with images of a fixed size in it. Counts the images."""
+    """The text of messages, with images and other media of a fixed size in it. Counts these."""
 
     def __init__(self, options: ConvertOptions) -> None:
         self.options = options
@@ -347,14 +376,17 @@ class MessageText:
         if isinstance(part, dict):
             if isinstance(part.get("text"), str):
                 return str(part["text"]).encode(errors="surrogatepass")
-            if part.get("type") in IMAGE_TYPES:
-                return self._image(part)
+            if str(part.get("type")) in MEDIA_TYPES:
+                return self._medium(part)
         return _as_json(part)
 
-    def _image(self, part: Record) -> bytes:
-        """As many bytes as its tokens count for, which follow from what it is or where it lies."""
+    def _medium(self, part: Record) -> bytes:
+        """As many bytes as its tokens count for, which follow from what it is or where it lies. A
+        document may be a text."""
+        source = next((part[name] for name in _MEDIA_DATA if name in part), part)
+        if isinstance(source, dict) and source.get("type") == "text":
+            return self.parts(source.get("data"))
         self.images += 1
-        source = next((part[name] for name in ("image_url", "source", "image") if name in part), "")
         size = round(self.options.image_tokens * self.options.bytes_per_token)
         return shake_256(_as_json(source)).digest(size)
 

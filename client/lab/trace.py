@@ -20,11 +20,13 @@ from array import array
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
 from .formats import check_head, recognise
 from .inference import BlockSize, TimeSpan, epoch_unit
+from .records import SCOPE_FIELDS
 from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
 #: Requests from which the size of blocks is inferred, and their ids. A few dozen requests suffice
@@ -269,6 +271,12 @@ class TraceReader(RequestReader):
                         self._bad(TraceError(self.path, number, str(error)))
                         continue
                     self._stated = parser.block_tokens
+                    if self._block_tokens not in (None, self._stated or self._block_tokens):
+                        problem = (
+                            f"block_size is {self._stated}, and the requests before it have blocks "
+                            f"of {self._block_tokens} tokens, {self._known_by}"
+                        )
+                        raise TraceError(self.path, number, problem)
                     yield number, request
         except TraceError as error:
             if not error.line_number:
@@ -392,7 +400,8 @@ class _Parser:
         return replace(request, model=model, tenant=tenant)
 
 
-_SEPARATING = frozenset({"cache_salt", "salt", "lora", "lora_name", "lora_id", "adapter"})
+#: Fields by which caches are apart, but for those that the ids of a trace follow.
+_SEPARATING = frozenset(chain.from_iterable(SCOPE_FIELDS.values())) - {*_OPTIONAL_FIELDS}
 
 
 def _object(line: bytes | None) -> dict[str, Any]:
@@ -499,6 +508,8 @@ class PrefixTree:
             first_new, in_order = len(blocks), True
         if not in_order:
             self.collisions += 1
+        elif first_new and new and blocks[first_new - 1] >= known:
+            self.collisions += 1  # it names a block twice
         elif first_new:
             before = blocks[first_new - 2] if first_new > 1 else -1
             self.collisions += parents[blocks[first_new - 1]] != before

@@ -16,7 +16,7 @@ import os
 import stat
 import sys
 import zlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
@@ -33,9 +33,9 @@ STDIN = "-"
 MAX_LINE_BYTES = 64 << 20
 
 
-#: Compressed bytes handed to zstd at a time. A frame expands at most 32,768-fold, so one step
-#: yields at most 128 MiB, even from a malicious file.
-ZSTD_STEP_BYTES = 4096
+#: Compressed bytes expanded at a time. Zstd expands at most 32,768-fold, the others less, so one
+#: step yields at most 128 MiB, even from a malicious file.
+STEP_BYTES = 4096
 
 
 _BUFFER_BYTES = 1 << 20
@@ -96,16 +96,26 @@ def input_files(names: Iterable[str]) -> list[str]:
             found += matches
         else:
             found.append(name)
-    for index, path in enumerate(found):
-        if path in found[:index]:
-            raise TraceError(path, 0, "the file is named twice; its requests would count twice")
+    seen: dict[str, str] = {}
+    for path in found:
+        # A file and its compressed copy beside it are one, too.
+        real = path if path == STDIN else _plain_name(os.path.realpath(path))
+        if real in seen:
+            twice = "the file is named twice" if seen[real] == path else f"{seen[real]} is the same"
+            raise TraceError(path, 0, f"{twice}; its requests would count twice")
+        seen[real] = path
     return found
 
 
-def _is_json_file(path: Path) -> bool:
-    name = path.name
+def _plain_name(name: str) -> str:
+    """A name without what compressed files end in."""
     for suffix in _COMPRESSED:
         name = name.removesuffix(suffix)
+    return name
+
+
+def _is_json_file(path: Path) -> bool:
+    name = _plain_name(path.name)
     return name.endswith(_SUFFIXES) and path.is_file() and not path.name.startswith(".")
 
 
@@ -131,19 +141,24 @@ def _buffered(raw: Any) -> Stream:
     return io.BufferedReader(raw, _BUFFER_BYTES)
 
 
-class _ZstdStream(io.RawIOBase):
-    """The content of one or more zstd frames. Raises EOFError if the last one is truncated.
+def _unpacked(frames: _Frames) -> Stream:
+    return io.BufferedReader(cast(Any, frames), STEP_BYTES)
 
-    `zstandard.stream_reader` ends silently in the middle of a frame, so that a truncated trace
-    would look like a shorter one.
+
+class _Frames(io.RawIOBase):
+    """The content of one or more zstd frames, or xz or bzip2 streams. Raises EOFError if the last
+    one is truncated, OSError for anything else behind them.
+
+    The readers of these packages end silently at the first: a truncated or damaged trace would look
+    like a shorter one.
     """
 
-    def __init__(self, raw: Stream) -> None:
-        import zstandard  # an extra: only needed for zstd files
-
+    def __init__(self, raw: Stream, kind: str, new_frame: Callable[[], Any],
+                 errors: tuple[type[Exception], ...]) -> None:  # fmt: skip
         self._raw = raw
-        self._new_frame = zstandard.ZstdDecompressor().decompressobj
-        self._error: type[Exception] = zstandard.ZstdError
+        self._kind = kind
+        self._new_frame = new_frame
+        self._errors = errors
         self._frame: Any = None
         self._ready = memoryview(b"")
 
@@ -162,19 +177,22 @@ class _ZstdStream(io.RawIOBase):
 
     def _expand(self) -> bool:
         """Decompress one step of input into `_ready`, which may stay empty. False at the end."""
-        data = self._raw.read(ZSTD_STEP_BYTES)
+        data = self._raw.read(STEP_BYTES)
         if not data:
             if self._frame is not None:
-                raise EOFError("the zstd frame is cut short")
+                raise EOFError(f"the {self._kind} data is cut short")
             return False
         parts: list[bytes] = []
         while data:
             if self._frame is None:
+                data = data.lstrip(b"\0")  # between the streams of an xz file
+                if not data:
+                    break
                 self._frame = self._new_frame()
             try:
                 parts.append(self._frame.decompress(data))
-            except self._error as error:
-                raise OSError(f"damaged zstd data ({error})") from None
+            except self._errors as error:
+                raise OSError(f"damaged {self._kind} data ({error})") from None
             data = b""
             if self._frame.eof:
                 data, self._frame = self._frame.unused_data, None
@@ -245,9 +263,6 @@ class LineSource:
         except (zlib.error, gzip.BadGzipFile) as error:
             problem = f"damaged gzip data ({error})"
             raise TraceError(self.path, self.line_number, problem) from None
-        except lzma.LZMAError as error:
-            problem = f"damaged xz data ({error})"
-            raise TraceError(self.path, self.line_number, problem) from None
         except OSError as error:
             problem = error.strerror or str(error)
             raise TraceError(self.path, self.line_number, problem) from None
@@ -279,15 +294,17 @@ class LineSource:
             return cast(Stream, gzip.GzipFile(fileobj=raw))
         # Buffered by little, for the same reason.
         if head and _XZ_MAGIC.startswith(head):
-            return io.BufferedReader(cast(Any, lzma.LZMAFile(raw)), ZSTD_STEP_BYTES)
+            return _unpacked(_Frames(raw, "xz", lzma.LZMADecompressor, (lzma.LZMAError,)))
         if head[:3] == _BZIP2_MAGIC:
-            return io.BufferedReader(cast(Any, bz2.BZ2File(raw)), ZSTD_STEP_BYTES)
+            return _unpacked(_Frames(raw, "bzip2", bz2.BZ2Decompressor, (OSError,)))
         if head and _ZSTD_MAGIC.startswith(head):
             try:
-                return _buffered(_ZstdStream(raw))
+                import zstandard  # an extra: only needed for zstd files
             except ImportError:
                 problem = "is zstd-compressed; reading it needs `pip install zstandard`"
                 raise TraceError(self.path, 0, problem) from None
+            new_frame = zstandard.ZstdDecompressor().decompressobj
+            return _unpacked(_Frames(raw, "zstd", new_frame, (zstandard.ZstdError,)))
         return raw
 
 

@@ -8,6 +8,7 @@ import gzip
 import json
 import lzma
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,7 @@ def test_other_commands_name_the_format_and_the_command_that_reads_it(
 RIGHT: dict[str, tuple[int, int, float]] = {
     "agentic_mooncake.jsonl": (320, 128, 0.005),
     "aiperf_messages.jsonl": (2008, 512, 60.0),
+    "aiperf_text_input.jsonl": (2901, 1024, 0.1),
     "anthropic.jsonl": (3004, 0, 1.0),
     "array.json": (2048, 1024, 0.005),
     "b.jsonl.bz2": (2048, 1024, 0.005),
@@ -109,18 +111,28 @@ RIGHT: dict[str, tuple[int, int, float]] = {
     "dynamo_request_trace.jsonl": (318, 128, 0.1),
     "dynamo_request_trace.jsonl.gz": (318, 128, 0.1),
     "epoch_ms.jsonl": (2048, 1024, 1.0),
+    "float_ids.jsonl": (1024, 0, 0.0),
+    "float_lengths.jsonl": (1024, 0, 0.0),
+    "iso_timestamp.jsonl": (1024, 0, 0.0),
     "kvcache_simulator.jsonl": (574, 320, 2.0),
     "litellm.jsonl": (1504, 0, 0.0),
     "lmcache_lookup_hashes.jsonl": (2200, 1280, 2.0),
+    "lmsys.jsonl": (1002, 0, 0.0),
+    "no_output_length.jsonl": (1024, 0, 0.0),
+    "no_timestamp.jsonl": (1024, 0, 0.0),
+    "null_output.jsonl": (1024, 0, 0.0),
+    "openai_batch.jsonl": (1004, 0, 0.0),
     "openai_image.jsonl": (2054, 0, 1.0),
     "pretty.json": (2048, 1024, 0.005),
     "pretty_objects.jsonl": (2048, 1024, 0.005),
     "prompt_list.jsonl": (2048, 0, 1.0),
     "string_ids.jsonl": (2048, 1024, 0.001),
+    "string_numbers.jsonl": (1024, 0, 0.0),
     "two_members.jsonl.gz": (2048, 1024, 0.005),
     "two_models.jsonl": (4104, 0, 1.0),
     "u64_ids.jsonl": (2560, 1536, 0.001),
     "unsorted.jsonl": (3072, 1024, 8.0),
+    "vllm_custom.jsonl": (2501, 1024, 1.0),
     "weka.jsonl": (764, 256, 5.1),
     "wildchat.jsonl": (2009, 512, 0.0),
 }
@@ -163,6 +175,12 @@ def test_other_commands_are_right_about_them_or_refuse(path: Path) -> None:
     ]
 
 
+@pytest.mark.skipif(not FILES.is_dir(), reason=f"needs {FILES}")
+def test_every_file_of_the_field_has_its_right_value() -> None:
+    names = {path.name for path in FILES.iterdir()} - {"RIGHT.md"}
+    assert names == {*RIGHT, *REFUSED}
+
+
 LINES = '{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 2
 
 
@@ -172,6 +190,10 @@ def test_compressed_files(tmp_path: Path, compress: Callable[[bytes], bytes]) ->
     path = tmp_path / "in"
     path.write_bytes(compress(LINES.encode()) + compress(LINES.encode()))
     assert len(list(Converter(path))) == len(list(TraceReader(path))) == 4
+    path.write_bytes(compress(LINES.encode()) + b"garbage")
+    for reader in (Converter(path), TraceReader(path)):
+        with pytest.raises(TraceError, match=r"damaged|gzip"):
+            list(reader)
     whole = compress(LINES.encode() * 1000)
     path.write_bytes(whole[:-8])
     for reader in (Converter(path), TraceReader(path)):
@@ -194,6 +216,8 @@ def test_folders_and_globs_and_several_files(tmp_path: Path) -> None:
         ([tmp_path / "empty"], "no file in it ends in .jsonl"),
         ([tmp_path / "*.parquet"], "no file matches it"),
         ([tmp_path / "a.jsonl", tmp_path], "the file is named twice"),
+        ([tmp_path / "sub" / ".." / "a.jsonl", tmp_path], "a.jsonl is the same"),
+        ([tmp_path / "a.jsonl", tmp_path / "a.jsonl.gz"], "a.jsonl is the same"),
     ):
         with pytest.raises(TraceError, match=problem):
             Converter(names)
@@ -282,3 +306,121 @@ def test_the_page_on_traces_shows_every_format() -> None:
     for row in readable():
         about = row.about[0].upper() + row.about[1:]
         assert f"### {row.name}\n\n{about}.\n\n```jsonl\n{row.example}\n```" in page
+
+
+MOONCAKE = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+CHAT = {"messages": [{"role": "user", "content": "x" * 4096}]}
+
+
+@pytest.mark.parametrize(
+    ("records", "problem"),
+    [
+        ([{**MOONCAKE, "hash_ids": [1.0, 2.0**53]}], r"hash_ids\[1\] is the float"),
+        ([{**MOONCAKE, "timestamp": 17e8}, {**MOONCAKE, "timestamp": 17e11}],
+         "a time since 1970 in s, and 1700000000000 a time since 1970 in ms"),
+        ([MOONCAKE, {**MOONCAKE, "timestamp": 17e11}],
+         "0 is none since 1970, and 1700000000000 a time since 1970 in ms"),
+        ([{**MOONCAKE, "timestamp": float("nan")}], "timestamp is no time"),
+        ([{**MOONCAKE, "input_length": -1}], "input_length is not a number of tokens: -1"),
+        ([{**MOONCAKE, "input_length": 10**30}], "input_length is not a number of tokens"),
+        ([{**MOONCAKE, "block_size": 0}], "block_size is 0"),
+        ([MOONCAKE, CHAT], "the record has tokens or text, and"),
+        ([{"block_hashes": [True], "block_size": 16}], "no block hash in it: true"),
+        ([{"block_hashes": [1], "parent_block_hash": [2], "block_size": 16}],
+         r"parent_block_hash is no block hash: \[2\]"),
+        ([{"block_hashes": [1], "block_size": 16}, {"block_hashes": [2], "block_size": 32}],
+         "the record has blocks of 32 tokens"),
+    ],
+)  # fmt: skip
+def test_numbers_that_cannot_be_are_refused(
+    tmp_path: Path, records: list[dict[str, object]], problem: str
+) -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    with pytest.raises(TraceError, match=problem):
+        list(Converter(written(tmp_path, text)))
+
+
+@pytest.mark.parametrize(
+    ("records", "right", "said"),
+    [
+        # Numbers as text of which `datetime.fromisoformat` would take one for a time of 1712.
+        ([{"prompt": "x", "ts": "1712010112345"}, {"prompt": "x", "ts": "1713990112345"}],
+         (2, 1, 1_980_000.0), "times in ms since 1970"),
+        ([{"prompt": "x", "date": "20260101"}, {"prompt": "x", "date": "20260102"}],
+         (2, 1, 86_400.0), ""),
+        # Monotonic nanoseconds after a year without a restart are not milliseconds of 3023.
+        ([{"prompt": "x", "ts": 33_000_000_000_000}, {"prompt": "x", "ts": 33_000_000_000_500}],
+         (2, 1, 0.5), "assumed from the mean gap"),
+        # Anthropic counts cached tokens apart.
+        ([{**CHAT, "usage": {"input_tokens": 24, "cache_read_input_tokens": 1000}}] * 2,
+         (2048, 1024, 1.0), ""),
+        # A sound counts as a medium, not as the text of its base64.
+        ([{"messages": [{"role": "user", "content": [
+            {"type": "input_audio", "input_audio": {"data": "A" * 100_000}}]}]}],
+         (1026, 0, 0.0), "1 images and other media count as 1,024 tokens each"),
+        # The stated length is that of both prompts.
+        ([{"prompt": ["x" * 400, "y" * 400], "prompt_tokens": 200}], (200, 0, 1.0), ""),
+        # More tokens of text a token than blocks are cut by.
+        ([{"prompt": "x" * 4096, "prompt_tokens": 512}] * 2, (1024, 512, 1.0),
+         "look too large: convert again with --text-bytes-per-token 8.00"),
+        ([{"hash_ids": [1, 2]}], (1024, 0, 0.0), "1 of 1 requests have no input length"),
+        ([{"requests": [{"t": "2026-01-01T00:00:00", "in": 16, "hash_ids": [1]},
+                        {"t": "2026-01-01T00:00:09", "in": 16, "hash_ids": [1]}],
+           "block_size": 16}], (32, 16, 9.0), ""),
+        # Dense traffic without output lengths is in milliseconds all the same.
+        ([{"timestamp": 0, "input_length": 16, "hash_ids": [1]},
+          {"timestamp": 20, "input_length": 16, "hash_ids": [1]}], (32, 16, 0.02), "times in ms"),
+    ],
+)  # fmt: skip
+def test_what_would_be_silently_wrong(
+    tmp_path: Path, records: list[dict[str, object]], right: tuple[int, int, float], said: str
+) -> None:
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    converter = Converter(written(tmp_path, text))
+    assert figures(converter) == right
+    assert said in "; ".join(converter.assumptions())
+
+
+#: What a field of a record may hold instead of what it should.
+ODD = [
+    *(None, True, 0, -1, 1.5, 1e300, float("nan"), float("-inf"), 10**30, "", "12", "\ud800"),
+    *([], [[]], [1], [None], [{}], {}, {"type": [[]]}, [{"role": 1, "content": [1, None]}]),
+    "2024-01-01",
+]
+
+
+@pytest.mark.parametrize("row", EXAMPLES)
+def test_any_value_in_any_place_is_read_or_refused(tmp_path: Path, row: Format) -> None:
+    """No other exception."""
+    path = tmp_path / "in.jsonl"
+    lines = row.example.splitlines()
+    for number, line in enumerate(lines):
+        for place in _places(json.loads(line)):
+            for value in ODD:
+                record = json.loads(line)
+                holder = record
+                for step in place[:-1]:
+                    holder = holder[step]
+                holder[place[-1]] = value
+                lines_now = [*lines]
+                lines_now[number] = json.dumps(record)
+                path.write_text("\n".join(lines_now))
+                for reader in (Converter(path), TraceReader(path)):
+                    with suppress(TraceError):
+                        list(reader)
+
+
+def _places(value: object) -> list[tuple[object, ...]]:
+    items: list[tuple[object, object]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [(key, *inner) for key, each in items for inner in [(), *_places(each)]]
+
+
+def test_a_record_may_be_nested_deeply(tmp_path: Path) -> None:
+    for depth in range(300, 2400, 100):
+        inner = '{"body": ' * depth + '{"prompt": "x"}' + "}" * depth
+        with suppress(TraceError):
+            assert len(list(Converter(written(tmp_path, inner)))) == 1
