@@ -467,6 +467,7 @@ class Hello(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     LABEL_FIELD_NUMBER: builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: builtins.int
     client_name: builtins.str
     """shown to operators, and to clients that meet one of its saves in flight"""
     pid: builtins.int
@@ -475,6 +476,8 @@ class Hello(google.protobuf.message.Message):
     """The name under which the daemon adds up what this client counts, such as a model or a tenant.
     Empty: "default". The daemon keeps 64 labels; later ones count as "other".
     """
+    client_version: builtins.str
+    """shown to operators; of a client of another project: its name and version"""
     def __init__(
         self,
         *,
@@ -482,8 +485,9 @@ class Hello(google.protobuf.message.Message):
         pid: builtins.int = ...,
         host: builtins.str = ...,
         label: builtins.str = ...,
+        client_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "host", b"host", "label", b"label", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["client_name", b"client_name", "client_version", b"client_version", "host", b"host", "label", b"label", "pid", b"pid"]) -> None: ...
 
 Global___Hello: typing_extensions.TypeAlias = Hello
 
@@ -915,6 +919,10 @@ Global___SessionEvent: typing_extensions.TypeAlias = SessionEvent
 
 @typing.final
 class Welcome(google.protobuf.message.Message):
+    """What only some daemons have, they tell here: a shared engine, a local and a data socket. A client asks
+    for it in these fields, not by the daemon's version.
+    """
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     INCARNATION_FIELD_NUMBER: builtins.int
@@ -3306,6 +3314,7 @@ class SessionDetail(google.protobuf.message.Message):
     RESTORED_BYTES_FIELD_NUMBER: builtins.int
     SAVES_FIELD_NUMBER: builtins.int
     SAVED_BYTES_FIELD_NUMBER: builtins.int
+    CLIENT_VERSION_FIELD_NUMBER: builtins.int
     session_id: builtins.int
     owner: builtins.str
     age_ms: builtins.int
@@ -3325,6 +3334,8 @@ class SessionDetail(google.protobuf.message.Message):
     """that were published"""
     saved_bytes: builtins.int
     """their payloads"""
+    client_version: builtins.str
+    """as its client says in Hello; empty: it doesn't"""
     def __init__(
         self,
         *,
@@ -3341,8 +3352,9 @@ class SessionDetail(google.protobuf.message.Message):
         restored_bytes: builtins.int = ...,
         saves: builtins.int = ...,
         saved_bytes: builtins.int = ...,
+        client_version: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "restores", b"restores", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["age_ms", b"age_ms", "claims", b"claims", "client_version", b"client_version", "heartbeat_age_ms", b"heartbeat_age_ms", "hits", b"hits", "label", b"label", "lookups", b"lookups", "owner", b"owner", "reservations", b"reservations", "restored_bytes", b"restored_bytes", "restores", b"restores", "saved_bytes", b"saved_bytes", "saves", b"saves", "session_id", b"session_id"]) -> None: ...
 
 Global___SessionDetail: typing_extensions.TypeAlias = SessionDetail
 
@@ -3505,7 +3517,7 @@ class EvictRequest(google.protobuf.message.Message):
     """stored bytes to free in each tier"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[Global___Tier.ValueType]:
-        """empty: every tier"""
+        """at least one"""
 
     def __init__(
         self,

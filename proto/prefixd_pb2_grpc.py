@@ -803,8 +803,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Evict(self, request, context):
-        """Evicts the next victims of each tier until they have freed at least free_bytes.
-        Errors: INVALID_ARGUMENT (size, tier).
+        """Evicts the next victims of each of these tiers until they have freed at least free_bytes.
+        Errors: INVALID_ARGUMENT (size, tier, batch: without tiers).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

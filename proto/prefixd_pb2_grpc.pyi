@@ -1176,8 +1176,8 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     """
 
     Evict: _AdminEvictType
-    """Evicts the next victims of each tier until they have freed at least free_bytes.
-    Errors: INVALID_ARGUMENT (size, tier).
+    """Evicts the next victims of each of these tiers until they have freed at least free_bytes.
+    Errors: INVALID_ARGUMENT (size, tier, batch: without tiers).
     """
 
     Curve: _AdminCurveType
@@ -1424,8 +1424,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         request: prefixd_pb2.EvictRequest,
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.EvictResponse, collections.abc.Awaitable[prefixd_pb2.EvictResponse]]:
-        """Evicts the next victims of each tier until they have freed at least free_bytes.
-        Errors: INVALID_ARGUMENT (size, tier).
+        """Evicts the next victims of each of these tiers until they have freed at least free_bytes.
+        Errors: INVALID_ARGUMENT (size, tier, batch: without tiers).
         """
 
     @abc.abstractmethod

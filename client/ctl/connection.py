@@ -153,7 +153,9 @@ class AdminConnection:
         return self._operate(self._admin.Preview, request)
 
     def evict(self, free_bytes: int, tiers: Sequence[Tier]) -> pb.EvictResponse:
-        request = pb.EvictRequest(free_bytes=free_bytes, tiers=[wire_tier(tier) for tier in tiers])
+        """Evict from each of these tiers; empty: from all."""
+        numbers = [wire_tier(tier) for tier in tiers] or [t.tier for t in self.stats().tiers]
+        request = pb.EvictRequest(free_bytes=free_bytes, tiers=numbers)
         return self._operate(self._admin.Evict, request)
 
     def drop(self, keys: Sequence[bytes]) -> list[int]:

@@ -13,6 +13,7 @@ import enum
 import logging
 import os
 import random
+import re
 import socket
 import sys
 import threading
@@ -267,6 +268,9 @@ class SessionKeeper:
         reached = reach(self._addresses, self._connect_timeout_ms / 1e3)
         address, target = reached.address, reached.target
         connection = Connection(reached, self._connect_timeout_ms, self._security)
+        if not self._hello.client_version:
+            # In this thread: its look-up imports much that a client has no other use for.
+            self._hello.client_version = _own_version()
         link = Link(connection, self._hello, self._connect_timeout_ms / 1e3, self._counters)
         try:
             if not self._enter(self._state, link):
@@ -279,6 +283,16 @@ class SessionKeeper:
             self._counters.add("sessions")
             if self._when_opened is not None:
                 self._when_opened(link)
+            version = link.welcome.daemon_version
+            logger.info("session %d with prefixd %s at %s", link.ref.session_id, version, address)
+            if _is_older(version, self._hello.client_version):
+                logger.warning(
+                    "the daemon at %s is of prefixd %s, older than this client (%s): what it does "
+                    "not know is a miss; update it first",
+                    address,
+                    version,
+                    self._hello.client_version,
+                )
             if not self._enter(_State.UP, link):
                 return
             with self._changed:
@@ -286,7 +300,6 @@ class SessionKeeper:
             for identity in identities:  # one that comes meanwhile is sent twice
                 link.send(pb.SessionRequest(identity=identity))
             self._told = False
-            logger.info("session %d with the daemon at %s", link.ref.session_id, address)
             self._serve(link)
             self._why_down = link.why_ended
             if not self._closing.is_set():
@@ -328,6 +341,20 @@ def check_answering(link: Link) -> None:
         raise DaemonUnavailable(link.why_ended)
     if link.suspect:
         raise DaemonUnavailable("the daemon did not answer the last call in time")
+
+
+def _own_version() -> str:
+    from ... import __version__
+
+    return __version__
+
+
+def _is_older(daemon: str, client: str) -> bool:
+    """Is the daemon's minor version an earlier one, as far as both are known?"""
+    daemon_minor, client_minor = (re.match(r"(\d+)\.(\d+)", each) for each in (daemon, client))
+    if daemon_minor is None or client_minor is None:
+        return False
+    return tuple(map(int, daemon_minor.groups())) < tuple(map(int, client_minor.groups()))
 
 
 def hello_of(name: str | None, label: str | None = None) -> pb.Hello:

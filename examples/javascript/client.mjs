@@ -65,7 +65,7 @@ const openSession = () => new Promise((resolve, reject) => {
     resolve({ ref: { incarnation, session_id, secret }, version: welcome.daemon_version,
               close: () => { clearInterval(beat); stream.end(); } });
   });
-  stream.write({ hello: { client_name: "javascript", pid: process.pid } });
+  stream.write({ hello: { client_name: "javascript", client_version: "example 1", pid: process.pid } });
 });
 
 /** The bytes of the first entry of a claim. They count only if their CRC32C is that of the entry. */

@@ -17,7 +17,7 @@ import structlog
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import InvalidSize, MalformedMessage, UnknownSession
+from ...proto.errors import InvalidBatch, InvalidSize, MalformedMessage, UnknownSession
 from ...proto.index import unpack_row
 from ...proto.keys import Key
 from ...proto.namespaces import check_label, tag_of
@@ -93,7 +93,9 @@ class AdminService(AdminViews):
         core = self._core
         if request.free_bytes == 0:
             raise InvalidSize("free_bytes is 0; say how many bytes to free")
-        tiers = messages.tiers_of(request.tiers, core.stores) or tuple(core.stores)
+        tiers = messages.tiers_of(request.tiers, core.stores)
+        if not tiers:
+            raise InvalidBatch("tiers is empty; name the tiers to evict from")
         results = []
         for tier in tiers:
             entries, freed = await evict(core, tier, request.free_bytes, EvictionCause.OPERATOR)

@@ -415,6 +415,7 @@ class AdminViews:
                     restored_bytes=bounded(reported.restored_bytes),
                     saves=session.saves,
                     saved_bytes=session.saved_bytes,
+                    client_version=self._sessions.client_version(session.session),
                 )
             )
             await slices.pause()

@@ -99,10 +99,21 @@ class ServiceConfig:
 class Membership:
     """One open session."""
 
-    __slots__ = ("access", "ended", "holder", "number", "process", "secret", "tell")
+    __slots__ = (
+        "access",
+        "client_version",
+        "ended",
+        "holder",
+        "number",
+        "process",
+        "secret",
+        "tell",
+    )
 
     def __init__(self, number: int, access: Access | None = None, tenant: str = HOST) -> None:
         self.number = number
+        #: What its client says; for operators.
+        self.client_version = ""
         #: Whose share of everything its calls count to.
         self.holder: Final = Holder(tenant, number)
         #: What the token grants that it was opened with. None: no token was asked for.
@@ -146,6 +157,11 @@ class Sessions:
         membership = self._open[number] = Membership(number, access, tenant)
         self.usage.sessions[number] = SessionUsage()
         return membership
+
+    def client_version(self, number: int) -> str:
+        """What the client of this session is, if it says so."""
+        membership = self._open.get(number)
+        return "" if membership is None else membership.client_version
 
     def is_open(self, number: int) -> bool:
         """Whether this session is open."""
@@ -271,6 +287,7 @@ class SessionStream:
         self._task = asyncio.current_task()
         membership = self._sessions.open(session, self._access, self._tenant)
         membership.tell = self._tell
+        membership.client_version = printable(hello.client_version)
         core.subscribe(session, self)
         reader = asyncio.ensure_future(self._listen(session, requests))
         why, closed = "its connection broke", False
@@ -301,7 +318,7 @@ class SessionStream:
         return first.hello
 
     async def _open(self, hello: pb.Hello) -> int:
-        for field in ("client_name", "host"):
+        for field in ("client_name", "host", "client_version"):
             if len(getattr(hello, field)) > limits.MAX_CLIENT_NAME_CHARS:
                 raise InvalidSize(f"{field} is longer than {limits.MAX_CLIENT_NAME_CHARS}")
         name, host = hello.client_name or "client", hello.host or "this host"

@@ -224,7 +224,7 @@ async def test_wrong_accounting_ends_the_daemon_with_status_1() -> None:
             await session.save({key(2): DATA}, Tier.DISK)
             saving = await begin_save(session, 1)
             with pytest.raises(Refused, match="on purpose"):
-                await answer(client.admin.Evict(pb.EvictRequest(free_bytes=1)))
+                await answer(client.admin.Evict(pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_RAM])))
             assert await asyncio.to_thread(daemon.wait) == 1
             with pytest.raises(Refused):
                 await answer(saving)
@@ -408,7 +408,7 @@ async def test_the_daemon_listens_at_all_addresses_and_describes_itself() -> Non
             for worker in (client.channel, other.channel):
                 stub = rpc.AdminStub(worker)
                 with pytest.raises(Refused) as refused:
-                    await answer(stub.Evict(pb.EvictRequest(free_bytes=1)))
+                    await answer(stub.Evict(pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_RAM])))
                 assert refused.value.code is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -332,7 +332,7 @@ def _sessions() -> Iterator[Mistake]:
     ):
         yield Mistake(description, "Session", "malformed_message", _open_with(first))
     yield Mistake("no message at all", "Session", "malformed_message", _open_with())
-    for field in ("client_name", "host"):
+    for field in ("client_name", "host", "client_version"):
         long = pb.SessionRequest(hello=pb.Hello(**{field: "x" * 121}))
         yield Mistake(f"a {field} of 121 letters", "Session", "invalid_size", _open_with(long))
     yield Mistake("a second Hello", "Session", "malformed_message", _send(hello=pb.Hello()))
@@ -529,6 +529,7 @@ def _operators() -> Iterator[Mistake]:
         ):
             yield admin(description, rpc, "unknown_tier", request)
     yield admin("no bytes", "Evict", "invalid_size", pb.EvictRequest())
+    yield admin("tiers left out", "Evict", "invalid_batch", pb.EvictRequest(free_bytes=1))
     yield admin("no bytes", "Preview", "invalid_size", pb.PreviewRequest(tier=pb.TIER_RAM))
     many = pb.PreviewRequest(tier=pb.TIER_RAM, payload_bytes=2**40, entries=2**32 - 1)
     yield admin("more bytes than can be counted", "Preview", "invalid_size", many)

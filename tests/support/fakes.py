@@ -52,6 +52,7 @@ class FakeDaemon:
         #: What its answers to heartbeats say.
         self.holds = False
         self.port = 0
+        self.version = "fake"
         self.max_message_bytes = MAX_MESSAGE_BYTES
         self.chunk_bytes = CHUNK_BYTES
         self.max_payload_bytes = 2**40

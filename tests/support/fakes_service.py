@@ -90,7 +90,7 @@ class FakeService(rpc.CacheServicer):
             max_batch_keys=MAX_BATCH_KEYS,
             max_message_bytes=d.max_message_bytes,
             chunk_bytes=d.chunk_bytes,
-            daemon_version="fake",
+            daemon_version=d.version,
         )
         yield self._mangled("Session", pb.SessionEvent(welcome=welcome))
         while (event := events.get(timeout=PATIENCE_S)) is not None:

@@ -371,12 +371,17 @@ class Outside:
         workers = method.containing_service.name == "Cache"
         return self.channel if workers else self.admin_channel
 
-    async def open(self, name: str = "tester", label: str = "") -> OpenSession:
+    async def open(self, name: str = "tester", label: str = "", version: str = "") -> OpenSession:
         call = self.cache.Session()
-        hello = pb.Hello(client_name=name, pid=1, host="here", label=label)
+        hello = pb.Hello(client_name=name, pid=1, host="here", label=label, client_version=version)
         await call.write(pb.SessionRequest(hello=hello))
         first = await call.read()
         return OpenSession(self, call, first.welcome)
+
+    @property
+    def tiers(self) -> list[int]:
+        """The numbers of the tiers that it has."""
+        return [tier.value for tier in self.tables.ledgers]
 
     async def lookup(self, *keys: bytes, **fields: Any) -> list[pb.LookupResult]:
         return list(

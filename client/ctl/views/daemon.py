@@ -277,7 +277,7 @@ def sessions_table(
     over = f"over the last {between_s:.3g} s" if between_s else "since the session was opened"
     caption = f"rates {over}; clients report with their heartbeats"
     table = make_table(
-        "session|owner|namespace|>age|>last heartbeat|>claims|>reservations|"
+        "session|owner|version|namespace|>age|>last heartbeat|>claims|>reservations|"
         ">look-ups/s|>hits/s|>restores/s|>restored/s|>restored|>saves/s|>saved/s|>saved",
         caption=caption,
     )
@@ -285,6 +285,7 @@ def sessions_table(
         table.add_row(
             f"{session.session_id}",
             session.owner,
+            session.client_version,
             session.label,
             age(session.age_ms * NS_PER_MS),
             f"{age(session.heartbeat_age_ms * NS_PER_MS)} ago",

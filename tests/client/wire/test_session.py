@@ -364,3 +364,24 @@ def test_each_wait_is_drawn_from_its_upper_half() -> None:
 @pytest.mark.parametrize("count", [1, 40])
 def test_waits_are_bounded_by_default(count: int) -> None:
     assert max(waits_ms(Backoff(), count)) <= 2_000
+
+
+@pytest.mark.parametrize(
+    ("daemons", "older"),
+    [("0.0.9", True), ("0.1.7", False), ("0.1.0rc1", False), ("1.0.0", False), ("fake", False)],
+)
+def test_both_tell_their_versions(
+    daemon: FakeDaemon,
+    keepers: Keepers,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    daemons: str,
+    older: bool,
+) -> None:
+    monkeypatch.setattr("prefixd.client.wire.session._own_version", lambda: "0.1.3")
+    daemon.version = daemons
+    with caplog.at_level("INFO", "prefixd.client"):
+        keepers().link(Deadline(LONG))
+    assert daemon.hellos[0].client_version == "0.1.3"
+    assert f"with prefixd {daemons} at" in caplog.text
+    assert ("older than this client (0.1.3)" in caplog.text) is older

@@ -150,7 +150,7 @@ async def test_reservations_say_how_far_they_are(tmp_path: Path) -> None:
 @in_loop
 async def test_sessions_say_how_much_they_hold(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        session = await daemon.open("holder")
+        session = await daemon.open("holder", version="other 1.2\x1b")
         await session.save({key(1): DATA})
         await session.claim([key(1)])
         await session.granted([item(key(2), DATA), item(key(3), DATA)])
@@ -161,6 +161,7 @@ async def test_sessions_say_how_much_they_hold(tmp_path: Path) -> None:
             1,
             2,
         )
+        assert listed.client_version == "other 1.2?"
         assert (listed.age_ms, listed.heartbeat_age_ms) == (1_000, 1_000)
         assert (listed.saves, listed.saved_bytes) == (1, len(DATA)), "what is not there yet is none"
         await session.beat()

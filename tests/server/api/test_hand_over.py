@@ -365,7 +365,7 @@ async def test_clients_go_on_over_grpc_once_the_index_is_revoked(
         assert await restored() == (8, True, 0), "in place"
         index.fails = True
         await daemon.until(lambda: not daemon.tables.claims)
-        await daemon.admin.Evict(pb.EvictRequest(free_bytes=1))
+        await daemon.admin.Evict(pb.EvictRequest(free_bytes=1, tiers=[pb.TIER_RAM]))
         await session.save({key(100): payload(100)})
         assert len(index) == 8, "the row still stands"
         assert index.revoked

@@ -90,7 +90,7 @@ async def test_a_mistake_is_an_answer(tmp_path: Path, rpc: str) -> None:
             await daemon.assert_sound()
             session.call.cancel()
             await daemon.until(lambda: not daemon.tables.sessions)
-            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
             assert not daemon.tables.entries
 
 
@@ -266,7 +266,7 @@ async def test_a_bad_item_takes_no_other_with_it(tmp_path: Path) -> None:
             ]
             assert await daemon.presence(*map(key, range(4))) == [PRESENT, ABSENT, ABSENT, PRESENT]
             assert await session.restore(key(3)) == DATA
-            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
         await daemon.assert_idle()
 
 

@@ -110,7 +110,7 @@ async def test_a_save_whose_bytes_are_not_taken_fails_alone(
             assert [result.status for result in good] == [SAVED, SAVED]
             assert await daemon.presence(*map(key, range(3))) == [ABSENT, PRESENT, PRESENT]
             assert await session.restore(key(1)) == data
-            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+            await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
         await assert_empty(daemon, tier)
         if status == pb.SAVE_STATUS_CRC_MISMATCH:
             assert daemon.tables.counters.crc_mismatches == 3
@@ -132,7 +132,7 @@ async def test_a_save_that_cannot_be_sealed_fails_by_itself(
         assert statuses == [FAILED, SAVED, SAVED]
         assert await daemon.presence(key(0)) == [ABSENT]
         assert daemon.tables.counters.failed_saves == 1
-        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
         await assert_empty(daemon, tier)
         assert [r.status for r in await save_three(session, data, tier)] == [SAVED] * 3
         await daemon.assert_idle()
@@ -422,7 +422,9 @@ class Worker:
         await self._session.release(claimed.claim_id)
 
     async def evict(self) -> None:
-        request = pb.EvictRequest(free_bytes=self._random.randint(1, 2**13))
+        request = pb.EvictRequest(
+            free_bytes=self._random.randint(1, 2**13), tiers=self._session.daemon.tiers
+        )
         await answer(self._session.daemon.admin.Evict(request))
 
     async def suspect(self) -> None:
@@ -465,7 +467,7 @@ async def test_whatever_fails_every_answer_is_true_and_nothing_stays(
         for store in stores:
             store._rates = {}
         session = everybody[0]
-        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
         for number, tier in enumerate(Tier):
             assert await session.save({key(100 + number): DATA}, tier) == [SAVED]
             await session.restore(key(100 + number))
@@ -485,7 +487,7 @@ async def test_whatever_fails_every_answer_is_true_and_nothing_stays(
         assert not [name for name in answers if name.startswith("read refused")]
         for one in everybody:
             await one.close()
-        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40))
+        await daemon.admin.Evict(pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers))
         for tier in Tier:
             await assert_empty(daemon, tier)
 
@@ -535,7 +537,7 @@ async def test_a_reader_that_takes_nothing_holds_up_nobody(tmp_path: Path, tier:
         await daemon.until(lambda: daemon.tables.tier_counters[tier].read_bytes)
         assert await lively.restore(key(1)) == data
         assert await lively.save({key(2): data}, tier) == [SAVED]
-        evict = pb.EvictRequest(free_bytes=2**40)
+        evict = pb.EvictRequest(free_bytes=2**40, tiers=daemon.tiers)
         await daemon.admin.Evict(evict)
         assert await daemon.presence(key(1), key(2)) == [PRESENT, ABSENT], "it is read"
 
