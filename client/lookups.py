@@ -361,8 +361,9 @@ class Lookups:
         """Have another thread open what look-ups in place need, unless one is doing so."""
         if not self._calls.pending[0]:
             deadline = Deadline(self.deadline_ms)
+            nothing: Sequence[int] = ()
             look = partial(self._transport.exist, (_NO_KEY,), deadline)
-            self._calls.submit(lambda: self._ask(look, [0]), list)
+            self._calls.submit(lambda: self._ask(look, nothing), tuple)
 
     # ---- its bytes
 

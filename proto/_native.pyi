@@ -21,27 +21,41 @@ def copy_crc32c(
 ) -> int:
     """`copy`, and return the CRC32C of what was stored, continuing `crc`."""
 
-def scatter(
-    memory: Buffer,
-    starts: Sequence[int],
-    limits_bytes: Sequence[int],
-    targets: Sequence[Buffer | Sequence[Buffer]],
-    check: Sequence[bool],
-    /,
-) -> list[int | None]:
-    """Fill each target, a buffer or a list of buffers, from `memory[start:]`; it is at most
-    `limit` long. All without the GIL. Returns the CRC32C of those with `check`. Raises OSError if
-    a target is longer than its limit or than the memory."""
-
 def gather(
     memory: Buffer,
     starts: Sequence[int],
     limits_bytes: Sequence[int],
     sources: Sequence[Buffer | Sequence[Buffer]],
-    check: Sequence[bool],
     /,
-) -> list[int | None]:
-    """`scatter` the other way: copy each source to `memory[start:]`."""
+) -> list[int]:
+    """Copy each source, a buffer or a list of buffers, to `memory[start:]`, all without the GIL; it
+    is at most `limit` long. Returns the CRC32C of each. Raises OSError if a source is longer than
+    its limit, or does not fit into the memory."""
+
+def restore(
+    rows: bytes,
+    targets: Sequence[Buffer | Sequence[Buffer]],
+    check: Sequence[bool],
+    memory: Buffer,
+    /,
+) -> list[int]:
+    """Fill each target, a buffer or a list of buffers, from the extent in `memory` of its row; see
+    `find_rows`. All without the GIL. Returns the positions of those with `check` whose CRC32C is
+    not that of their row. Raises OSError if a target is longer than its extent, or an extent lies
+    beyond the memory."""
+
+def read_rows(
+    rows: bytes,
+    targets: Sequence[Buffer | Sequence[Buffer]],
+    check: Sequence[bool],
+    fd: int,
+    most_bytes: int,
+    /,
+) -> tuple[int, list[int]]:
+    """`restore` from a file, in this order, as far as its page cache has the bytes, and no further
+    than `most_bytes` and the rest of one target. Never waits for the device. Returns how many
+    targets were filled, and the positions of those whose CRC32C is wrong. The next one may be
+    filled in part."""
 
 def chain_keys(parent: Buffer, index: int, tokens: Buffer, block_tokens: int, /) -> list[bytes]:
     """The keys of the complete blocks of `tokens`, 32-bit little-endian integers. Raises ValueError
@@ -62,16 +76,35 @@ def find(
     """The number and the row of each key. `stop_at`: end with the first key that is there (1) or is
     not (0)."""
 
-def moved(
+def find_rows(
     index: Buffer,
     max_heads: int,
     rows: int,
     multiplier: bytes,
-    placed: Sequence[tuple[int, bytes]],
+    keys: Sequence[bytes],
+    stop_at: Literal[-1, 0, 1],
     /,
+) -> tuple[bytes, list[int] | None] | None:
+    """The rows that `find` finds, packed: 96 bytes each, with the number of the row in place of its
+    link. Beside them the positions of their keys; None: those of the first keys. None in place of
+    both if a row has not exactly one extent."""
+
+def tiers(
+    index: Buffer,
+    max_heads: int,
+    rows: int,
+    multiplier: bytes,
+    keys: Sequence[bytes],
+    stop_at: Literal[-1, 0, 1],
+    /,
+) -> bytes:
+    """The tier of each key that `find` looks up, 0 if it is not there."""
+
+def moved(
+    index: Buffer, max_heads: int, rows: int, multiplier: bytes, packed: bytes, /
 ) -> list[int] | None:
-    """The positions of those rows that have another generation now; None if the index is revoked.
-    All loads before this call are ordered before its own."""
+    """The positions of those packed rows that have another generation now; None if the index is
+    revoked. All loads before this call are ordered before its own."""
 
 def forms() -> tuple[list[str], list[str]]:
     """The forms of checksums and of hashes that run on this processor, best first."""

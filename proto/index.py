@@ -78,9 +78,11 @@ What readers rely on:
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
 from mmap import mmap
-from typing import Any, Final, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeAlias, overload
 
 from .entry import Listed as Listed
 from .errors import RecordError
@@ -124,16 +126,18 @@ HASH_SHIFT: Final = 64
 
 #: Offsets in a row.
 GENERATION_OFFSET: Final = 32
+EXTENTS_OFFSET: Final = 80
 CONTINUATION_OFFSET: Final = 84
 TIER_OFFSET: Final = 78
 LINK_OFFSET: Final = 92
+
+#: The number of a row, and the row as it was found there.
+Placed: TypeAlias = "tuple[int, bytes]"
 
 _HEADER: Final = struct.Struct(f"<8sIII{INCARNATION_BYTES}s{MULTIPLIER_BYTES}s")
 _ENTRY: Final = struct.Struct("<32sQQQQIIIHBBII")
 #: Generation, offset, length, tier and number of extents.
 _PLACE: Final = struct.Struct("<32xQ8xQQ14xBxI")
-#: A row with at most one extent, as `IndexReader` returns it.
-_ROW: Final = struct.Struct("<32sQQQQIIIHBBI8x")
 _CONTINUATION: Final = struct.Struct(f"<{WORDS_PER_ROW}QQII")
 _U32: Final = struct.Struct("<I")
 _GENERATION: Final = struct.Struct(f"<{GENERATION_OFFSET}xQ")
@@ -279,40 +283,117 @@ def generation_of(row: bytes) -> int:
 # ---- many rows at once
 
 
-class Columns(NamedTuple):
-    """The fields of rows with one extent each, by field. `tiers` and `reasons` are numbers."""
+class PackedRows(Sequence["Placed"]):
+    """Rows with one extent each, in one piece of memory: `ROW_BYTES` each, as in the index, but
+    with the number of the row in place of its link.
 
-    keys: tuple[Key, ...]
-    generations: tuple[int, ...]
-    payload_bytes: tuple[int, ...]
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    token_counts: tuple[int, ...]
-    payload_crc32c: tuple[int, ...]
-    token_ids_bytes: tuple[int, ...]
-    layer_counts: tuple[int, ...]
-    tiers: tuple[int, ...]
-    reasons: tuple[int, ...]
-    extents: tuple[int, ...]
-
-
-def unpacked(rows: Sequence[bytes]) -> Iterator[tuple[Any, ...]]:
-    """The fields of each row, in the order of `Columns`. Raises ValueError if a row has several
-    extents."""
-    packed = b"".join(rows)
-    if len(packed) != CHECKED_BYTES * len(rows):
-        raise ValueError("a row that is longer than others")
-    return _ROW.iter_unpack(packed)
-
-
-def columns_of(rows: Sequence[bytes]) -> Columns | None:
-    """The columns of rows as `IndexReader` returns them. It takes a third of the time of unpacking
-    them one by one.
-
-    None if there are no rows, or if one of them does not have exactly one extent.
+    A field of all of them is a column, read when somebody asks for it. To make an object of each
+    row takes longer than all else that a small block needs beside its copy.
     """
-    try:
-        columns = Columns(*zip(*unpacked(rows), strict=True))
-    except (ValueError, TypeError):
-        return None
-    return columns if columns.extents.count(1) == len(rows) else None
+
+    __slots__ = ("_columns", "packed")
+
+    def __init__(self, packed: bytes) -> None:
+        self.packed: Final = packed
+        self._columns: dict[int, list[int]] = {}
+
+    def _column(self, format: Literal["B", "H", "I", "Q"], offset: int) -> list[int]:
+        """The numbers at this offset of each row. Don't change them."""
+        column = self._columns.get(offset)
+        if column is None:
+            words = array(format, self.packed)
+            if sys.byteorder != "little":
+                words.byteswap()
+            step = ROW_BYTES // words.itemsize
+            column = self._columns[offset] = words[offset // words.itemsize :: step].tolist()
+        return column
+
+    @property
+    def generations(self) -> list[int]:
+        return self._column("Q", GENERATION_OFFSET)
+
+    @property
+    def payload_bytes(self) -> list[int]:
+        return self._column("Q", 40)
+
+    @property
+    def offsets(self) -> list[int]:
+        return self._column("Q", 48)
+
+    @property
+    def lengths(self) -> list[int]:
+        return self._column("Q", 56)
+
+    @property
+    def token_counts(self) -> list[int]:
+        return self._column("I", 64)
+
+    @property
+    def payload_crc32c(self) -> list[int]:
+        return self._column("I", 68)
+
+    @property
+    def token_ids_bytes(self) -> list[int]:
+        return self._column("I", 72)
+
+    @property
+    def layer_counts(self) -> list[int]:
+        return self._column("H", 76)
+
+    @property
+    def tiers(self) -> list[int]:
+        return self._column("B", TIER_OFFSET)
+
+    @property
+    def reasons(self) -> list[int]:
+        return self._column("B", 79)
+
+    @property
+    def extents(self) -> list[int]:
+        """How many extents each entry has."""
+        return self._column("I", EXTENTS_OFFSET)
+
+    @property
+    def keys(self) -> list[Key]:
+        packed = self.packed
+        starts = range(0, len(packed), ROW_BYTES)
+        return [Key(packed[start : start + KEY_BYTES]) for start in starts]
+
+    @property
+    def numbers(self) -> list[int]:
+        """Where each row is."""
+        return self._column("I", LINK_OFFSET)
+
+    def some(self, indices: Iterable[int]) -> PackedRows:
+        """Those rows, in this order."""
+        packed = self.packed
+        starts = [index * ROW_BYTES for index in indices]
+        return PackedRows(b"".join([packed[start : start + ROW_BYTES] for start in starts]))
+
+    def __len__(self) -> int:
+        return len(self.packed) // ROW_BYTES
+
+    def __bool__(self) -> bool:
+        return bool(self.packed)
+
+    @overload
+    def __getitem__(self, index: int) -> Placed: ...
+    @overload
+    def __getitem__(self, index: slice) -> PackedRows: ...
+    def __getitem__(self, index: int | slice) -> Placed | PackedRows:
+        if isinstance(index, slice):
+            return self.some(range(*index.indices(len(self))))
+        start = range(0, len(self.packed), ROW_BYTES)[index]
+        end = start + CHECKED_BYTES
+        return _U32.unpack_from(self.packed, end)[0], self.packed[start:end]
+
+
+def packed_rows(placed: Sequence[Placed]) -> PackedRows | None:
+    """The same rows in one piece. None if one of them does not have exactly one extent."""
+    if isinstance(placed, PackedRows):
+        return placed
+    packed = b"".join([row + _pack_u32(number) for number, row in placed])
+    if len(packed) != ROW_BYTES * len(placed):
+        return None  # a row that is longer than others
+    rows = PackedRows(packed)
+    return rows if rows.extents.count(1) == len(rows) else None

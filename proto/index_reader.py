@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal
 
 from .errors import RecordError
 from .index import (
@@ -31,15 +31,15 @@ from .index import (
     STATE,
     TIER_OFFSET,
     WORDS_PER_ROW,
+    PackedRows,
+    Placed,
     generation_of,
+    packed_rows,
     unpack_header,
 )
 from .kernel import native
 from .limits import KEY_BYTES
 from .payload import crc32c
-
-#: The number of a row, and the row as it was found there.
-Placed: TypeAlias = "tuple[int, bytes]"
 
 _REST_OF_CHAIN: Final = range(MAX_CHAIN - 1)
 _KEY_PART: Final = slice(KEY_BYTES)
@@ -68,6 +68,31 @@ def _residue(kind: int) -> int:
 _WHOLE_ONE_EXTENT: Final = _residue(ONE_EXTENT)
 _WHOLE_EXTENTS: Final = _residue(EXTENTS)
 _WHOLE_CONTINUATION: Final = _residue(CONTINUATION)
+
+
+def _packed(rows: Sequence[Placed]) -> bytes:
+    """The numbers and generations of rows, as the kernel takes them."""
+    if isinstance(rows, PackedRows):
+        return rows.packed
+    return b"".join([row[:CHECKED_BYTES] + number.to_bytes(4, "little") for number, row in rows])
+
+
+def _stop_of(stop_at: bool | None) -> Literal[-1, 0, 1]:
+    """`stop_at` as the kernel takes it."""
+    return -1 if stop_at is None else 1 if stop_at else 0
+
+
+def _pieces(keys: Iterable[bytes]) -> Iterator[Sequence[bytes]]:
+    """The keys that one call of the kernel looks up: a lazy sequence in pieces that grow, any other
+    iterable key by key, as a search may end at any of them."""
+    if isinstance(keys, list | tuple):
+        yield keys
+        return
+    growing = isinstance(keys, Sequence)
+    remaining, most = iter(keys), 1
+    while some := list(islice(remaining, most)):
+        yield some
+        most = min(2 * most, _MOST_KEYS) if growing else 1
 
 
 class IndexReader:
@@ -144,13 +169,28 @@ class IndexReader:
         """Whether each key is there."""
         return [found is not None for found in self.find(keys)]
 
-    def tiers(self, keys: Iterable[bytes]) -> list[int]:
-        """The number of the tier in which each key is; 0: it is not there."""
-        return [found[1][TIER_OFFSET] if found is not None else 0 for found in self.find(keys)]
+    def tiers(self, keys: Iterable[bytes], stop_at: bool | None = None) -> Sequence[int]:
+        """The number of the tier in which each key is; 0: it is not there. `stop_at` as in
+        `find`."""
+        if native and not self._header[HANGING]:
+            tiers = bytearray()
+            for some in _pieces(keys):
+                tiers += native.tiers(self._data, *self._described, some, _stop_of(stop_at))
+                if stop_at is not None and bool(tiers[-1]) == stop_at:
+                    break
+            return tiers
+        found = self.find(keys, stop_at)
+        return [placed[1][TIER_OFFSET] if placed is not None else 0 for placed in found]
 
     def tier_of(self, key: bytes) -> int | None:
         """`tiers` of one key, at a fraction of the cost; None if the index is not `live`. If one
         walk along the chain does not settle it, `find` does."""
+        header = self._header
+        if native:
+            tier: int = native.tiers(self._data, *self._described, (key,), -1)[0]
+            if header[STATE] != LIVE:
+                return None
+            return tier if tier and not header[HANGING] >> tier & 1 else 0
         seen, count, mask = self._shape()
         data = self._data
         bucket = HASHED.unpack(key)[0] * self._multiplier >> HASH_SHIFT & mask
@@ -166,12 +206,12 @@ class IndexReader:
                 row = data[start : start + CHECKED_BYTES] if number else b""
                 if not number or row[_KEY_PART] == key:
                     break
-        if self._header[STATE] != LIVE:
+        if header[STATE] != LIVE:
             return None
         if number and crc32c(row) == _WHOLE_ONE_EXTENT and row[_KEY_PART] == key:
             tier = row[TIER_OFFSET]
-            return 0 if self._header[HANGING] >> tier & 1 else tier
-        return self.tiers((key,))[0] if number or self._header[SHAPE] != seen else 0
+            return 0 if header[HANGING] >> tier & 1 else tier
+        return self.tiers((key,))[0] if number or header[SHAPE] != seen else 0
 
     def unchanged(self, rows: Iterable[Placed]) -> bool:
         """Whether each row that was found before is there, or one of the same key and generation.
@@ -183,8 +223,8 @@ class IndexReader:
         # No two entries share a generation, and a removed row loses its own at once. So comparing
         # the generation in its place says as much as a look-up, at a tenth of the cost.
         if native:
-            rows = list(rows)
-            positions = native.moved(self._data, *self._described, rows)
+            rows = rows if isinstance(rows, PackedRows) else list(rows)
+            positions = native.moved(self._data, *self._described, _packed(rows))
             if not positions:
                 return positions is not None
             moved = [rows[position] for position in positions]
@@ -240,7 +280,7 @@ class IndexReader:
     def _find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
         """`find` in all tiers."""
         if native:
-            return self._find_natively(keys, -1 if stop_at is None else 1 if stop_at else 0)
+            return self._find_natively(keys, stop_at)
         # Written out without calls: it runs for every block.
         data, heads, links, header = self._data, self._heads, self._links, self._header
         multiplier, hashed_word, checksum = self._multiplier, HASHED.unpack, crc32c
@@ -290,21 +330,52 @@ class IndexReader:
                     break
         return results
 
-    def _find_natively(
-        self, keys: Iterable[bytes], stop_at: Literal[-1, 0, 1]
-    ) -> list[Placed | None]:
-        """`find`. A lazy sequence is taken in pieces that grow, any other iterable key by key."""
-        if isinstance(keys, list | tuple):
-            return native.find(self._data, *self._described, keys, stop_at)
-        growing = isinstance(keys, Sequence)
+    def _find_natively(self, keys: Iterable[bytes], stop_at: bool | None) -> list[Placed | None]:
+        """`_find`."""
         results: list[Placed | None] = []
-        remaining, most = iter(keys), 1
-        while some := list(islice(remaining, most)):
-            results += native.find(self._data, *self._described, some, stop_at)
-            if stop_at >= 0 and (results[-1] is not None) == stop_at:
+        for some in _pieces(keys):
+            results += native.find(self._data, *self._described, some, _stop_of(stop_at))
+            if stop_at is not None and (results[-1] is not None) == stop_at:
                 break
-            most = min(2 * most, _MOST_KEYS) if growing else 1
         return results
+
+    def find_rows(
+        self, keys: Iterable[bytes], stop_at: bool | None = None
+    ) -> tuple[PackedRows, Sequence[int]] | None:
+        """`find`, without an object for each row: the rows that are there, and the position of the
+        key of each. None if one of them has not exactly one extent."""
+        if native and not self._header[HANGING]:
+            return self._find_rows_natively(keys, stop_at)
+        found = self.find(keys, stop_at)
+        rows = packed_rows([placed for placed in found if placed is not None])
+        if rows is None:
+            return None
+        if found[len(rows) :].count(None) == len(found) - len(rows):
+            return rows, range(len(rows))
+        return rows, [n for n, placed in enumerate(found) if placed is not None]
+
+    def _find_rows_natively(
+        self, keys: Iterable[bytes], stop_at: bool | None
+    ) -> tuple[PackedRows, Sequence[int]] | None:
+        parts: list[bytes] = []
+        positions: Sequence[int] = range(0)
+        looked = 0
+        for some in _pieces(keys):
+            found = native.find_rows(self._data, *self._described, some, _stop_of(stop_at))
+            if found is None:
+                return None
+            packed, others = found
+            count = len(packed) // ROW_BYTES
+            parts.append(packed)
+            if others is None and len(positions) == looked:
+                positions = range(looked + count)
+            else:
+                places = range(count) if others is None else others
+                positions = [*positions, *(looked + place for place in places)]
+            looked += len(some)
+            if (count > 0) if stop_at else stop_at is False and count < len(some):
+                break
+        return PackedRows(parts[0] if len(parts) == 1 else b"".join(parts)), positions
 
     def _shape(self) -> tuple[int, int, int]:
         """The shape (`_UNSETTLED` while rows are moved), the number of heads, and the hash mask."""

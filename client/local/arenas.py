@@ -11,11 +11,12 @@ import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from weakref import finalize
 
 from ...proto.arena_header import ARENA_HEADER_BYTES, read_arena_incarnation
 from ...proto.errors import RecordError
+from ...proto.index import ROW_BYTES, PackedRows
 from ...proto.kernel import native
 from ...proto.payload import (
     RELEASE_BYTES,
@@ -30,9 +31,15 @@ from ...proto.payload import (
 from ..wire.deadline import Deadline
 from .disk_reads import DeviceHangs, DiskReads
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 #: Read and checksummed in pieces of this size, so that the checksum finds its bytes in the CPU
 #: cache.
 _PIECE_BYTES: Final = 2**20
+#: What one call of the kernel reads from the page cache, in some milliseconds: an abandoned
+#: restore ends after it.
+_CALL_BYTES: Final = 32 * 2**20
 #: Buffers that one `preadv` takes.
 _IOV_MAX: Final = 1024
 
@@ -60,30 +67,54 @@ class Arena(ABC):
 
     def read_all(
         self,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
+        rows: PackedRows,
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> Sequence[int | OSError | None]:
-        """`read_into` for entries that lie in one extent each: its offset and its length.
+    ) -> list[tuple[int, OSError | None]]:
+        """`read_into` for the entries of these rows, and compare their CRC32C where `check` says
+        so.
 
-        Returns their CRC32Cs, None for those without `check`, or why an entry could not be read.
-        Raises OSError, if the same could be wrong with all of them.
+        Returns the positions of those that are not good, with the reason; None: the CRC32C is
+        another one. Raises OSError, if the same could be wrong with all of them.
         """
-        return [
-            self.read_into((start, extent_bytes), target, check=checked, deadline=deadline)
-            for start, extent_bytes, target, checked in zip(
-                offsets, lengths, targets, check, strict=True
-            )
-        ]
+        if not len(rows) == len(targets) == len(check):
+            raise ValueError("there are not as many targets as rows")
+        failed: list[tuple[int, OSError | None]] = []
+        for position in range(len(targets)):
+            try:
+                if not self._read_row(rows, position, targets, check, deadline):
+                    failed.append((position, None))
+            except (TimeoutError, DeviceHangs) as problem:
+                # The others would not come in time either.
+                return failed + [(n, problem) for n in range(position, len(targets))]
+            except OSError as problem:
+                failed.append((position, problem))
+        return failed
 
-    def views_all(
-        self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
-    ) -> list[list[memoryview]] | None:
+    def _read_row(
+        self,
+        rows: PackedRows,
+        position: int,
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        deadline: Deadline,
+    ) -> bool:
+        """Read one of them. False: its CRC32C is another one."""
+        crc = self.read_into(
+            (rows.offsets[position], rows.lengths[position]),
+            targets[position],
+            check=check[position],
+            deadline=deadline,
+        )
+        return crc in (None, rows.payload_crc32c[position])
+
+    def views_all(self, rows: PackedRows) -> list[list[memoryview]] | None:
         """The payloads of such entries in place. None: they can only be copied. Raises OSError."""
         found: list[list[memoryview]] = []
-        for start, extent_bytes, length_bytes in zip(offsets, lengths, payload_bytes, strict=True):
+        for start, extent_bytes, length_bytes in zip(
+            rows.offsets, rows.lengths, rows.payload_bytes, strict=True
+        ):
             views = self.views((start, extent_bytes), 0, length_bytes)
             if views is None:
                 return None
@@ -136,21 +167,20 @@ class MappedArena(Arena):
 
     def read_all(
         self,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
+        rows: PackedRows,
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> Sequence[int | OSError | None]:
+    ) -> list[tuple[int, OSError | None]]:
         if native:
-            return native.scatter(
-                self._view, offsets, lengths, [buffers_of(target) for target in targets], check
-            )
+            buffers = [buffers_of(target) for target in targets]
+            wrong = native.restore(rows.packed, buffers, check, self._view)
+            return [(position, None) for position in wrong]
         # Copies small blocks without a call for each.
         whole, end_bytes = self._view, len(self._view)
-        crcs: list[int | None] = []
-        for start, extent_bytes, target, checked in zip(
-            offsets, lengths, targets, check, strict=True
+        wrong = []
+        for position, (start, extent_bytes, target, checked, saved) in enumerate(
+            zip(rows.offsets, rows.lengths, targets, check, rows.payload_crc32c, strict=True)
         ):
             size_bytes = len(target)
             stop = start + size_bytes
@@ -161,18 +191,19 @@ class MappedArena(Arena):
                 and isinstance(target, memoryview)
             ):
                 target[:] = whole[start:stop]
-                crcs.append(crc32c(target) if checked else None)
+                right = not checked or crc32c(target) == saved
             else:
-                location = start, extent_bytes
-                crcs.append(self.read_into(location, target, check=checked, deadline=deadline))
-        return crcs
+                right = self._read_row(rows, position, targets, check, deadline)
+            if not right:
+                wrong.append(position)
+        return [(position, None) for position in wrong]
 
-    def views_all(
-        self, offsets: Sequence[int], lengths: Sequence[int], payload_bytes: Sequence[int]
-    ) -> list[list[memoryview]] | None:
+    def views_all(self, rows: PackedRows) -> list[list[memoryview]] | None:
         whole, end_bytes = self._view, len(self._view)
         found: list[list[memoryview]] = []
-        for start, extent_bytes, length_bytes in zip(offsets, lengths, payload_bytes, strict=True):
+        for start, extent_bytes, length_bytes in zip(
+            rows.offsets, rows.lengths, rows.payload_bytes, strict=True
+        ):
             stop = start + length_bytes
             if length_bytes > extent_bytes or stop > end_bytes:
                 raise _beyond_the_end()
@@ -212,6 +243,37 @@ class FileArena(Arena):
         self._reads.check_answers()
         return self._read(location, target, deadline, check=check)
 
+    def read_all(
+        self,
+        rows: PackedRows,
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        deadline: Deadline,
+    ) -> list[tuple[int, OSError | None]]:
+        if not native:
+            return super().read_all(rows, targets, check, deadline)
+        failed: list[tuple[int, OSError | None]] = []
+        buffers = [buffers_of(target) for target in targets]
+        at = 0
+        while at < len(targets):
+            try:
+                self._reads.check_answers()
+                filled, wrong = self._cached_rows(rows, at, buffers, check)
+                failed += [(at + position, None) for position in wrong]
+                at += filled
+                if filled:
+                    continue
+                # The page cache lacks a part of it.
+                if not self._read_row(rows, at, targets, check, deadline):
+                    failed.append((at, None))
+            except (TimeoutError, DeviceHangs) as problem:
+                # The others would not come in time either.
+                return failed + [(n, problem) for n in range(at, len(targets))]
+            except OSError as problem:
+                failed.append((at, problem))
+            at += 1
+        return failed
+
     def _read(
         self, location: tuple[int, ...], target: FlatBytes, deadline: Deadline, *, check: bool
     ) -> int | None:
@@ -232,26 +294,19 @@ class FileArena(Arena):
                 break
         return crc if check else None
 
-    def read_all(
+    def _cached_rows(
         self,
-        offsets: Sequence[int],
-        lengths: Sequence[int],
-        targets: Sequence[FlatBytes],
+        rows: PackedRows,
+        at: int,
+        buffers: Sequence[Buffer | Sequence[Buffer]],
         check: Sequence[bool],
-        deadline: Deadline,
-    ) -> Sequence[int | OSError | None]:
-        results: list[int | OSError | None] = []
-        for place, target, checked in zip(
-            zip(offsets, lengths, strict=True), targets, check, strict=True
-        ):
-            try:
-                results.append(self.read_into(place, target, check=checked, deadline=deadline))
-            except (TimeoutError, DeviceHangs) as problem:
-                # The others would not come in time either.
-                return results + [problem] * (len(targets) - len(results))
-            except OSError as problem:
-                results.append(problem)
-        return results
+    ) -> tuple[int, list[int]]:
+        """Read entries from position `at` on, up to the first one that the page cache does not have
+        as a whole. Returns how many, and the positions from `at` of those whose CRC32C is another
+        one."""
+        assert native, "it has no other form: without it, each entry is read by itself"
+        rest = rows.packed[at * ROW_BYTES :]
+        return native.read_rows(rest, buffers[at:], check[at:], self._fd, _CALL_BYTES)
 
     def _cached(self, start: int, room: FlatBytes, crc: int, *, check: bool) -> tuple[int, int]:
         """Read what the page cache has, from `start` up to the first byte that it lacks. Returns

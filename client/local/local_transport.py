@@ -22,7 +22,6 @@ from ...proto.errors import (
     UnknownStaging,
     UnreadableMemory,
 )
-from ...proto.index import TIER_OFFSET
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence, Tier
@@ -241,12 +240,12 @@ class LocalTransport:
             return None
         return Looked(*node.find(keys, mode))
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         node = self._indexed(deadline)
         index = None if node is None else node.index
         return self._remote.exist(keys, deadline) if index is None else index.tiers(keys)
 
-    def peek(self, keys: Sequence[Key]) -> list[int] | None:
+    def peek(self, keys: Sequence[Key]) -> Sequence[int] | None:
         link, node = self._link, self._node
         if link is None or link.why_ended or node is None:
             return None
@@ -259,12 +258,13 @@ class LocalTransport:
             return None
         return index.tier_of(key)
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         node = self._indexed(deadline)
         index = None if node is None else node.index
         if index is None:
             return self._remote.leading_run(keys, deadline)
-        return [row[TIER_OFFSET] for _, row in filter(None, index.find(keys, stop_at=False))]
+        tiers = index.tiers(keys, stop_at=False)
+        return tiers if all(tiers) else tiers[:-1]
 
     @property
     def shares(self) -> bool:

@@ -23,8 +23,8 @@ from typing import Final, cast
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import RecordError
-from ...proto.index import TIER_OFFSET, Columns, columns_of, entry_of, place_of
-from ...proto.index_reader import IndexReader, Placed
+from ...proto.index import TIER_OFFSET, PackedRows, Placed, entry_of, packed_rows, place_of
+from ...proto.index_reader import IndexReader
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
@@ -122,19 +122,17 @@ class LocalNode:
         """The keys that a claim of this mode would get: positions and entries. Consumes only as
         many keys as it needs. None of them without an index."""
         index = self.index
-        found = [] if index is None else index.find(keys, _STOPS_AT[mode])
-        placed = list(filter(None, found))
-        if not placed:
+        if index is None:
             return (), NO_ENTRIES
-        columns = columns_of([row for _, row in placed])
-        if columns is not None and _known(columns):
-            entries: Entries = PackedEntries(columns, InPlace(self, placed))
-            if mode is ClaimMode.FIRST:
-                return (len(found) - 1,), entries
-            if mode is ClaimMode.RUN or len(placed) == len(found):
-                return range(len(placed)), entries
-            return [n for n, each in enumerate(found) if each is not None], entries
-        return self._find_odd(found, mode)
+        if not isinstance(keys, Sequence):
+            keys = list(keys)
+        found = index.find_rows(keys, _STOPS_AT[mode])
+        if found is None or not _known(found[0]):
+            return self._find_odd(index.find(keys, _STOPS_AT[mode]), mode)
+        rows, positions = found
+        if not rows:
+            return (), NO_ENTRIES
+        return positions, PackedEntries(rows, InPlace(self, rows))
 
     def _find_odd(
         self, found: Sequence[Placed | None], mode: ClaimMode
@@ -208,34 +206,32 @@ class LocalNode:
         located = self._located(entries, rows)
         if located is None:
             return None
-        arena, columns, placed = located
+        arena, placed = located
         try:
-            crcs = arena.read_all(columns.offsets, columns.lengths, targets, check, deadline)
+            failed = arena.read_all(placed, targets, check, deadline)
         except OSError:
             return None
         copies = [Copied.WHOLE] * len(entries)
-        if crcs != columns.payload_crc32c:
-            for number, (crc, saved) in enumerate(zip(crcs, columns.payload_crc32c, strict=True)):
-                if crc is not None and crc != saved:
-                    copies[number] = Copied.CORRUPT if isinstance(crc, int) else _failed(crc)
-        return self._validated(copies, placed, placed, {columns.tiers[0]}, deadline)
+        for position, problem in failed:
+            copies[position] = Copied.CORRUPT if problem is None else _failed(problem)
+        return self._validated(copies, placed, placed, {placed.tiers[0]}, deadline)
 
     def _located(
         self, entries: Entries, rows: Sequence[Placed | None]
-    ) -> tuple[Arena, Columns, Sequence[Placed]] | None:
+    ) -> tuple[Arena, PackedRows] | None:
         """Where entries of one tier, in one piece each, lie. None: they are not such entries."""
-        if isinstance(entries, PackedEntries) and rows is entries.found.placed:
-            columns: Columns | None = entries.columns
-            placed: Sequence[Placed] = entries.found.placed
+        packed: PackedRows | None
+        if isinstance(entries, PackedEntries) and rows is entries.rows:
+            packed = entries.rows
         else:
             placed = [found for found in rows if found is not None]
-            columns = columns_of([r for _, r in placed]) if len(placed) == len(entries) else None
-            if columns is None or columns.generations != tuple(entries.generations):
+            packed = packed_rows(placed) if len(placed) == len(entries) else None
+            if packed is None or packed.generations != list(entries.generations):
                 return None
-        if columns is None or columns.tiers.count(columns.tiers[0]) < len(entries):
+        if not packed or packed.tiers.count(packed.tiers[0]) < len(packed):
             return None
-        arena = self._arena(columns.tiers[0])
-        return None if arena is None else (arena, columns, placed)
+        arena = self._arena(packed.tiers[0])
+        return None if arena is None else (arena, packed)
 
     def _arena(self, tier: int) -> Arena | None:
         arena = self.arenas.get(tier)
@@ -316,9 +312,9 @@ class LocalNode:
         views: list[list[memoryview] | None] | list[list[memoryview]] | None = None
         located = self._located(entries, rows)
         if located is not None:
-            arena, columns, _ = located
+            arena, packed = located
             with suppress(OSError):
-                views = arena.views_all(columns.offsets, columns.lengths, columns.payload_bytes)
+                views = arena.views_all(packed)
         if views is None:
             views = [
                 self._views(entry, found, 0, entry.payload_bytes)
@@ -374,42 +370,55 @@ class InPlace:
 class PackedEntries(Entries):
     """Entries of packed rows, in one piece each: an `Entry` is made when somebody asks for it."""
 
-    def __init__(self, columns: Columns, found: InPlace) -> None:
-        """`columns`: those of the rows of `found`, all `_known`."""
+    def __init__(self, rows: PackedRows, found: InPlace) -> None:
+        """`rows`: those of `found`, all `_known`."""
         super().__init__((), found)
-        self.columns = columns
+        self.rows = rows
         self.found = found
         # In the places of cached properties, which need not be computed.
         attributes = self.__dict__
-        attributes["keys"] = columns.keys
-        attributes["payload_bytes"] = columns.payload_bytes
-        attributes["token_counts"] = columns.token_counts
-        attributes["generations"] = columns.generations
+        attributes["payload_bytes"] = rows.payload_bytes
+        attributes["token_counts"] = rows.token_counts
+        attributes["generations"] = rows.generations
+
+    @cached_property
+    def keys(self) -> Sequence[Key]:
+        return self.rows.keys
 
     @cached_property
     def _entries(self) -> list[Entry]:
-        tiers, reasons = _TIERS, _REASONS
-        return [
-            _made((key, tiers[tier], size, tokens, crc, layers, ids, generation, reasons[reason]))
-            for key, generation, size, _, _, tokens, crc, ids, layers, tier, reason, _ in zip(
-                *self.columns, strict=True
+        rows = self.rows
+        return list(
+            map(
+                _made,
+                zip(
+                    self.keys,
+                    map(_TIERS.__getitem__, rows.tiers),
+                    rows.payload_bytes,
+                    rows.token_counts,
+                    rows.payload_crc32c,
+                    rows.layer_counts,
+                    rows.token_ids_bytes,
+                    rows.generations,
+                    map(_REASONS.__getitem__, rows.reasons),
+                    strict=True,
+                ),
             )
-        ]
+        )
 
     @cached_property
     def tier(self) -> Tier | None:
-        tiers = self.columns.tiers
+        tiers = self.rows.tiers
         return _TIERS[tiers[0]] if tiers.count(tiers[0]) == len(tiers) else None
 
     def _picked(self, indices: Sequence[int]) -> Entries:
-        placed = [self.found.placed[index] for index in indices]
-        columns = columns_of([row for _, row in placed])
-        if columns is None:
-            return NO_ENTRIES  # no indices
-        return PackedEntries(columns, InPlace(self.found.node, placed))
+        if not indices:
+            return NO_ENTRIES
+        rows = self.rows.some(indices)
+        return PackedEntries(rows, InPlace(self.found.node, rows))
 
     def __len__(self) -> int:
-        return len(self.columns.keys)
+        return len(self.rows)
 
 
 def _failed(problem: OSError) -> Copied:
@@ -420,12 +429,14 @@ def _failed(problem: OSError) -> Copied:
 
 
 def _tiers_of(rows: Iterable[Placed]) -> set[int]:
+    if isinstance(rows, PackedRows):
+        return set(rows.tiers)
     return {row[TIER_OFFSET] for _, row in rows}
 
 
-def _known(columns: Columns) -> bool:
+def _known(rows: PackedRows) -> bool:
     """Are all tiers and reasons among those that this version knows?"""
-    return _TIERS.keys() >= set(columns.tiers) and _REASONS.keys() >= set(columns.reasons)
+    return _TIERS.keys() >= set(rows.tiers) and _REASONS.keys() >= set(rows.reasons)
 
 
 def _entry(row: bytes) -> Entry | None:

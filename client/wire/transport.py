@@ -186,11 +186,11 @@ class Transport(Protocol):
         """What can't be done in place, each with the reason."""
         return {"everything": "this connection is gRPC only"}
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         """The number of the tier in which each key is published: 0 if it is not, `SOME_TIER` if the
         daemon does not say. In place if possible, else with a call."""
 
-    def peek(self, keys: Sequence[Key]) -> list[int] | None:
+    def peek(self, keys: Sequence[Key]) -> Sequence[int] | None:
         """`exist` in place. None: not possible at this moment."""
         return None
 
@@ -198,7 +198,7 @@ class Transport(Protocol):
         """`peek` for one key, at a fraction of the cost."""
         return None
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         """The tiers of the keys before the first that is not published, as in `exist`. In place if
         possible, else with a call."""
 

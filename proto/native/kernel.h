@@ -36,6 +36,18 @@ void kernel_sha256(const uint8_t *root, size_t root_bytes, const uint8_t *id, si
 
 enum { ROW_BYTES = 96, CHECKED_BYTES = 92, MAX_CHAIN = 16, MAX_EXTENTS = 4096, WORDS_PER_ROW = 9 };
 
+/* Offsets in the row of an entry. */
+enum {
+    GENERATION_OFFSET = 32,
+    OFFSET_OFFSET = 48,
+    LENGTH_OFFSET = 56,
+    CRC_OFFSET = 68,
+    TIER_OFFSET = 78,
+    EXTENTS_OFFSET = 80,
+    CONTINUATION_OFFSET = 84,
+    LINK_OFFSET = 92,
+};
+
 /* An index in memory that another process writes. `rows` is the number of whole rows in it. */
 struct kernel_index {
     const uint8_t *data;

@@ -3,10 +3,13 @@
  * Every function checks all of its arguments before the first byte moves. Buffers are exported for
  * the time of a call. `proto/kernel.py` says what each function returns.
  */
+#define _GNU_SOURCE
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <errno.h>
 #include <string.h>
+#include <sys/uio.h>
 
 #include "kernel.h"
 
@@ -116,15 +119,12 @@ static PyObject *crc32c(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* The direction of `move`: out of one memory into many places, or the other way. */
-enum { SCATTER, GATHER };
-
-/* scatter(memory, starts, limits, targets, check) and gather(memory, starts, limits, sources,
- * check): copy between `memory[start : start + size]` and each target or source, whose size is at
- * most `limit`. Returns a CRC32C, or None without `check`, for each. */
-static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
-    if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "(memory, starts, limits, buffers, check)");
+/* gather(memory, starts, limits, sources): copy each source, whose size is at most `limit`, to
+ * `memory[start:]`. Returns the CRC32C of each. */
+static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "gather(memory, starts, limits, sources)");
         return NULL;
     }
     PyObject *result = NULL;
@@ -132,7 +132,7 @@ static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
     struct part *parts = NULL;
     Py_ssize_t many = length_of(args[3]);
     if (many < 0) return NULL;
-    for (int i = 1; i < 5; i++) {
+    for (int i = 1; i < 3; i++) {
         Py_ssize_t length = length_of(args[i]);
         if (length < 0) return NULL;
         if (length != many) {
@@ -140,7 +140,7 @@ static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
             return NULL;
         }
     }
-    Py_buffer *buffer = export(&all, args[0], direction == GATHER);
+    Py_buffer *buffer = export(&all, args[0], 1);
     if (!buffer) goto done;
     uint8_t *memory = buffer->buf; /* the array of buffers may move */
     size_t memory_bytes = (size_t)buffer->len;
@@ -154,8 +154,7 @@ static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
         size_t limit;
         if (size_of(item_of(args[1], i), &part->start) || size_of(item_of(args[2], i), &limit))
             goto done;
-        if ((part->check = PyObject_IsTrue(item_of(args[4], i))) < 0) goto done;
-        if (export_pieces(&all, item_of(args[3], i), direction == SCATTER, part)) goto done;
+        if (export_pieces(&all, item_of(args[3], i), 0, part)) goto done;
         if (part->size > limit || part->start > memory_bytes ||
             part->size > memory_bytes - part->start) {
             PyErr_SetString(PyExc_OSError, "the memory does not hold so many bytes");
@@ -165,29 +164,17 @@ static PyObject *move(PyObject *const *args, Py_ssize_t count, int direction) {
     Py_BEGIN_ALLOW_THREADS
     for (Py_ssize_t i = 0; i < many; i++) {
         struct part *part = parts + i;
-        uint8_t *at = memory + part->start;
+        uint8_t *to = memory + part->start;
         for (Py_ssize_t piece = 0; piece < part->pieces; piece++) {
-            Py_buffer *other = all.buffers + part->first + piece;
-            size_t size = (size_t)other->len;
-            uint8_t *to = direction == SCATTER ? other->buf : at;
-            const uint8_t *from = direction == SCATTER ? at : other->buf;
-            if (part->check)
-                part->crc = kernel_copy_crc32c(part->crc, to, from, size);
-            else if (size)
-                memcpy(to, from, size);
-            at += size;
+            Py_buffer *from = all.buffers + part->first + piece;
+            part->crc = kernel_copy_crc32c(part->crc, to, from->buf, (size_t)from->len);
+            to += from->len;
         }
     }
     Py_END_ALLOW_THREADS
     result = PyList_New(many);
     for (Py_ssize_t i = 0; result && i < many; i++) {
-        PyObject *crc = NULL;
-        if (parts[i].check) {
-            crc = PyLong_FromUnsignedLong(parts[i].crc);
-        } else {
-            Py_INCREF(Py_None);
-            crc = Py_None;
-        }
+        PyObject *crc = PyLong_FromUnsignedLong(parts[i].crc);
         if (!crc || PyList_SetItem(result, i, crc)) {
             Py_DECREF(result);
             result = NULL;
@@ -197,16 +184,6 @@ done:
     PyMem_Free(parts);
     release(&all);
     return result;
-}
-
-static PyObject *scatter(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    return move(args, count, SCATTER);
-}
-
-static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
-    (void)self;
-    return move(args, count, GATHER);
 }
 
 /* Copy between buffers, or lists or tuples of them, of equal size. Returns -1 with an error. */
@@ -396,107 +373,223 @@ static int index_of(Py_buffer *buffer, PyObject *const *args, struct kernel_inde
     return 0;
 }
 
+/* The key in a list or tuple. Borrowed; NULL with an error. */
+static const uint8_t *key_of(PyObject *keys, Py_ssize_t i) {
+    char *key;
+    Py_ssize_t bytes;
+    if (PyBytes_AsStringAndSize(item_of(keys, i), &key, &bytes)) return NULL;
+    if (bytes != KEY_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "a key is 32 bytes");
+        return NULL;
+    }
+    return (const uint8_t *)key;
+}
+
+/* What looks some keys up: their index, and room for a row. */
+struct search {
+    struct exported all;
+    struct kernel_index index;
+    Py_ssize_t many;
+    long stop_at;
+    uint8_t *row;
+};
+
+/* Begin with the arguments of `find`. `end_search` has to follow, also after -1. */
+static int begin_search(struct search *search, PyObject *const *args, Py_ssize_t count) {
+    memset(search, 0, sizeof *search);
+    if (count != 6) {
+        PyErr_SetString(PyExc_TypeError, "(index, max_heads, rows, multiplier, keys, stop_at)");
+        return -1;
+    }
+    search->many = length_of(args[4]);
+    search->stop_at = PyLong_AsLong(args[5]);
+    if (search->many < 0 || (search->stop_at == -1 && PyErr_Occurred())) return -1;
+    Py_buffer *buffer = export(&search->all, args[0], 0);
+    if (!buffer || index_of(buffer, args, &search->index)) return -1;
+    search->row = PyMem_Malloc(LONGEST_ROW_BYTES);
+    if (!search->row) PyErr_NoMemory();
+    return search->row ? 0 : -1;
+}
+
+static void end_search(struct search *search) {
+    PyMem_Free(search->row);
+    release(&search->all);
+}
+
 /* find(index, max_heads, rows, multiplier, keys, stop_at): the number and the row of each key, or
  * None; with `stop_at` 1 or 0 it ends with the first key that is there or is not; -1: never. */
 static PyObject *find(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 6) {
-        PyErr_SetString(PyExc_TypeError, "find(index, max_heads, rows, multiplier, keys, stop_at)");
-        return NULL;
-    }
-    Py_ssize_t many = length_of(args[4]);
-    long stop_at = PyLong_AsLong(args[5]);
-    if (many < 0 || (stop_at == -1 && PyErr_Occurred())) return NULL;
-    struct exported all = {NULL, 0, 0};
-    struct kernel_index index;
-    PyObject *results = NULL;
-    uint8_t *row = NULL;
-    Py_buffer *buffer = export(&all, args[0], 0);
-    if (!buffer || index_of(buffer, args, &index)) goto done;
-    row = PyMem_Malloc(LONGEST_ROW_BYTES);
-    if (!row) {
-        PyErr_NoMemory();
-        goto done;
-    }
-    results = PyList_New(0);
-    for (Py_ssize_t i = 0; results && i < many; i++) {
-        Py_buffer key;
+    struct search search;
+    PyObject *results = begin_search(&search, args, count) ? NULL : PyList_New(0);
+    for (Py_ssize_t i = 0; results && i < search.many; i++) {
+        const uint8_t *key = key_of(args[4], i);
         size_t row_bytes = 0;
-        uint32_t number = 0;
+        uint32_t number = key ? kernel_index_find(&search.index, key, search.row, &row_bytes) : 0;
         PyObject *placed = NULL;
-        if (!PyObject_GetBuffer(item_of(args[4], i), &key, PyBUF_SIMPLE)) {
-            if (key.len == KEY_BYTES)
-                number = kernel_index_find(&index, key.buf, row, &row_bytes);
-            else
-                PyErr_SetString(PyExc_ValueError, "a key is 32 bytes");
-            PyBuffer_Release(&key);
-        }
-        if (!PyErr_Occurred()) {
-            if (number) {
-                PyObject *bytes = PyBytes_FromStringAndSize((char *)row, (Py_ssize_t)row_bytes);
-                PyObject *place = bytes ? PyLong_FromUnsignedLong(number) : NULL;
-                placed = place ? PyTuple_Pack(2, place, bytes) : NULL;
-                Py_XDECREF(place);
-                Py_XDECREF(bytes);
-            } else {
-                Py_INCREF(Py_None);
-                placed = Py_None;
-            }
+        if (number) {
+            placed = Py_BuildValue("ky#", (unsigned long)number, search.row, (Py_ssize_t)row_bytes);
+        } else if (key) {
+            Py_INCREF(Py_None);
+            placed = Py_None;
         }
         int added = placed ? PyList_Append(results, placed) : -1;
         Py_XDECREF(placed);
         if (added) {
             Py_DECREF(results);
             results = NULL;
-        } else if (stop_at >= 0 && stop_at == (number != 0)) {
+        } else if (search.stop_at >= 0 && search.stop_at == (number != 0)) {
             break;
         }
     }
-done:
-    PyMem_Free(row);
-    release(&all);
+    end_search(&search);
     return results;
 }
 
-/* moved(index, max_heads, rows, multiplier, placed): the positions of those that do not stand in
- * their place any more; None if the index is revoked. */
+/* find_rows(index, max_heads, rows, multiplier, keys, stop_at): the rows that `find` finds, packed:
+ * ROW_BYTES each, with the number of the row in place of its link; and the positions of
+ * their keys, or None if they are those of the first keys. None in place of both: a row has not
+ * exactly one extent. */
+static PyObject *find_rows(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    struct search search;
+    uint8_t *packed = NULL;
+    Py_ssize_t *positions = NULL, found = 0, taken = 0;
+    PyObject *result = NULL, *places = NULL, *bytes = NULL;
+    if (begin_search(&search, args, count)) goto done;
+    packed = PyMem_Malloc((size_t)search.many * ROW_BYTES + 1);
+    positions = PyMem_Malloc((size_t)search.many * sizeof *positions + 1);
+    if (!packed || !positions) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    while (taken < search.many) {
+        const uint8_t *key = key_of(args[4], taken);
+        size_t row_bytes = 0;
+        uint32_t extents;
+        if (!key) goto done;
+        uint32_t number = kernel_index_find(&search.index, key, search.row, &row_bytes);
+        if (number) {
+            memcpy(&extents, search.row + EXTENTS_OFFSET, sizeof extents);
+            if (extents != 1) {
+                Py_INCREF(Py_None);
+                result = Py_None;
+                goto done;
+            }
+            uint8_t *room = packed + found * ROW_BYTES;
+            memcpy(room, search.row, CHECKED_BYTES);
+            memcpy(room + CHECKED_BYTES, &number, sizeof number);
+            positions[found++] = taken;
+        }
+        taken++;
+        if (search.stop_at >= 0 && search.stop_at == (number != 0)) break;
+    }
+    if (found && positions[found - 1] != found - 1) {
+        places = PyList_New(found);
+        for (Py_ssize_t i = 0; places && i < found; i++) {
+            PyObject *position = PyLong_FromSsize_t(positions[i]);
+            if (!position || PyList_SetItem(places, i, position)) {
+                Py_DECREF(places);
+                places = NULL;
+            }
+        }
+        if (!places) goto done;
+    }
+    bytes = PyBytes_FromStringAndSize((char *)packed, found * ROW_BYTES);
+    if (bytes) result = Py_BuildValue("OO", bytes, places ? places : Py_None);
+done:
+    Py_XDECREF(bytes);
+    Py_XDECREF(places);
+    PyMem_Free(positions);
+    PyMem_Free(packed);
+    end_search(&search);
+    return result;
+}
+
+/* tiers(index, max_heads, rows, multiplier, keys, stop_at): for each key that `find` looks up, the
+ * tier in which it is, as a byte; 0: it is not there. */
+static PyObject *tiers(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    struct search search;
+    uint8_t *numbers = NULL;
+    Py_ssize_t taken = 0;
+    PyObject *result = NULL;
+    if (begin_search(&search, args, count)) goto done;
+    numbers = PyMem_Malloc((size_t)search.many + 1);
+    if (!numbers) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    while (taken < search.many) {
+        const uint8_t *key = key_of(args[4], taken);
+        size_t row_bytes = 0;
+        if (!key) goto done;
+        int there = kernel_index_find(&search.index, key, search.row, &row_bytes) != 0;
+        numbers[taken++] = there ? search.row[TIER_OFFSET] : 0;
+        if (search.stop_at >= 0 && search.stop_at == there) break;
+    }
+    result = PyBytes_FromStringAndSize((char *)numbers, taken);
+done:
+    PyMem_Free(numbers);
+    end_search(&search);
+    return result;
+}
+
+/* Rows as `find_rows` returns them, exported. -1 with an error. */
+static Py_ssize_t packed_of(struct exported *all, PyObject *object, const uint8_t **rows) {
+    Py_buffer *buffer = export(all, object, 0);
+    if (!buffer) return -1;
+    if (buffer->len % ROW_BYTES) {
+        PyErr_SetString(PyExc_ValueError, "packed rows have 96 bytes each");
+        return -1;
+    }
+    *rows = buffer->buf;
+    return buffer->len / ROW_BYTES;
+}
+
+static uint64_t u64_at(const uint8_t *row, size_t at) {
+    uint64_t word;
+    memcpy(&word, row + at, sizeof word);
+    return word;
+}
+
+static uint32_t u32_at(const uint8_t *row, size_t at) {
+    uint32_t word;
+    memcpy(&word, row + at, sizeof word);
+    return word;
+}
+
+static int append_number(PyObject *list, Py_ssize_t number) {
+    PyObject *object = PyLong_FromSsize_t(number);
+    int added = object ? PyList_Append(list, object) : -1;
+    Py_XDECREF(object);
+    return added;
+}
+
+/* moved(index, max_heads, rows, multiplier, packed): the positions of those rows that do not stand
+ * in their place any more; None if the index is revoked. */
 static PyObject *moved(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (count != 5) {
-        PyErr_SetString(PyExc_TypeError, "moved(index, max_heads, rows, multiplier, placed)");
+        PyErr_SetString(PyExc_TypeError, "moved(index, max_heads, rows, multiplier, packed)");
         return NULL;
     }
-    Py_ssize_t many = length_of(args[4]);
-    if (many < 0) return NULL;
     struct exported all = {NULL, 0, 0};
     struct kernel_index index;
     PyObject *positions = NULL;
+    const uint8_t *row;
     Py_buffer *buffer = export(&all, args[0], 0);
     if (!buffer || index_of(buffer, args, &index)) goto done;
+    Py_ssize_t many = packed_of(&all, args[4], &row);
+    if (many < 0) goto done;
     positions = PyList_New(0);
-    for (Py_ssize_t i = 0; positions && i < many; i++) {
-        PyObject *placed = item_of(args[4], i);
-        size_t number = 0;
-        uint64_t generation = 0;
-        char *row;
-        Py_ssize_t row_bytes;
-        int right = PyTuple_Check(placed) && PyTuple_Size(placed) == 2 &&
-                    !size_of(PyTuple_GetItem(placed, 0), &number) &&
-                    !PyBytes_AsStringAndSize(PyTuple_GetItem(placed, 1), &row, &row_bytes) &&
-                    row_bytes >= CHECKED_BYTES;
-        if (!right) {
-            if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "a row that was found");
-        } else {
-            memcpy(&generation, row + KEY_BYTES, sizeof generation);
-        }
-        int stands = right && number <= 0xffffffff &&
-                     kernel_index_stands(&index, (uint32_t)number, generation);
-        PyObject *position = right && !stands ? PyLong_FromSsize_t(i) : NULL;
-        if (!right || (!stands && (!position || PyList_Append(positions, position)))) {
+    for (Py_ssize_t i = 0; positions && i < many; i++, row += ROW_BYTES) {
+        uint32_t number = u32_at(row, CHECKED_BYTES);
+        if (!kernel_index_stands(&index, number, u64_at(row, KEY_BYTES)) &&
+            append_number(positions, i)) {
             Py_DECREF(positions);
             positions = NULL;
         }
-        Py_XDECREF(position);
     }
     if (positions && !kernel_index_live(&index)) {
         Py_DECREF(positions);
@@ -506,6 +599,182 @@ static PyObject *moved(PyObject *self, PyObject *const *args, Py_ssize_t count) 
 done:
     release(&all);
     return positions;
+}
+
+/* ---- entries, by their rows */
+
+/* An entry that is copied: where it lies, and how much of it was. */
+struct copied {
+    struct part part;
+    uint32_t expected;
+    size_t done;
+};
+
+/* Pair packed rows with their targets, exported for writing, and with whether to check each. Every
+ * target has to fit into the extent of its row. Returns their number, -1 with an error. */
+static Py_ssize_t targets_of(struct exported *all, PyObject *const *args, struct copied **copies) {
+    const uint8_t *row;
+    Py_ssize_t many = packed_of(all, args[0], &row);
+    if (many < 0) return -1;
+    Py_ssize_t targets = length_of(args[1]), checks = length_of(args[2]);
+    if (targets < 0 || checks < 0) return -1;
+    if (targets != many || checks != many) {
+        PyErr_SetString(PyExc_ValueError, "there are not as many targets as rows");
+        return -1;
+    }
+    *copies = PyMem_Calloc((size_t)many + 1, sizeof **copies);
+    if (!*copies) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < many; i++, row += ROW_BYTES) {
+        struct part *part = &(*copies)[i].part;
+        if ((part->check = PyObject_IsTrue(item_of(args[2], i))) < 0) return -1;
+        if (export_pieces(all, item_of(args[1], i), 1, part)) return -1;
+        part->start = (size_t)u64_at(row, OFFSET_OFFSET);
+        (*copies)[i].expected = u32_at(row, CRC_OFFSET);
+        if (part->size > u64_at(row, LENGTH_OFFSET)) {
+            PyErr_SetString(PyExc_OSError, "an extent does not hold so many bytes");
+            return -1;
+        }
+    }
+    return many;
+}
+
+/* restore(rows, targets, check, memory): fill each target with the bytes of its row's extent in
+ * `memory`. Returns the positions of those with `check` whose CRC32C is not that of the row. */
+static PyObject *restore(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 4) {
+        PyErr_SetString(PyExc_TypeError, "restore(rows, targets, check, memory)");
+        return NULL;
+    }
+    struct exported all = {NULL, 0, 0};
+    struct copied *copies = NULL;
+    PyObject *wrong = NULL;
+    Py_ssize_t many = targets_of(&all, args, &copies);
+    Py_buffer *buffer = many < 0 ? NULL : export(&all, args[3], 0);
+    if (!buffer) goto done;
+    const uint8_t *memory = buffer->buf;
+    size_t memory_bytes = (size_t)buffer->len;
+    for (Py_ssize_t i = 0; i < many; i++) {
+        struct part *part = &copies[i].part;
+        if (part->start > memory_bytes || part->size > memory_bytes - part->start) {
+            PyErr_SetString(PyExc_OSError, "the memory does not hold so many bytes");
+            goto done;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    for (Py_ssize_t i = 0; i < many; i++) {
+        struct part *part = &copies[i].part;
+        const uint8_t *from = memory + part->start;
+        for (Py_ssize_t piece = 0; piece < part->pieces; piece++) {
+            Py_buffer *to = all.buffers + part->first + piece;
+            size_t size = (size_t)to->len;
+            if (part->check)
+                part->crc = kernel_copy_crc32c(part->crc, to->buf, from, size);
+            else if (size)
+                memcpy(to->buf, from, size);
+            from += size;
+        }
+    }
+    Py_END_ALLOW_THREADS
+    wrong = PyList_New(0);
+    for (Py_ssize_t i = 0; wrong && i < many; i++) {
+        int right = !copies[i].part.check || copies[i].part.crc == copies[i].expected;
+        if (!right && append_number(wrong, i)) {
+            Py_DECREF(wrong);
+            wrong = NULL;
+        }
+    }
+done:
+    PyMem_Free(copies);
+    release(&all);
+    return wrong;
+}
+
+/* Read at once, so that the checksum finds its bytes in the processor's cache. */
+enum { READ_BYTES = 256 * 1024, READ_PIECES = 64 };
+
+/* Read what the page cache has of a file, from `offset` on, into the pieces of a part. Returns the
+ * number of bytes up to the first that it lacks; their CRC32C, if it is wanted, goes on in `crc`. */
+static size_t read_cached(int fd, const Py_buffer *pieces, struct part *part) {
+    size_t done = 0;
+#ifdef RWF_NOWAIT
+    Py_ssize_t piece = 0;
+    size_t used = 0; /* of that piece */
+    while (done < part->size) {
+        struct iovec places[READ_PIECES];
+        int count = 0;
+        size_t wanted = 0, from = used;
+        for (Py_ssize_t i = piece; i < part->pieces && count < READ_PIECES && wanted < READ_BYTES;
+             i++, from = 0) {
+            size_t there = (size_t)pieces[i].len - from, most = READ_BYTES - wanted;
+            if (!there) continue;
+            places[count].iov_base = (uint8_t *)pieces[i].buf + from;
+            places[count].iov_len = there < most ? there : most;
+            wanted += places[count++].iov_len;
+        }
+        ssize_t got = preadv2(fd, places, count, (off_t)(part->start + done), RWF_NOWAIT);
+        if (got < 0 && errno == EINTR) continue;
+        if (got <= 0) break; /* not cached, or an error that whoever waits for the device reports */
+        done += (size_t)got;
+        for (size_t left = (size_t)got; left;) {
+            size_t there = (size_t)pieces[piece].len - used, size = left < there ? left : there;
+            const uint8_t *at = (const uint8_t *)pieces[piece].buf + used;
+            if (part->check) part->crc = kernel_crc32c(part->crc, at, size);
+            left -= size, used += size;
+            if (used == (size_t)pieces[piece].len) piece++, used = 0;
+        }
+    }
+#else
+    (void)fd, (void)pieces, (void)part;
+#endif
+    return done;
+}
+
+/* read_rows(rows, targets, check, fd, most_bytes): fill targets from the file, in this order, as far
+ * as its page cache has them, and no further than `most_bytes` and the rest of one target. Never
+ * waits for the device. Returns how many were filled, and the positions among them of those with
+ * `check` whose CRC32C is not that of the row. The next one may be filled in part. */
+static PyObject *read_rows(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "read_rows(rows, targets, check, fd, most_bytes)");
+        return NULL;
+    }
+    struct exported all = {NULL, 0, 0};
+    struct copied *copies = NULL;
+    PyObject *wrong = NULL, *result = NULL;
+    size_t most, total = 0;
+    long fd = PyLong_AsLong(args[3]);
+    if ((fd == -1 && PyErr_Occurred()) || size_of(args[4], &most)) return NULL;
+    Py_ssize_t done = 0, many = targets_of(&all, args, &copies);
+    if (many < 0) goto done;
+    for (Py_ssize_t i = 0; i < many; i++) {
+        if (copies[i].part.start > (size_t)PY_SSIZE_T_MAX - copies[i].part.size) {
+            PyErr_SetString(PyExc_OSError, "a file does not hold so many bytes");
+            goto done;
+        }
+    }
+    Py_BEGIN_ALLOW_THREADS
+    while (done < many && total < most) {
+        struct part *part = &copies[done].part;
+        if (read_cached((int)fd, all.buffers + part->first, part) < part->size) break;
+        total += part->size, done++;
+    }
+    Py_END_ALLOW_THREADS
+    wrong = PyList_New(0);
+    for (Py_ssize_t i = 0; wrong && i < done; i++) {
+        int right = !copies[i].part.check || copies[i].part.crc == copies[i].expected;
+        if (!right && append_number(wrong, i)) goto done;
+    }
+    if (wrong) result = Py_BuildValue("nO", done, wrong);
+done:
+    Py_XDECREF(wrong);
+    PyMem_Free(copies);
+    release(&all);
+    return result;
 }
 
 /* ---- forms */
@@ -559,12 +828,15 @@ static PyMethodDef methods[] = {
     FAST(crc32c),
     FAST(copy),
     FAST(copy_crc32c),
-    FAST(scatter),
     FAST(gather),
     FAST(chain_keys),
     FAST(digests),
     FAST(find),
+    FAST(find_rows),
+    FAST(tiers),
     FAST(moved),
+    FAST(restore),
+    FAST(read_rows),
     {"forms", forms, METH_NOARGS, NULL},
     {"form", form, METH_NOARGS, NULL},
     {"use", use, METH_VARARGS, NULL},

@@ -13,10 +13,6 @@ enum {
     STATE_OFFSET = 128,
     SHAPE_OFFSET = 136,
     HEADS_OFFSET = 4096,
-    GENERATION_OFFSET = 32,
-    EXTENTS_OFFSET = 80,
-    CONTINUATION_OFFSET = 84,
-    LINK_OFFSET = 92,
     TRIES = 8,
 };
 static const uint64_t LIVE = 0x4556494c58444e49, HEADS_MASK = 0xffffffff, MOVING = 1ull << 32;

@@ -19,7 +19,7 @@ from prefixd.proto import arena_header, frames, index
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
-from prefixd.proto.index import columns_of
+from prefixd.proto.index import packed_rows
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.messages import fields_of, parse
@@ -235,8 +235,10 @@ def test_rows_that_are_unpacked_together_are_all_good_or_none(
 ) -> None:
     rows = [index.pack_row(ENTRY, ENTRY.location)] * good + noise
     rows = draw.draw(st.permutations(rows))
-    with contextlib.suppress(RecordError):
-        columns_of(rows)
+    packed = packed_rows(list(enumerate(rows)))
+    if packed is not None:
+        assert [row for _, row in packed] == rows
+        assert len(packed.keys) == len(packed.tiers) == len(rows)
 
 
 # ---- a shared engine

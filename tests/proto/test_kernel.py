@@ -8,7 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -20,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.proto import index_reader, kernel
-from prefixd.proto.index import ROW_BYTES, Layout, pack_header
+from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
-from prefixd.proto.keys import Namespace, block_keys
+from prefixd.proto.keys import Key, Namespace, block_keys
 from tests.support.lengths import LONG
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,55 +123,122 @@ def test_pieces_on_both_sides_are_one_run_of_bytes(
     assert b"".join(targets) == joined
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 4000), st.lists(ROOM, max_size=3), st.booleans()), max_size=5)
+ENTRIES = st.lists(
+    st.tuples(st.integers(0, 4000), st.lists(ROOM, max_size=3), st.booleans()), max_size=5
 )
-def test_scatter_and_gather_are_copies_one_by_one(
-    entries: list[tuple[int, list[int], bool]],
-) -> None:
-    memory = noise(8192)
+
+
+def packed(start: int, extent_bytes: int, crc: int = 0) -> bytes:
+    """The row of an entry there, with its number in place of a link."""
+    entry = IndexRow(Key(bytes(32)), 1, 1, 1, crc, 0, 0, 1, 1, (start, extent_bytes))
+    return pack_row(entry, entry.location) + bytes(4)
+
+
+@given(ENTRIES)
+def test_gather_is_a_checked_copy_of_each(entries: list[tuple[int, list[int], bool]]) -> None:
     starts = [start for start, _, _ in entries]
-    targets = [[bytearray(size) for size in sizes] for _, sizes, _ in entries]
+    sources = [[noise(size, size) for size in sizes] for _, sizes, _ in entries]
     limits = [sum(sizes) for _, sizes, _ in entries]
-    check = [checked for _, _, checked in entries]
-    crcs = _native.scatter(memory, starts, limits, targets, check)
-    copies = [b"".join(pieces) for pieces in targets]
-    assert copies == [memory[at : at + size] for at, size in zip(starts, limits, strict=True)]
-    expected = [crc32.iscsi(part) if on else None for part, on in zip(copies, check, strict=True)]
-    assert crcs == expected
     room, plain = bytearray(8192), bytearray(8192)
-    assert _native.gather(room, starts, limits, targets, check) == expected
-    for start, part in zip(starts, copies, strict=True):
+    crcs = _native.gather(room, starts, limits, sources)
+    for start, pieces in zip(starts, sources, strict=True):
+        part = b"".join(pieces)
         plain[start : start + len(part)] = part
     assert room == plain
+    assert crcs == [crc32.iscsi(b"".join(pieces)) for pieces in sources]
+
+
+@pytest.mark.parametrize("where", ["memory", "file"])
+@given(ENTRIES, st.randoms(use_true_random=False))
+def test_entries_are_copied_from_where_their_rows_say(
+    where: str, entries: list[tuple[int, list[int], bool]], chance: random.Random
+) -> None:
+    """And compared with the CRC32C of the row, one of which may be wrong."""
+    memory = noise(8192)
+    rows, expected, wrong = b"", [], []
+    for number, (start, sizes, checked) in enumerate(entries):
+        data = memory[start : start + sum(sizes)]
+        flip = chance.randrange(3) == 0
+        rows += packed(start, len(data), crc32.iscsi(data) ^ flip)
+        expected.append(data)
+        if flip and checked:
+            wrong.append(number)
+    targets = [[bytearray(size) for size in sizes] for _, sizes, _ in entries]
+    check = [checked for _, _, checked in entries]
+    if where == "memory":
+        assert _native.restore(rows, targets, check, memory) == wrong
+    else:
+        with tempfile.TemporaryFile() as file:
+            file.write(memory)
+            file.flush()
+            found = _native.read_rows(rows, targets, check, file.fileno(), 2**30)
+        assert found == (len(entries), wrong)
+    assert [b"".join(pieces) for pieces in targets] == expected
+
+
+def test_a_file_is_read_up_to_the_first_entry_that_is_not_there() -> None:
+    data = noise(700_000)
+    sizes = [10, 300_000, 0, 399_000, 1000]
+    starts = [0, 10, 5, 300_010, 699_500]
+    rows = b"".join(packed(*place) for place in zip(starts, sizes, strict=True))
+    targets = [bytearray(size) for size in sizes]
+    with tempfile.TemporaryFile() as file:
+        file.write(data)
+        file.flush()
+        fd = file.fileno()
+        assert _native.read_rows(rows, targets, [True] * 5, fd, 2**30) == (4, [0, 1, 3])
+        assert targets[:4] == [data[at : at + n] for at, n in zip(starts, sizes, strict=True)][:4]
+        assert _native.read_rows(rows, targets, [False] * 5, fd, 300_000) == (2, [])
+        assert _native.read_rows(rows[96 * 4 :], targets[4:], [True], fd, 1) == (0, [])
+    assert _native.read_rows(rows, targets, [True] * 5, -1, 2**30) == (0, [])
+    with pytest.raises(OSError, match="does not hold"):
+        _native.read_rows(packed(2**64 - 5, 10), [bytearray(10)], [True], fd, 1)
 
 
 def test_nothing_moves_before_everything_was_checked() -> None:
     memory, good, long = noise(100), bytearray(10), bytearray(11)
-    for starts, limits, targets in (
-        ([0, 90], [10, 11], [good, long]),  # beyond the end
-        ([0, 0], [10, 10], [good, long]),  # longer than its limit
-        ([0, 101], [10, 0], [good, bytearray()]),
+    for second, target in (
+        (packed(90, 11), long),  # beyond the end
+        (packed(0, 10), long),  # longer than its extent
+        (packed(101, 0), bytearray()),
+        (packed(2**64 - 1, 2**64 - 1), long),
     ):
         with pytest.raises(OSError, match="does not hold"):
-            _native.scatter(memory, starts, limits, targets, [True, True])
+            _native.restore(packed(0, 10) + second, [good, target], [True, True], memory)
         assert good == bytes(10)
     room = bytearray(100)
-    with pytest.raises(OSError, match="does not hold"):
-        _native.gather(room, [0, 95], [10, 10], [b"x" * 10, b"x" * 10], [False, False])
-    assert room == bytes(100)
+    for limits in ([10, 10], [10, 9]):
+        with pytest.raises(OSError, match="does not hold"):
+            _native.gather(room, [0, 95 if limits[1] == 10 else 0], limits, [b"x" * 10] * 2)
+        assert room == bytes(100)
+    row = packed(0, 10)
     for wrong in (
-        (memory, [0], [10], [bytes(10)], [True]),  # read-only
-        (memory, [0], [10], [good, good], [True]),
-        (memory, [-1], [10], [good], [True]),
-        (memory, [2**70], [10], [good], [True]),
-        (memory, ["0"], [10], [good], [True]),
-        (memory, [0], [10], ["text"], [True]),
-        (memory, iter([0]), [10], [good], [True]),
+        (row, [bytes(10)], [True], memory),  # read-only
+        (row, [good, good], [True], memory),
+        (row, [good], [True, True], memory),
+        (row[1:], [good], [True], memory),
+        (row, ["text"], [True], memory),
+        (row, iter([good]), [True], memory),
+        (row, [good], [True], "text"),
+        ("text", [good], [True], memory),
     ):
         with pytest.raises((BufferError, ValueError, TypeError, OverflowError)):
-            _native.scatter(*wrong)
+            _native.restore(*wrong)
         assert good == bytes(10)
+    for fd, most in (("text", 1), (0, -1), (0, "text")):
+        with pytest.raises((TypeError, OverflowError)):
+            _native.read_rows(row, [good], [True], fd, most)
+    for wrong in (
+        (bytes(100), [0], [10], [good]),  # read-only
+        (room, [0], [10], [good, good]),
+        (room, [-1], [10], [good]),
+        (room, [2**70], [10], [good]),
+        (room, ["0"], [10], [good]),
+        (room, [0], [10], ["text"]),
+    ):
+        with pytest.raises((BufferError, ValueError, TypeError, OverflowError)):
+            _native.gather(*wrong)
+        assert room == bytes(100)
 
 
 def a_hostile_index(chance: random.Random) -> bytes:
@@ -204,6 +272,19 @@ def a_hostile_index(chance: random.Random) -> bytes:
 KEYS = [noise(32, seed) for seed in range(4)]
 
 
+class LazyKeys(Sequence[bytes]):
+    """A sequence that is looked up in pieces."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = keys
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.keys[index]
+
+
 @pytest.mark.parametrize("seed", range(3000 if LONG else 300))
 def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a hostile daemon's index is read in bounds, and both forms end with the same rows."""
@@ -214,7 +295,18 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
         found = reader.find(KEYS)
         placed = [each for each in found if each is not None]
         stops = [reader.find(KEYS, stop_at=stop) for stop in (False, True)]
-        return [found, stops, reader.unchanged(placed), [reader.unchanged([p]) for p in placed]]
+        tiers = [list(reader.tiers(KEYS, stop_at=stop)) for stop in (False, True, None)]
+        ones = [reader.tier_of(key) for key in KEYS]
+        rows = []
+        for keys in (KEYS, LazyKeys(KEYS)):
+            for stop in (False, True, None):
+                some = reader.find_rows(keys, stop_at=stop)
+                rows.append(some and (list(some[0]), list(some[1]), reader.unchanged(some[0])))
+        return [
+            *(found, stops, tiers, ones, rows),
+            reader.unchanged(placed),
+            [reader.unchanged([p]) for p in placed],
+        ]
 
     monkeypatch.setattr(index_reader, "native", _native)
     natively = read()
@@ -235,11 +327,13 @@ def test_an_index_has_to_be_as_large_as_it_is_said_to_be() -> None:
     for wrong in arguments:
         with pytest.raises(ValueError, match="index is not so large"):
             _native.find(*wrong, [bytes(32)], -1)
+        with pytest.raises(ValueError, match="index is not so large"):
+            _native.tiers(*wrong, [bytes(32)], -1)
     with pytest.raises(ValueError, match="a key is 32 bytes"):
         _native.find(bytes(8192), 1, 85, bytes(16), [bytes(31)], -1)
-    for placed in ([(1,)], [(1, b"short")], [None], [(-1, bytes(92))]):
-        with pytest.raises((TypeError, OverflowError)):
-            _native.moved(bytes(8192), 1, 85, bytes(16), placed)
+    for packed_wrongly in (bytes(95), bytes(97), "text", None):
+        with pytest.raises((TypeError, ValueError)):
+            _native.moved(bytes(8192), 1, 85, bytes(16), packed_wrongly)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +357,7 @@ def test_this_process_runs_the_form_that_its_environment_asks_for() -> None:
 
 def test_both_forms_make_the_same_keys() -> None:
     code = (
-        "from prefixd.proto.keys import Namespace, block_keys;"
+        "from prefixd.proto.keys import Key, Namespace, block_keys;"
         "n = Namespace(bytes(32), 'q', bytes(32));"
         "print([k.hex() for k in block_keys(n, list(range(100)), 7, include_partial=True)])"
     )

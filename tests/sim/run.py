@@ -313,6 +313,8 @@ def _quiet() -> Iterator[None]:
             mock.patch.object(devices, "_LOOK_S", 1.0),
             mock.patch.object(arenas, "RELEASE_BYTES", 1),
             mock.patch.object(arenas, "_PIECE_BYTES", SLAB),
+            # The kernel reads without `os`, where the faults of devices are.
+            mock.patch.object(arenas.FileArena, "_cached_rows", return_value=(0, [])),
             mock.patch.object(arena, "RELEASE_BYTES", 1),
             mock.patch.multiple(
                 incoming,

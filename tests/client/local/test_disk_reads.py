@@ -15,14 +15,16 @@ from typing import Any
 import pytest
 
 from prefixd.client import AsyncClient, Client, MissReason, SaveReason, Tier
-from prefixd.client.local import disk_reads
+from prefixd.client.local import arenas, disk_reads
 from prefixd.client.local.arenas import FileArena
 from prefixd.client.local.disk_reads import PIECE_BYTES, DeviceHangs, DiskReads
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.lookups import CALL_THREADS
 from prefixd.client.wire.deadline import ABANDONMENT, Abandonment, Deadline
+from prefixd.proto.index import IndexRow, PackedRows, pack_row
+from prefixd.proto.kernel import native
 from prefixd.proto.keys import Key
-from prefixd.proto.payload import crc32c
+from prefixd.proto.payload import Pieces, crc32c
 from tests.support.daemon import PrivateDaemon, private_daemon
 from tests.support.event_loop import PATIENCE_S, run
 
@@ -47,6 +49,7 @@ class Device:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(FileArena, "_cached", lambda _this, _start, _room, crc, **_: (0, crc))
+    monkeypatch.setattr(FileArena, "_cached_rows", lambda *_: (0, []))
     made = Device()
     yield made
     made.answers.set()
@@ -160,17 +163,64 @@ def test_each_entry_of_a_batch_has_its_own_result(
     arena: FileArena, device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What can't be read costs the others nothing; what comes too late ends the batch."""
-    targets = [memoryview(bytearray(10)) for _ in range(3)]
-    places = [0, len(DATA) - 5, 20], [10, 10, 10]
-    first, second, third = arena.read_all(*places, targets, [True] * 3, LATER)
-    assert (first, third) == (crc32c(DATA[:10]), crc32c(DATA[20:30]))
-    assert isinstance(second, OSError)
+    targets = [memoryview(bytearray(10)) for _ in range(4)]
+    placed = [rows_at(0, 10), rows_at(len(DATA) - 5, 10), rows_at(20, 10), rows_at(30, 10, crc=1)]
+    rows = PackedRows(b"".join(placed))
+    failed = arena.read_all(rows, targets, [True] * 4, LATER)
+    assert (targets[0], targets[2]) == (DATA[:10], DATA[20:30])
+    (second, why), wrong = failed
+    assert (second, wrong) == (1, (3, None))
+    assert isinstance(why, OSError)
     device.answers.clear()
-    late = arena.read_all(*places, targets, [True] * 3, Deadline(5))
-    assert [type(each) for each in late] == [TimeoutError] * 3
+    late = arena.read_all(rows, targets, [True] * 4, Deadline(5))
+    assert [(n, type(each)) for n, each in late] == [(n, TimeoutError) for n in range(4)]
     monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
-    hangs = arena.read_all(*places, targets, [True] * 3, LATER)
-    assert [type(each) for each in hangs] == [DeviceHangs] * 3
+    hangs = arena.read_all(rows, targets, [True] * 4, LATER)
+    assert [(n, type(each)) for n, each in hangs] == [(n, DeviceHangs) for n in range(4)]
+
+
+def rows_at(start: int, length_bytes: int, *, crc: int | None = None) -> bytes:
+    """The packed row of an entry there; `crc`: another CRC32C than its bytes have."""
+    data = DATA[start : start + length_bytes]
+    saved = crc32c(data) if crc is None else crc
+    location = start, length_bytes
+    entry = IndexRow(Key(bytes(32)), 7, length_bytes, 1, saved, 0, 0, Tier.DISK, 1, location)
+    return pack_row(entry, location) + bytes(4)
+
+
+@pytest.mark.parametrize("form", [native, None], ids=["native", "pure"])
+def test_a_batch_is_read_from_the_cache_as_far_as_that_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any
+) -> None:
+    """In pieces of the caller, checked; whatever is beyond the end of the file is asked of the
+    device, and costs the others nothing."""
+    if form is None:
+        monkeypatch.setattr(arenas, "native", None)
+    (tmp_path / "arena").write_bytes(DATA)
+    reads = DiskReads()
+    with (tmp_path / "arena").open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+        arena = FileArena(file.fileno(), reads)
+    places = [(0, PAYLOAD_BYTES), (5, 3000), (len(DATA) - 10, 20), (100, 9), (200, 9)]
+    sizes = [PAYLOAD_BYTES, 2999, 20, 9, 9]
+    check = [True, False, True, True, True]
+    wrong = {1: 1, 4: 1}
+    rows = PackedRows(b"".join(rows_at(*place, crc=wrong.get(n)) for n, place in enumerate(places)))
+    pieces = [memoryview(bytearray(part)) for part in (1, PAYLOAD_BYTES - 501, 500)]
+    targets: list[Any] = [Pieces(pieces), *(memoryview(bytearray(size)) for size in sizes[1:])]
+    failed = arena.read_all(rows, targets, check, LATER)
+    assert [(number, type(why)) for number, why in failed] == [(2, OSError), (4, type(None))]
+    for number, (start, _) in enumerate(places):
+        if number != 2:
+            assert targets[number].tobytes() == DATA[start : start + sizes[number]]
+    too_long = [memoryview(bytearray(size + 1)) for size in (20, 9)]
+    beyond = PackedRows(rows.packed[2 * 96 : 4 * 96])
+    try:
+        assert len(arena.read_all(beyond, too_long, [True] * 2, LATER)) == 2
+    except OSError:
+        assert form is native  # all of a batch are checked before anything is read
+    reads.close()
+    assert reads.join(PATIENCE_S)
 
 
 def test_the_end_of_a_file_in_the_cache_is_asked_of_the_device(tmp_path: Path) -> None:

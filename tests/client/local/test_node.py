@@ -24,6 +24,7 @@ from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
 from prefixd.proto.entry import EntryRecord
+from prefixd.proto.index import IndexRow, PackedRows, pack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import FlatBytes, crc32c
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
@@ -463,12 +464,21 @@ def test_found_entries_are_those_of_their_rows(made: Made, pieces: int) -> None:
 
 def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
     fd = arena_file(tmp_path / "arena")
-    targets = [memoryview(bytearray(1)) for _ in range(2)]
+    row = made_row(SLAB, SLAB)
     for arena in (MappedArena(fd, SLAB * SLABS, outlives_daemon=True), FileArena(fd)):
-        for offsets, lengths, check in ([1, 1, 2], [2, 1, 2], [2, 2, 1]):
-            with pytest.raises(ValueError, match=r"shorter|longer"):
-                arena.read_all([SLAB] * offsets, [SLAB] * lengths, targets, [False] * check, LATER)
+        for rows, targets, check in ([1, 2, 2], [2, 1, 2], [2, 2, 1]):
+            rooms = [memoryview(bytearray(1)) for _ in range(targets)]
+            with pytest.raises(ValueError, match=r"as many|shorter|longer"):
+                arena.read_all(PackedRows(row * rows), rooms, [False] * check, LATER)
+            assert all(room[0] == 0 for room in rooms[1:])
     os.close(fd)
+
+
+def made_row(start: int, length_bytes: int) -> bytes:
+    """The packed row of an entry there."""
+    location = start, length_bytes
+    entry = IndexRow(Key(bytes(32)), 1, length_bytes, 0, 0, 0, 0, 1, 1, location)
+    return pack_row(entry, location) + bytes(4)
 
 
 def test_arenas_say_who_wrote_to_them(tmp_path: Path) -> None:
