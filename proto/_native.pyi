@@ -106,6 +106,38 @@ def moved(
     """The positions of those packed rows that have another generation now; None if the index is
     revoked. All loads before this call are ordered before its own."""
 
+def put_rows(
+    index: Buffer,
+    multiplier: bytes,
+    count: int,
+    free_row: int,
+    fresh_row: int,
+    secured_row: int,
+    shape: int,
+    entries: Sequence[object],
+    at: int,
+    /,
+) -> tuple[int, int, int]:
+    """List entries, `proto.entry.Listed`, from position `at` on, in an index with `count` heads.
+    Returns the position of the first that was not listed, as it replaces another, does not fit into
+    one row, or there is none for it; and the numbers of the next free and the next fresh row."""
+
+def delete_rows(
+    index: Buffer,
+    multiplier: bytes,
+    count: int,
+    free_row: int,
+    fresh_row: int,
+    secured_row: int,
+    shape: int,
+    keys: Sequence[bytes],
+    at: int,
+    /,
+) -> tuple[int, int, int, int]:
+    """Remove the rows of keys from position `at` on. Returns the position of the first that was not
+    dealt with, as it has several rows; how many of the others were listed; the next free row, and
+    the shape. Before anything is stored after this, readers find that the rows are gone."""
+
 def forms() -> tuple[list[str], list[str]]:
     """The forms of checksums and of hashes that run on this processor, best first."""
 

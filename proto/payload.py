@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Final, TypeAlias, cast
 
 from fastcrc import crc32
 
@@ -159,6 +159,13 @@ def views_of(data: FlatBytes) -> Sequence[memoryview]:
 def buffers_of(data: Buffer | Pieces) -> Buffer | Sequence[memoryview]:
     """`data` as the native kernel takes it."""
     return data.views if isinstance(data, Pieces) else data
+
+
+def all_buffers_of(data: Sequence[FlatBytes]) -> Sequence[Buffer | Sequence[memoryview]]:
+    """`buffers_of` each."""
+    if Pieces not in set(map(type, data)):
+        return cast("Sequence[memoryview]", data)  # without a call for each
+    return [buffers_of(each) for each in data]
 
 
 def pairs(one: FlatBytes, other: FlatBytes) -> Iterator[tuple[memoryview, memoryview]]:

@@ -21,7 +21,7 @@ from ...proto.kernel import native
 from ...proto.payload import (
     RELEASE_BYTES,
     FlatBytes,
-    buffers_of,
+    all_buffers_of,
     copy,
     copy_crc32c,
     crc32c,
@@ -173,8 +173,7 @@ class MappedArena(Arena):
         deadline: Deadline,
     ) -> list[tuple[int, OSError | None]]:
         if native:
-            buffers = [buffers_of(target) for target in targets]
-            wrong = native.restore(rows.packed, buffers, check, self._view)
+            wrong = native.restore(rows.packed, all_buffers_of(targets), check, self._view)
             return [(position, None) for position in wrong]
         # Copies small blocks without a call for each.
         whole, end_bytes = self._view, len(self._view)
@@ -253,7 +252,7 @@ class FileArena(Arena):
         if not native:
             return super().read_all(rows, targets, check, deadline)
         failed: list[tuple[int, OSError | None]] = []
-        buffers = [buffers_of(target) for target in targets]
+        buffers = all_buffers_of(targets)
         at = 0
         while at < len(targets):
             try:

@@ -132,7 +132,10 @@ class LocalNode:
         rows, positions = found
         if not rows:
             return (), NO_ENTRIES
-        return positions, PackedEntries(rows, InPlace(self, rows))
+        entries = PackedEntries(rows, InPlace(self, rows))
+        if isinstance(keys, list | tuple) and isinstance(positions, range):
+            entries.keys = keys[: len(rows)]  # no need to make them again
+        return positions, entries
 
     def _find_odd(
         self, found: Sequence[Placed | None], mode: ClaimMode

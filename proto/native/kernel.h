@@ -39,12 +39,18 @@ enum { ROW_BYTES = 96, CHECKED_BYTES = 92, MAX_CHAIN = 16, MAX_EXTENTS = 4096, W
 /* Offsets in the row of an entry. */
 enum {
     GENERATION_OFFSET = 32,
+    PAYLOAD_OFFSET = 40,
     OFFSET_OFFSET = 48,
     LENGTH_OFFSET = 56,
+    TOKENS_OFFSET = 64,
     CRC_OFFSET = 68,
+    IDS_OFFSET = 72,
+    LAYERS_OFFSET = 76,
     TIER_OFFSET = 78,
+    REASON_OFFSET = 79,
     EXTENTS_OFFSET = 80,
     CONTINUATION_OFFSET = 84,
+    CHECKSUM_OFFSET = 88,
     LINK_OFFSET = 92,
 };
 
@@ -71,6 +77,34 @@ uint32_t kernel_index_find(const struct kernel_index *index, const uint8_t key[3
 /* Whether the row of this number still has this generation. All loads before this call are
  * ordered before its own. */
 int kernel_index_stands(const struct kernel_index *index, uint32_t number, uint64_t generation);
+
+/* ---- the writer of the index, which only one thread of one process uses */
+
+/* What it has in hand: `count` heads in use, the chain of free rows, and the rows that were never
+ * used, as far as they have memory. */
+struct kernel_writer {
+    uint8_t *data;
+    uint64_t multiplier[2];
+    uint32_t count;
+    uint32_t rows; /* that lie in `data` */
+    uint32_t free_row, fresh_row, secured_row;
+    uint64_t shape;
+};
+
+enum { PUT_DONE, PUT_OTHERWISE };
+
+/* List the entry of a row of CHECKED_BYTES that has one extent, and is complete but for its
+ * checksum. PUT_OTHERWISE: nothing was done, as its key is listed already, its chain is full, or
+ * there is no row for it. */
+int kernel_index_put(struct kernel_writer *writer, uint8_t *row);
+
+enum { DELETE_DONE, DELETE_ABSENT, DELETE_OTHERWISE };
+
+/* Remove the row of a key. DELETE_OTHERWISE: nothing was done, as it has several rows. */
+int kernel_index_delete(struct kernel_writer *writer, const uint8_t key[32]);
+
+/* All changes so far become visible before anything that is stored from now on. */
+void kernel_index_published(void);
 
 /* ---- what the processor has */
 

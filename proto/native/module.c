@@ -601,6 +601,139 @@ done:
     return positions;
 }
 
+/* A writer: (index, multiplier, count, free_row, fresh_row, secured_row, shape). */
+static int writer_of(struct exported *all, PyObject *const *args, struct kernel_writer *writer) {
+    size_t count, free_row, fresh_row, secured_row, shape;
+    Py_buffer multiplier;
+    Py_buffer *buffer = export(all, args[0], 1);
+    if (!buffer || PyObject_GetBuffer(args[1], &multiplier, PyBUF_SIMPLE)) return -1;
+    int right = multiplier.len == sizeof writer->multiplier;
+    if (right) memcpy(writer->multiplier, multiplier.buf, sizeof writer->multiplier);
+    PyBuffer_Release(&multiplier);
+    if (size_of(args[2], &count) || size_of(args[3], &free_row) || size_of(args[4], &fresh_row) ||
+        size_of(args[5], &secured_row) || size_of(args[6], &shape))
+        return -1;
+    size_t size = (size_t)buffer->len, rows = size / ROW_BYTES;
+    if (!right || (uintptr_t)buffer->buf % 8 || size < 4096 || !count ||
+        count > (size - 4096) / 4 || rows > 0xffffffff || free_row >= rows || fresh_row > rows ||
+        secured_row > rows) {
+        PyErr_SetString(PyExc_ValueError, "the index is not so large, or lies at an odd address");
+        return -1;
+    }
+    writer->data = buffer->buf, writer->rows = (uint32_t)rows, writer->count = (uint32_t)count;
+    writer->free_row = (uint32_t)free_row, writer->fresh_row = (uint32_t)fresh_row;
+    writer->secured_row = (uint32_t)secured_row, writer->shape = shape;
+    return 0;
+}
+
+/* Where a number of an entry goes in its row, and how many bytes it has there. */
+static const struct field {
+    const char *name;
+    uint8_t offset, bytes;
+} fields[] = {
+    {"generation", GENERATION_OFFSET, 8}, {"payload_bytes", PAYLOAD_OFFSET, 8},
+    {"token_count", TOKENS_OFFSET, 4},    {"payload_crc32c", CRC_OFFSET, 4},
+    {"token_ids_bytes", IDS_OFFSET, 4},   {"layer_count", LAYERS_OFFSET, 2},
+    {"tier", TIER_OFFSET, 1},             {"reason", REASON_OFFSET, 1},
+};
+enum { FIELDS = sizeof fields / sizeof *fields };
+/* The names of the fields, of the key and of the location. */
+static PyObject *field_names[FIELDS + 2];
+
+/* Write a number to a row. -1: it does not fit; there may be an error. */
+static int put_number(PyObject *number, uint8_t *at, int bytes) {
+    unsigned long long word = number ? PyLong_AsUnsignedLongLong(number) : 0;
+    if (!number || (word == (unsigned long long)-1 && PyErr_Occurred())) return -1;
+    if (bytes < 8 && word >> 8 * bytes) return -1;
+    memcpy(at, &word, (size_t)bytes); /* the first bytes: little-endian */
+    return 0;
+}
+
+/* The row of an entry with one extent. -1: it is none, or a number does not fit. */
+static int row_of(PyObject *entry, uint8_t *row) {
+    char *key;
+    Py_ssize_t key_bytes;
+    int right = 0;
+    PyObject *name = PyObject_GetAttr(entry, field_names[FIELDS]);
+    PyObject *location = PyObject_GetAttr(entry, field_names[FIELDS + 1]);
+    memset(row, 0, CHECKED_BYTES);
+    if (name && location && PyTuple_Check(location) && PyTuple_Size(location) == 2 &&
+        !PyBytes_AsStringAndSize(name, &key, &key_bytes) && key_bytes == KEY_BYTES &&
+        !put_number(PyTuple_GetItem(location, 0), row + OFFSET_OFFSET, 8) &&
+        !put_number(PyTuple_GetItem(location, 1), row + LENGTH_OFFSET, 8)) {
+        memcpy(row, key, KEY_BYTES);
+        row[EXTENTS_OFFSET] = 1;
+        right = 1;
+        for (int i = 0; right && i < FIELDS; i++) {
+            PyObject *number = PyObject_GetAttr(entry, field_names[i]);
+            right = !put_number(number, row + fields[i].offset, fields[i].bytes);
+            Py_XDECREF(number);
+        }
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(location);
+    return right ? 0 : -1;
+}
+
+/* put_rows(*writer, entries, at): list entries from position `at` on. Returns the position of the
+ * first that was not listed, and the writer's free and fresh row. */
+static PyObject *put_rows(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 9) {
+        PyErr_SetString(PyExc_TypeError, "put_rows(*writer, entries, at)");
+        return NULL;
+    }
+    struct exported all = {NULL, 0, 0};
+    struct kernel_writer writer;
+    PyObject *result = NULL;
+    Py_ssize_t many = length_of(args[7]), at = PyLong_AsSsize_t(args[8]);
+    if (many < 0 || (at == -1 && PyErr_Occurred()) || writer_of(&all, args, &writer)) goto done;
+    for (; at >= 0 && at < many; at++) {
+        uint8_t row[CHECKED_BYTES];
+        if (row_of(item_of(args[7], at), row)) {
+            /* What it is, or why it is none, the caller finds out. */
+            PyErr_Clear();
+            break;
+        }
+        if (kernel_index_put(&writer, row) != PUT_DONE) break;
+    }
+    kernel_index_published();
+    result = Py_BuildValue("nkk", at, (unsigned long)writer.free_row,
+                           (unsigned long)writer.fresh_row);
+done:
+    release(&all);
+    return result;
+}
+
+/* delete_rows(*writer, keys, at): remove the rows of keys from position `at` on. Returns the
+ * position of the first that was not dealt with, how many were listed, and the writer's free row
+ * and shape. */
+static PyObject *delete_rows(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 9) {
+        PyErr_SetString(PyExc_TypeError, "delete_rows(*writer, keys, at)");
+        return NULL;
+    }
+    struct exported all = {NULL, 0, 0};
+    struct kernel_writer writer;
+    PyObject *result = NULL;
+    Py_ssize_t listed = 0, many = length_of(args[7]), at = PyLong_AsSsize_t(args[8]);
+    if (many < 0 || (at == -1 && PyErr_Occurred()) || writer_of(&all, args, &writer)) goto done;
+    for (Py_ssize_t i = at; i >= 0 && i < many; i++)
+        if (!key_of(args[7], i)) goto done;
+    for (; at >= 0 && at < many; at++) {
+        int done = kernel_index_delete(&writer, key_of(args[7], at));
+        if (done == DELETE_OTHERWISE) break;
+        listed += done == DELETE_DONE;
+    }
+    kernel_index_published();
+    result = Py_BuildValue("nnkK", at, listed, (unsigned long)writer.free_row,
+                           (unsigned long long)writer.shape);
+done:
+    release(&all);
+    return result;
+}
+
 /* ---- entries, by their rows */
 
 /* An entry that is copied: where it lies, and how much of it was. */
@@ -835,6 +968,8 @@ static PyMethodDef methods[] = {
     FAST(find_rows),
     FAST(tiers),
     FAST(moved),
+    FAST(put_rows),
+    FAST(delete_rows),
     FAST(restore),
     FAST(read_rows),
     {"forms", forms, METH_NOARGS, NULL},
@@ -843,8 +978,20 @@ static PyMethodDef methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
+static int begin(PyObject *module) {
+    (void)module;
+    for (int i = 0; i < FIELDS + 2; i++) {
+        const char *name = i < FIELDS ? fields[i].name : i == FIELDS ? "key" : "location";
+        if (!field_names[i]) field_names[i] = PyUnicode_InternFromString(name);
+        if (!field_names[i]) return -1;
+    }
+    return 0;
+}
+
+static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};
+
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "prefixd.proto._native", NULL, 0, methods, NULL, NULL, NULL, NULL,
+    PyModuleDef_HEAD_INIT, "prefixd.proto._native", NULL, 0, methods, slots, NULL, NULL, NULL,
 };
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModuleDef_Init(&definition); }

@@ -15,6 +15,9 @@ enum {
     HEADS_OFFSET = 4096,
     TRIES = 8,
 };
+/* One change, as the shape counts them. */
+static const uint64_t CHANGE = 1ull << 33;
+static const uint32_t ONE_EXTENT = 0x33333333;
 static const uint64_t LIVE = 0x4556494c58444e49, HEADS_MASK = 0xffffffff, MOVING = 1ull << 32;
 
 /* The CRC32C of a whole row and its own checksum: that of the four bytes of its kind. */
@@ -70,20 +73,25 @@ static int complete(const struct kernel_index *index, uint8_t *row, size_t *row_
     return 1;
 }
 
+/* The head of a key's chain, among `count` heads. */
+static uint64_t bucket_of(const uint8_t key[32], const uint64_t multiplier[2], uint64_t count) {
+    uint64_t word = u64_of(key, 0);
+    uint64_t hash =
+        (uint64_t)((unsigned __int128)word * multiplier[0] >> 64) + word * multiplier[1];
+    uint64_t mask = count > 1 ? (2ull << (63 - __builtin_clzll(count - 1))) - 1 : 0;
+    uint64_t bucket = hash & mask;
+    return bucket < count ? bucket : bucket & mask >> 1;
+}
+
 uint32_t kernel_index_find(const struct kernel_index *index, const uint8_t key[32], uint8_t *row,
                            size_t *row_bytes) {
     if (!kernel_index_live(index)) return 0;
-    uint64_t word = u64_of(key, 0);
-    uint64_t hash = (uint64_t)((unsigned __int128)word * index->multiplier[0] >> 64) +
-                    word * index->multiplier[1];
     for (int tries = TRIES; tries; tries--) {
         uint64_t shape = load64(index->data + SHAPE_OFFSET);
         uint64_t count = shape & HEADS_MASK;
         if (!count) count = 1;
         if (count > index->max_heads) count = index->max_heads;
-        uint64_t mask = count > 1 ? (2ull << (63 - __builtin_clzll(count - 1))) - 1 : 0;
-        uint64_t bucket = hash & mask;
-        if (bucket >= count) bucket &= mask >> 1;
+        uint64_t bucket = bucket_of(key, index->multiplier, count);
         uint32_t number = load32(index->data + HEADS_OFFSET + 4 * bucket);
         int torn = 0;
         for (int steps = MAX_CHAIN; number && number < index->rows; ) {
@@ -113,3 +121,71 @@ int kernel_index_stands(const struct kernel_index *index, uint32_t number, uint6
     if (!generation || number >= index->rows) return 0;
     return load64(index->data + (size_t)number * ROW_BYTES + GENERATION_OFFSET) == generation;
 }
+
+/* ---- the writer */
+
+static uint8_t *head_of(struct kernel_writer *writer, const uint8_t key[32]) {
+    uint64_t bucket = bucket_of(key, writer->multiplier, writer->count);
+    return writer->data + HEADS_OFFSET + 4 * bucket;
+}
+
+static void publish32(uint8_t *at, uint32_t word) {
+    __atomic_store_n((uint32_t *)at, word, __ATOMIC_RELEASE);
+}
+
+static void publish64(uint8_t *at, uint64_t word) {
+    __atomic_store_n((uint64_t *)at, word, __ATOMIC_RELEASE);
+}
+
+int kernel_index_put(struct kernel_writer *writer, uint8_t *row) {
+    uint8_t *head = head_of(writer, row);
+    uint32_t first = load32(head), number = first;
+    for (int length = 0; number; length++) {
+        if (number >= writer->rows || length == MAX_CHAIN) return PUT_OTHERWISE;
+        const uint8_t *there = writer->data + (size_t)number * ROW_BYTES;
+        if (!memcmp(there, row, 32)) return PUT_OTHERWISE;
+        number = load32(there + LINK_OFFSET);
+        if (!number && length + 1 == MAX_CHAIN) return PUT_OTHERWISE;
+    }
+    number = writer->free_row;
+    if (number) {
+        if (number >= writer->rows) return PUT_OTHERWISE;
+        writer->free_row = load32(writer->data + (size_t)number * ROW_BYTES + LINK_OFFSET);
+    } else {
+        number = writer->fresh_row;
+        if (number >= writer->secured_row || number >= writer->rows) return PUT_OTHERWISE;
+        writer->fresh_row++;
+    }
+    uint32_t checksum = kernel_crc32c(0, row, CHECKSUM_OFFSET) ^ ONE_EXTENT;
+    memcpy(row + CHECKSUM_OFFSET, &checksum, sizeof checksum);
+    uint8_t *place = writer->data + (size_t)number * ROW_BYTES;
+    memcpy(place, row, CHECKED_BYTES);
+    publish32(place + LINK_OFFSET, first);
+    publish32(head, number);
+    return PUT_DONE;
+}
+
+int kernel_index_delete(struct kernel_writer *writer, const uint8_t key[32]) {
+    uint8_t *before = head_of(writer, key);
+    uint32_t number = load32(before);
+    for (int length = 0; number; length++) {
+        if (number >= writer->rows || length == MAX_CHAIN) return DELETE_OTHERWISE;
+        uint8_t *there = writer->data + (size_t)number * ROW_BYTES;
+        if (!memcmp(there, key, 32)) {
+            if (u32_of(there, CONTINUATION_OFFSET)) return DELETE_OTHERWISE;
+            publish32(before, load32(there + LINK_OFFSET));
+            publish64(there + GENERATION_OFFSET, 0);
+            /* Before its link changes: a reader that is at this row has to notice. */
+            writer->shape += CHANGE;
+            publish64(writer->data + SHAPE_OFFSET, writer->shape);
+            publish32(there + LINK_OFFSET, writer->free_row);
+            writer->free_row = number;
+            return DELETE_DONE;
+        }
+        before = there + LINK_OFFSET;
+        number = load32(before);
+    }
+    return DELETE_ABSENT;
+}
+
+void kernel_index_published(void) { __atomic_thread_fence(__ATOMIC_SEQ_CST); }

@@ -16,7 +16,7 @@ import secrets
 import struct
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from ...proto.index import (
     CHECKED_BYTES,
@@ -46,11 +46,15 @@ from ...proto.index import (
     pack_row,
 )
 from ...proto.index_reader import IndexReader
+from ...proto.kernel import native
 from ...proto.keys import Key
 from ...proto.limits import KEY_BYTES
 from ...tiers.arena import SEALS
 from ...tiers.files import FULL_ERRORS
 from ...tiers.store import StoreError
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 #: Row numbers have 32 bits.
 MAX_ENTRIES: Final = 2**30
@@ -103,6 +107,7 @@ class IndexWriter:
         )
         self.size_bytes: Final = self.layout.size_bytes
         self._multiplier: Final = secrets.randbits(8 * MULTIPLIER_BYTES) | 1
+        self._multiplier_bytes: Final = self._multiplier.to_bytes(MULTIPLIER_BYTES, "little")
         self._entries = 0
         self._continuation_rows = 0
         self._unlisted = 0
@@ -209,6 +214,9 @@ class IndexWriter:
             if self._count >= HEADS_PER_ENTRY * (self._entries + len(entries)):
                 break
             self._add_head()
+        if native:
+            self._put_natively(entries)
+            return
         # Written out, without calls: it runs for every block that is saved.
         mapping, heads, links = self._mapping, self._heads, self._links
         multiplier, count, mask = self._multiplier, self._count, self._mask
@@ -240,6 +248,42 @@ class IndexWriter:
             links[number] = first
             heads[bucket] = number
             self._entries += 1
+
+    def _put_natively(self, entries: Sequence[Listed]) -> None:
+        """`put_all`, after the heads were added."""
+        at = 0
+        while at < len(entries):
+            begin = at
+            at, self._free_row, self._fresh_row = native.put_rows(*self._writer(), entries, at)
+            self._entries += at - begin
+            if at < len(entries):
+                self.put(entries[at])  # replaces another, can't be listed, or takes several rows
+                at += 1
+
+    def delete_all(self, keys: Sequence[Key]) -> None:
+        """`delete` each, in a fraction of the time."""
+        at = 0
+        while native and at < len(keys):
+            at, listed, self._free_row, shape = native.delete_rows(*self._writer(), keys, at)
+            self._entries -= listed
+            self._shape = shape & _SHAPE_MASK
+            if at < len(keys):
+                self.delete(keys[at])  # has several rows
+                at += 1
+        for key in keys[at:]:
+            self.delete(key)
+
+    def _writer(self) -> tuple[Buffer, bytes, int, int, int, int, int]:
+        """What the kernel is told."""
+        return (
+            self._mapping,
+            self._multiplier_bytes,
+            self._count,
+            self._free_row,
+            self._fresh_row,
+            self._secured_row,
+            self._shape,
+        )
 
     def delete(self, key: Key) -> bool:
         """Remove an entry; False if it was not listed. After this, a reader that looks it up

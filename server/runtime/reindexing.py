@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
+from itertools import groupby
 from typing import Final
 
 import structlog
 
 from ..core.effects import Effect, IndexDelete, IndexPut
-from ..core.entries import Entry, EntryTable
+from ..core.entries import EntryTable
 from .index import IndexWriter
 from .slices import Slices
 from .supervision import Health
@@ -101,14 +102,10 @@ class Reindexing:
 
 def change(index: IndexWriter, effects: Iterable[Effect]) -> None:
     """Apply effects to an index, in their order. Raises what the index raises."""
-    new: list[Entry] = []
-    for effect in effects:
-        if isinstance(effect, IndexPut):
-            new.append(effect.entry)
-        elif isinstance(effect, IndexDelete):
-            if new:
-                index.put_all(new)
-                new = []
-            index.delete(effect.entry.key)
-    if new:
-        index.put_all(new)
+    changes = [e for e in effects if type(e) is IndexPut or type(e) is IndexDelete]
+    for of, some in groupby(changes, type):
+        entries = [change.entry for change in some]
+        if of is IndexPut:
+            index.put_all(entries)
+        else:
+            index.delete_all([entry.key for entry in entries])

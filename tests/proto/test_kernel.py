@@ -315,6 +315,40 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
     reader.close()
 
 
+@pytest.mark.parametrize("seed", range(1000 if LONG else 100))
+def test_an_index_of_any_content_is_written_within_its_bounds(seed: int) -> None:
+    """A bug of the writer must not become a write elsewhere; the sanitised form sees it."""
+    chance = random.Random(seed)
+    data = bytearray(a_hostile_index(chance))
+    rows = len(data) // ROW_BYTES
+    before = bytes(data)
+    entry = IndexRow(KEYS[0], 1, 1, 1, 1, 0, 0, 1, 1, (0, 4096))
+    entries = [entry._replace(key=chance.choice([*KEYS, noise(32, n)])) for n in range(6)]
+    for _ in range(4):
+        count, secured = chance.randrange(1, 9), chance.randrange(rows + 1)
+        state = (chance.randrange(rows), chance.randrange(rows + 1), secured, 5)
+        writer = (data, chance.randbytes(16), count, *state)
+        at, free, fresh = _native.put_rows(*writer, entries, 0)
+        assert 0 <= at <= 6
+        assert free < 2**32
+        assert fresh <= max(state[1], secured)
+        at, listed, *_ = _native.delete_rows(*writer, [entry.key for entry in entries], 0)
+        assert 0 <= listed <= at <= 6
+    assert len(data) == len(before)
+    assert data[:128] == before[:128]
+    good = (bytearray(8192), bytes(16), 1, 0, 45, 85, 0)
+    for place, wrong in ((0, bytearray(4000)), (1, bytes(15)), (2, 0), (2, 1025), (3, 86), (4, 87)):
+        for call, last in ((_native.put_rows, [entry]), (_native.delete_rows, [KEYS[0]])):
+            with pytest.raises(ValueError, match="index is not so large"):
+                call(*good[:place], wrong, *good[place + 1 :], last, 0)
+    with pytest.raises(BufferError):
+        _native.put_rows(bytes(8192), *good[1:], [entry], 0)
+    assert _native.put_rows(*good, [None, entry], 0)[0] == 0
+    assert _native.put_rows(*good, [entry], 1)[0] == 1
+    with pytest.raises(ValueError, match="32 bytes"):
+        _native.delete_rows(*good, [KEYS[0], bytes(3)], 0)
+
+
 def test_an_index_has_to_be_as_large_as_it_is_said_to_be() -> None:
     arguments: list[tuple[Any, ...]] = [
         (bytes(4000), 1, 1, bytes(16)),

@@ -83,7 +83,7 @@ def _missed_waiter() -> Any:
 
 def _room_reused_while_its_row_stands() -> Any:
     """The index row of an evicted entry stays."""
-    return _replaced(index.IndexWriter, "delete", lambda _real: lambda _self, _key: True)
+    return _replaced(index.IndexWriter, "delete_all", lambda _real: lambda _self, _keys: None)
 
 
 def _row_removed_after_reuse() -> Any:

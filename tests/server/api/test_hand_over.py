@@ -9,7 +9,7 @@ import os
 import resource
 import socket
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -331,10 +331,10 @@ class FailingIndex(IndexWriter):
 
     fails = False
 
-    def delete(self, key: Key) -> bool:
+    def delete_all(self, keys: Sequence[Key]) -> None:
         if self.fails:
             raise OSError("it broke, on purpose")
-        return super().delete(key)
+        super().delete_all(keys)
 
 
 @in_loop

@@ -8,6 +8,7 @@ import fcntl
 import mmap
 import os
 import random
+import secrets
 import select
 import signal
 import struct
@@ -23,6 +24,7 @@ import pytest
 from prefixd.proto.index import INCARNATION_BYTES, MAX_CHAIN, MAX_EXTENTS, IndexRow, unpack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
+from prefixd.server.runtime import index as runtime_index
 from prefixd.server.runtime.index import (
     FIRST_HEADS,
     HEADS_PER_ENTRY,
@@ -120,6 +122,14 @@ def test_it_says_what_a_dict_says(seed: int) -> None:
         agrees(writer, reader, {})
 
 
+@pytest.fixture(params=["native", "pure"])
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Changes of many rows at once, in both forms."""
+    if request.param == "pure":
+        monkeypatch.setattr(runtime_index, "native", None)
+
+
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_what_is_listed_at_once_is_listed_as_one_by_one(seed: int) -> None:
     """New keys and listed ones, with few extents and with many, some of them twice."""
@@ -134,12 +144,59 @@ def test_what_is_listed_at_once_is_listed_as_one_by_one(seed: int) -> None:
             writer.put_all(entries)
             model |= {entry.key: entry for entry in entries}
             if chosen.random() < 0.2:
-                gone = chosen.choice(list(model) or [key_of(0)])
-                assert writer.delete(gone) == (model.pop(gone, None) is not None)
+                some = chosen.choices(list(model) or [key_of(0)], k=chosen.randrange(9))
+                writer.delete_all([*some, key_of(9_999)])
+                for gone in some:
+                    model.pop(gone, None)
+                assert reader.get(some) == [None] * len(some)
         agrees(writer, reader, model)
         assert writer.stats().heads >= min(2 * len(model), writer.layout.max_heads)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_both_forms_write_the_same_index(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit, in the same order of rows and with the same count of changes."""
+    monkeypatch.setattr(secrets, "randbits", lambda bits: 3**80 % 2**bits)
+    written: list[bytes] = []
+    for kernel in (runtime_index.native, None):
+        monkeypatch.setattr(runtime_index, "native", kernel)
+        chosen = random.Random(seed)
+        with index(300) as (writer, reader):
+            for step in range(1, 200):
+                keys = [key_of(chosen.randrange(400)) for _ in range(chosen.randrange(12))]
+                if chosen.random() < 0.4:
+                    writer.delete_all(keys)
+                else:
+                    writer.put_all(
+                        [
+                            entry_of(key, 20 * step + n, chosen.choice((1, 1, 1, 3)))
+                            for n, key in enumerate(keys)
+                        ]
+                    )
+            written.append(bytes(writer._mapping) + repr(writer.stats()).encode())
+            assert len(reader.find(map(key_of, range(400)))) == 400
+    assert written[0] == written[1]
+
+
+@pytest.mark.usefixtures("form")
+def test_an_entry_whose_number_does_not_fit_is_refused_and_those_before_it_are_listed() -> None:
+    good = [entry_of(key_of(number), 1, extents=1) for number in range(3)]
+    with index(100) as (writer, reader):
+        for wrong in (
+            good[0]._replace(key=key_of(7), layer_count=2**16),
+            good[0]._replace(key=key_of(7), payload_bytes=2**64),
+            good[0]._replace(key=key_of(7), tier=-1),
+            good[0]._replace(key=key_of(7), location=(2**64, 4096)),
+        ):
+            with pytest.raises(struct.error):
+                writer.put_all([*good, wrong, entry_of(key_of(8), 1, extents=1)])
+            assert reader.contains([entry.key for entry in good]) == [True] * 3
+            assert reader.contains([key_of(7), key_of(8)]) == [False] * 2
+            writer.delete_all([entry.key for entry in good])
+            assert len(writer) == 0
+
+
+@pytest.mark.usefixtures("form")
 def test_what_is_listed_at_once_and_has_no_room_is_counted() -> None:
     keys = [Key(bytes(8) + key_of(number)[8:]) for number in range(2 * MAX_CHAIN)]
     with index(100) as (writer, reader):

@@ -305,10 +305,10 @@ class FailingIndex(IndexWriter):
             raise RuntimeError("a bug, on purpose")
         super().put_all(entries)
 
-    def delete(self, key: Key) -> bool:
+    def delete_all(self, keys: Sequence[Key]) -> None:
         if self.refuses == "delete":
             raise RuntimeError("a bug, on purpose")
-        return super().delete(key)
+        super().delete_all(keys)
 
 
 @pytest.mark.parametrize("change", ["put", "delete"])
