@@ -6,12 +6,20 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar
+from types import NoneType
+from typing import TYPE_CHECKING, ClassVar, Final, TypeVar, cast
 
 from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
 from ..proto.keys import Key, check_key
-from ..proto.limits import MAX_LEASE_MS, MAX_TOKEN_IDS_BYTES, MAX_WAIT_MS
+from ..proto.limits import (
+    KEY_BYTES,
+    MAX_LEASE_MS,
+    MAX_PAYLOAD_BYTES,
+    MAX_TOKEN_IDS_BYTES,
+    MAX_WAIT_MS,
+)
 from ..proto.payload import FlatBytes, check_layout, check_token_ids
 from ..proto.tokens import token_bytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
@@ -315,7 +323,8 @@ class Writer:
     ) -> tuple[list[Saving], SaveTerms]:
         items = instances("items", items, SaveItem)
         payloads = all_flat([item.payload for item in items])
-        return list(map(_saving, items, payloads)), _checked_terms(terms)
+        savings = _usual_savings(items, payloads) or list(map(_saving, items, payloads))
+        return savings, _checked_terms(terms)
 
     def _save_now(
         self, savings: Sequence[Saving], terms: SaveTerms, deadline: Deadline
@@ -351,6 +360,9 @@ class Writer:
         have reserved at once, if the items have to fit it."""
         max_keys = self._transport.max_batch_keys
         ancestors = terms.ancestors
+        if _fit_together(items, max_keys, share):
+            yield things, terms._replace(ancestors=ancestors[-max_keys:])
+            return
         start = 0
         # Most items are as large as the one before, so that its stored size is kept.
         sized, stored_bytes = (-1, -1), 0
@@ -389,6 +401,51 @@ class Writer:
 
 def _size_of(savings: Sequence[Saving]) -> int:
     return sum(len(saving.payload) for saving in savings)
+
+
+def _fit_together(items: Sequence[ReserveItem], max_keys: int, share: Share | None) -> bool:
+    """Whether one call takes all of these items for sure, as nearly always."""
+    if not items or len(items) > max_keys:
+        return False
+    keys, sizes_bytes, _, _, token_ids = zip(*items, strict=True)
+    if any(token_ids) or len(set(keys)) < len(keys):
+        return False
+    if share is None:
+        return True
+    largest = items[sizes_bytes.index(max(sizes_bytes))]
+    return len(items) * share.stored_bytes_of(largest) <= share.stored_bytes
+
+
+def _usual_savings(items: Sequence[SaveItem], payloads: Sequence[FlatBytes]) -> list[Saving] | None:
+    """What `_saving` makes of each, checked all at once. None: one of them is not as usual, or is
+    wrong, which `_saving` tells."""
+    if not items:
+        return None
+    keys = [item.key for item in items]
+    counts = [item.token_count for item in items]
+    layers = [item.layer_count for item in items]
+    sizes_bytes = list(map(len, payloads))
+    usual = (
+        set(map(type, keys)) == {bytes}
+        and set(map(len, keys)) == {KEY_BYTES}
+        and set(map(type, layers)) == {int}
+        and not any(layers)
+        and set(map(type, counts)) <= {int, NoneType}
+        and 0 < min(sizes_bytes) <= max(sizes_bytes) <= MAX_PAYLOAD_BYTES
+        and all(count is None or 0 < count < 2**32 for count in set(counts))
+        and all(item.token_ids is None for item in items)
+    )
+    if not usual:
+        return None
+    columns = zip(keys, sizes_bytes, counts, layers, repeat(b""), strict=False)
+    return list(map(_made_saving, zip(map(_made_item, columns), payloads, strict=True)))
+
+
+#: `_make` of the two in a third of its time, for every block.
+_made_item = cast(
+    "Callable[[tuple[object, ...]], ReserveItem]", partial(tuple.__new__, ReserveItem)
+)
+_made_saving = cast("Callable[[tuple[object, ...]], Saving]", partial(tuple.__new__, Saving))
 
 
 def _saving(item: SaveItem, payload: FlatBytes) -> Saving:

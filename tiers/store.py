@@ -125,6 +125,16 @@ class EntryWriter(ABC):
         the writer can't go on.
         """
 
+    @classmethod
+    def write_whole(
+        cls,
+        writers: Sequence[EntryWriter],  # noqa: ARG003  # for others
+        payloads: Sequence[Buffer],  # noqa: ARG003
+    ) -> bool:
+        """`write` to each of these different writers its whole payload, all in one call. False:
+        this store can't, or something about them is not as usual, and nothing was written."""
+        return False
+
     def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
         """Memory into which the caller may write some of the next bytes, and then call `filled`.
         None: this store needs `write`. Raises StoreError."""

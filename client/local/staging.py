@@ -20,8 +20,16 @@ from typing import Final
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, LimitReached
+from ...proto.kernel import native
 from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES, STAGED_MESSAGE_BYTES
-from ...proto.payload import FlatBytes, Pieces, address_of, addresses_of, copy_crc32c
+from ...proto.payload import (
+    FlatBytes,
+    Pieces,
+    address_of,
+    addresses_of,
+    all_buffers_of,
+    copy_crc32c,
+)
 from ..wire.deadline import Deadline
 from ..wire.messages import results_of
 from ..wire.pool import REFUSALS
@@ -96,6 +104,17 @@ class StagingMemory:
             return self._view[offset_bytes : offset_bytes + length_bytes]
         except ValueError:
             raise LimitReached(_GIVEN_BACK) from None
+
+    def gather(self, places: Sequence[int], payloads: Sequence[FlatBytes]) -> list[int]:
+        """Copy each payload to its place, and return their CRC32Cs. Raises LimitReached."""
+        if not native:
+            return [
+                copy_crc32c(self.room(place, len(payload)), payload)
+                for place, payload in zip(places, payloads, strict=True)
+            ]
+        lengths = list(map(len, payloads))
+        with self.room(0, self._slots * self.slot_bytes) as held:
+            return native.gather(held, places, lengths, all_buffers_of(payloads))
 
     def close(self) -> None:
         """Unmap the memory, now or when the last copy into it is done."""
@@ -274,8 +293,23 @@ def _filled(
     left_bytes = sum(map(len, payloads))
     slot: int | None = None
     used_bytes = named_bytes = 0
-    #: Parts that the next message names: item, offset, length, whether it is the last, CRC32C.
-    parts: list[tuple[int, int, int, bool, int]] = []
+    #: Parts that the next message names: item, offset, length, whether it is the last. Beside them
+    #: their CRC32Cs, 0 for those that are whole payloads, which are copied together.
+    parts: list[tuple[int, int, int, bool]] = []
+    crcs: list[int] = []
+    whole_parts: list[tuple[int, FlatBytes]] = []
+
+    def named() -> pb.SaveStagedRequest:
+        nonlocal parts, crcs, whole_parts, named_bytes
+        if whole_parts:
+            numbers, sources = zip(*whole_parts, strict=True)
+            copied = memory.gather([parts[number][1] for number in numbers], sources)
+            for number, crc in zip(numbers, copied, strict=True):
+                crcs[number] = crc
+        message = _with_parts(request, parts, crcs)
+        parts, crcs, whole_parts, named_bytes = [], [], [], 0
+        return message
+
     try:
         if left_bytes > MESSAGE_BYTES:
             # The daemon makes room for the whole save while the first part is copied here.
@@ -292,34 +326,41 @@ def _filled(
                 piece = payload if whole else payload[offset_bytes : offset_bytes + room_bytes]
                 piece_bytes = len(piece)
                 if parts and named_bytes + piece_bytes > MESSAGE_BYTES:
-                    yield None, _with_parts(request, parts)
-                    request, parts, named_bytes = pb.SaveStagedRequest(), [], 0
+                    yield None, named()
+                    request = pb.SaveStagedRequest()
                 place = slot + used_bytes
-                crc = copy_crc32c(memory.room(place, piece_bytes), piece, crc)
+                if whole:
+                    whole_parts.append((len(parts), payload))
+                else:
+                    crc = copy_crc32c(memory.room(place, piece_bytes), piece, crc)
                 offset_bytes += piece_bytes
                 used_bytes += piece_bytes
                 named_bytes += piece_bytes
                 left_bytes -= piece_bytes
                 last = offset_bytes == payload_bytes
-                parts.append((item, place, piece_bytes, last, crc if last else 0))
+                parts.append((item, place, piece_bytes, last))
+                crcs.append(crc if last else 0)
                 if used_bytes == memory.slot_bytes or not left_bytes:
                     request.last = not left_bytes
+                    message = named()
                     full, slot = slot, None
-                    yield full, _with_parts(request, parts)
-                    request, parts, named_bytes = pb.SaveStagedRequest(), [], 0
+                    yield full, message
+                    request = pb.SaveStagedRequest()
     finally:
         if slot is not None:
             memory.give(slot)
 
 
 def _with_parts(
-    request: pb.SaveStagedRequest, parts: Sequence[tuple[int, int, int, bool, int]]
+    request: pb.SaveStagedRequest,
+    parts: Sequence[tuple[int, int, int, bool]],
+    crcs: Sequence[int],
 ) -> pb.SaveStagedRequest:
     """Add these parts to `request`, column by column."""
-    items, offsets, lengths, last_parts, crc32c = zip(*parts, strict=True)
+    items, offsets, lengths, last_parts = zip(*parts, strict=True)
     request.items.extend(items)
     request.staging_offset_bytes.extend(offsets)
     request.length_bytes.extend(lengths)
     request.last_parts.extend(last_parts)
-    request.payload_crc32c.extend(crc32c)
+    request.payload_crc32c.extend(crcs)
     return request

@@ -17,7 +17,7 @@ from ...proto.vocabulary import SaveStatus, Tier
 from ..core.effects import SaveEnded
 from ..core.events import WriteSealed
 from .loop import Core
-from .writes import Piece, Write
+from .writes import Piece, Write, take_whole
 
 #: Fewer bytes than this are copied at once, on the loop: waking a thread would take longer.
 _INLINE_BYTES = 1 * 2**20
@@ -66,6 +66,8 @@ class _Message:
         return max((write.entry.tier for write in self.writes), default=Tier.RAM)
 
     def take(self) -> PrefixdError | None:
+        if len(self.writes) > 1 and take_whole(self.writes, self.pieces):
+            return None
         for write, piece in zip(self.writes, self.pieces, strict=True):
             try:
                 write.take(piece)

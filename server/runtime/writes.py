@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -80,6 +80,16 @@ class Write:
         if last:
             self.finish(payload_crc32c)
 
+    def takes_whole(self, piece: Piece) -> bool:
+        """Whether this piece is the whole payload, and nothing speaks against taking it."""
+        return (
+            piece.last
+            and not piece.offset_bytes
+            and len(piece.data) == self.entry.payload_bytes
+            and not (self.complete or self.stopping)
+            and self.problem is None
+        )
+
     def fail(self, problem: Exception) -> None:
         """The store failed to write a piece."""
         match problem:
@@ -116,3 +126,22 @@ class Write:
             when_ended, self.when_ended = self.when_ended, None
             if when_ended is not None:
                 when_ended()
+
+
+def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
+    """`take` each piece, all in one call of the store. False: one of them is not the whole payload
+    of a write of its own, or the store takes them one by one, and nothing has happened."""
+    if len(set(map(id, writes))) < len(writes):
+        return False
+    for write, piece in zip(writes, pieces, strict=True):
+        if not write.takes_whole(piece):
+            return False
+    writers = [write.writer for write in writes]
+    if not writers[0].write_whole(writers, [piece.data for piece in pieces]):
+        return False
+    for write, piece in zip(writes, pieces, strict=True):
+        try:
+            write.finish(piece.payload_crc32c)
+        except Exception as problem:  # its token ids could not be written
+            write.fail(problem)
+    return True

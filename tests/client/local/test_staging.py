@@ -23,7 +23,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.payload import crc32c
+from prefixd.proto.payload import Pieces, crc32c
 from tests.support.columns import parts_of
 
 SLOT = 4096
@@ -313,6 +313,25 @@ def test_a_payload_that_cannot_be_read_gives_its_slot_back(
         raise BufferError
 
     monkeypatch.setattr(staging, "copy_crc32c", copy)
-    with pytest.raises(BufferError):
-        save(Daemon(memory), memory, b"some")
-    assert free(memory) == [0, SLOT]
+    monkeypatch.setattr(StagingMemory, "gather", copy)
+    for payload in (b"some", bytes(SLOT + 1)):  # as a whole, and in pieces
+        with pytest.raises(BufferError):
+            save(Daemon(memory), memory, payload)
+        assert free(memory) == [0, SLOT]
+
+
+@pytest.mark.parametrize("form", ["native", "pure"])
+def test_payloads_are_gathered_with_their_checksums(
+    memory: StagingMemory, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    if form == "pure":
+        monkeypatch.setattr(staging, "native", None)
+    pieces = Pieces([memoryview(b"in "), memoryview(b"pieces")])
+    assert memory.gather([3, 20], [memoryview(b"flat"), pieces]) == [
+        crc32c(b"flat"),
+        crc32c(b"in pieces"),
+    ]
+    assert bytes(memory.room(0, 29)) == bytes(3) + b"flat" + bytes(13) + b"in pieces"
+    memory.close()
+    with pytest.raises(LimitReached):
+        memory.gather([3], [memoryview(b"flat")])

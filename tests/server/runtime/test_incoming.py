@@ -21,6 +21,7 @@ from prefixd.server.core.events import Event, SessionLost, WriteSealed
 from prefixd.server.runtime import incoming as incoming_bytes
 from prefixd.server.runtime.incoming import Incoming, nothing
 from prefixd.server.runtime.writes import Piece
+from prefixd.tiers import arena
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
 from tests.support.columns import StagedPart, staged
@@ -210,6 +211,36 @@ async def test_pieces_make_a_payload(tmp_path: Path, tier: Tier, cuts: tuple[int
             await incoming.feed([piece(DATA[start:], last=True, offset=start)])
         assert await outcome(incoming) == [SaveStatus.SAVED]
         assert await session.restore(key(0)) == DATA
+        await daemon.assert_idle()
+
+
+@TIERS
+@pytest.mark.parametrize("form", ["native", "pure"])
+@in_loop
+async def test_whole_payloads_of_one_message_are_each_as_if_alone(
+    tmp_path: Path, tier: Tier, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Copied in one call where the memory of the tier is mapped: good, with another checksum, not
+    as long as reserved, lost."""
+    if form == "pure":
+        monkeypatch.setattr(arena.Arena, "puts_all", False)
+    alone: list[object] = []
+    real = arena.Arena.put
+    monkeypatch.setattr(
+        arena.Arena, "put", lambda this, *args: (alone.append(args), real(this, *args))[1]
+    )
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        incoming = await begin(daemon, session, DATA, DATA, DATA, DATA, tier=tier)
+        async with incoming.to_the_end():
+            await incoming.feed([piece(DATA, 0, last=True), piece(DATA, 1, last=True)])
+            assert bool(alone) == (form == "pure" and tier is not Tier.DISK)
+            await incoming.feed([Piece(2, DATA, True, 7), piece(DATA[:-1], 3, last=True)])
+        assert await outcome(incoming) == [
+            *(SaveStatus.SAVED, SaveStatus.SAVED),
+            *(SaveStatus.CRC_MISMATCH, SaveStatus.LENGTH_MISMATCH),
+        ]
+        assert await session.restore(key(0)) == await session.restore(key(1)) == DATA
         await daemon.assert_idle()
 
 
