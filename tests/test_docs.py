@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import runpy
 import subprocess
 import sys
 import tomllib
@@ -194,4 +195,6 @@ def test_everything_public_is_in_the_reference() -> None:
 
 def test_every_page_is_in_the_navigation() -> None:
     listed = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
-    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    site = runpy.run_path(str(ROOT / "docs/pages.py"))
+    of_docs = [str(page.relative_to(ROOT / "docs")) for page in PAGES]
+    assert sorted(listed) == sorted([*of_docs, *site["ELSEWHERE"].values(), *site["generated"]()])
