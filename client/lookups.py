@@ -203,15 +203,30 @@ class Lookups:
         """
         deadline = self._begin(deadline_ms, wait_ms)
         prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
-        return self._searcher.search(
-            checked_keys(keys),
-            None,
-            _checked(mode),
-            wait_ms,
-            deadline,
-            prompt_tokens,
-            counted=counted,
+        return self._claim(
+            checked_keys(keys), _checked(mode), wait_ms, deadline, prompt_tokens, counted=counted
         )
+
+    def _claim(
+        self,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        wait_ms: int,
+        deadline: Deadline,
+        prompt_tokens: int,
+        *,
+        counted: bool,
+    ) -> Hit:
+        hit = self._searcher.search(
+            keys, None, mode, wait_ms, deadline, prompt_tokens, counted=counted
+        )
+        if counted and self._recorder is not None and mode is not ClaimMode.FIRST:
+            if len(keys) == 1:
+                self._recorder.looked_for_one()
+            else:
+                leading = sum(map(int.__eq__, hit.positions, range(len(keys))))
+                self._recorder.looked(keys, prompt_tokens, leading)
+        return hit
 
     # ---- what is there
 
@@ -253,6 +268,21 @@ class Lookups:
         itself. On the daemon's host without any rpc. `in_place_only`: never waits for anything;
         where that is not possible (see `in_place`), reports every key as absent. Raises InvalidKey.
         """
+        return self._exist(
+            keys, in_place_only, deadline_ms, prompt_tokens, counted=counted, one=False
+        )
+
+    def _exist(
+        self,
+        keys: Sequence[Key],
+        in_place_only: bool,
+        deadline_ms: int | None,
+        prompt_tokens: int,
+        *,
+        counted: bool,
+        one: bool,
+    ) -> list[bool]:
+        """`one`: it is one block of a prompt, and the others are not known."""
         deadline = self._begin(deadline_ms)
         prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         checked = checked_keys(keys)
@@ -272,11 +302,14 @@ class Lookups:
                     gap = self._context.failures.reason(problem)
         there = list(filter(None, found))
         missing = None
+        first = len(found)
         if len(there) < len(found):
             first = found.index(0)
             missing = Missing(gap, 0, checked[first : first + 1])
         if counted:
             self._context.counters.looked(there, len(found), prompt_tokens, missing)
+            if self._recorder is not None and not one:
+                self._recorder.looked(checked, prompt_tokens, first)
         return list(map(bool, found))
 
     def exists_one(
@@ -294,14 +327,12 @@ class Lookups:
             prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         if type(key) is not bytes or len(key) != KEY_BYTES:
             key = check_key(key)
+        if counted and self._recorder is not None:
+            self._recorder.looked_for_one()
         tier = self._transport.peek_one(key)
         if tier is None:
-            (found,) = self.exists(
-                (key,),
-                in_place_only=in_place_only,
-                deadline_ms=deadline_ms,
-                prompt_tokens=prompt_tokens,
-                counted=counted,
+            (found,) = self._exist(
+                (key,), in_place_only, deadline_ms, prompt_tokens, counted=counted, one=True
             )
             return found
         if counted and tier:
@@ -465,9 +496,8 @@ class Lookups:
         prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         left_ms = self._context.countdown(deadline_ms)
         return self._calls.submit(
-            lambda: self._searcher.search(
+            lambda: self._claim(
                 checked,
-                None,
                 mode,
                 wait_ms,
                 Deadline(left_ms() + wait_ms),

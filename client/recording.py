@@ -42,8 +42,9 @@ FOLDER_VARIABLE: Final = "PREFIXD_RECORD"
 SAMPLE_VARIABLE: Final = "PREFIXD_RECORD_SAMPLE"
 _SECRET: Final = "secret"
 _SECRET_BYTES: Final = 32
-#: Look-ups that may wait to be written.
+#: Look-ups that may wait to be written, and their keys, of some 70 bytes each.
 _MAX_PENDING: Final = 4_096
+_MAX_PENDING_KEYS: Final = 1 << 18
 _WRITE_EVERY_S: Final = 0.25
 _STOP_WITHIN_S: Final = 2.0
 _numbers = count()
@@ -104,12 +105,15 @@ class Recorder:
         self._more = f', "tenant": {json.dumps(label)}' if label else ""
         self._below = round(options.sample * (1 << 64))
         self._pending: deque[_Lookup] = deque()
+        #: Keys that were put into `_pending`, and that were taken out: each by one thread, or under
+        #: the interpreter's lock. A race makes the bound a little less exact.
+        self._keys_in = self._keys_out = 0
         self._last_ms = 0
         self._file: IO[bytes] | None = None
         self._paths: deque[Path] = deque()
         #: Look-ups that were written, and those that were not because too many waited.
         self.recorded = self.dropped = 0
-        self._failed = False
+        self._failed = self._told_of_one = False
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._secret = _secret(self._folder)
@@ -130,18 +134,31 @@ class Recorder:
             return
         if self._below < 1 << 64 and int.from_bytes(keys[0][:8], "big") >= self._below:
             return
-        if len(self._pending) >= _MAX_PENDING:
+        waiting = self._keys_in - self._keys_out
+        if len(self._pending) >= _MAX_PENDING or waiting + len(keys) > _MAX_PENDING_KEYS:
             self.dropped += 1
             return
         at_s = self._clock()
         if isinstance(keys, BlockChain):
             # Hashed to the end now: a chain is not thread-safe, and its save needs the keys anyway.
             size, whole = keys.block_tokens, keys[: keys.whole_blocks]
-            if whole:
-                tokens = size * len(whole) + keys.partial_tokens
-                self._pending.append(_Lookup(at_s, whole, size, tokens, hit_blocks))
+            if not whole:
+                return
+            tokens = size * len(whole) + keys.partial_tokens
+            lookup = _Lookup(at_s, whole, size, tokens, hit_blocks)
         else:
-            self._pending.append(_Lookup(at_s, keys, 0, prompt_tokens, hit_blocks))
+            # The caller's list may change before it is written.
+            lookup = _Lookup(at_s, tuple(keys), 0, prompt_tokens, hit_blocks)
+        self._keys_in += len(lookup.keys)
+        self._pending.append(lookup)
+
+    def looked_for_one(self) -> None:
+        """Note a look-up of a single block of a prompt, which can't be recorded: nobody says which
+        other blocks the prompt has."""
+        if not self._told_of_one:
+            self._told_of_one = True
+            logger.warning("look-ups of single blocks, as vLLM makes them, are not recorded: they "
+                           "don't say which blocks make a prompt")  # fmt: skip
 
     def close(self) -> None:
         """Write what is pending, and end. Idempotent. Of a disk that hangs it waits two seconds."""
@@ -175,6 +192,7 @@ class Recorder:
     def _lines(self) -> Iterator[bytes]:
         """The pending look-ups, in the order of their times."""
         waiting = [self._pending.popleft() for _ in range(len(self._pending))]
+        self._keys_out += sum(len(lookup.keys) for lookup in waiting)
         for lookup in sorted(waiting, key=lambda each: each.at_s):
             # Never before the one above it, whatever the clock does.
             self._last_ms = max(self._last_ms, round(lookup.at_s * 1000))

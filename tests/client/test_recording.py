@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from prefixd.client import recording
+from prefixd.client import Client, recording
 from prefixd.client.chains import BlockChain
+from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.recording import Recorder, RecordOptions
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key, Namespace
+from prefixd.proto.vocabulary import ClaimMode, Tier
+from tests.support.daemon import private_daemon
 from tests.support.fakes import PATIENCE_S
 
 NAMESPACE = Namespace(fingerprint=bytes(32), quantisation=b"", context_params=bytes(32))
@@ -22,6 +26,12 @@ NAMESPACE = Namespace(fingerprint=bytes(32), quantisation=b"", context_params=by
 
 def keys(*numbers: int) -> list[Key]:
     return [Key(bytes([number]) * 32) for number in numbers]
+
+
+@pytest.fixture
+def daemon() -> Iterator[PrivateDaemon]:
+    with private_daemon() as started:
+        yield started
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -97,6 +107,23 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert recorder.recorded == 3
 
 
+def test_the_keys_that_wait_are_bounded_and_are_those_of_the_look_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.client.recording._MAX_PENDING_KEYS", 5)
+    monkeypatch.setattr("prefixd.client.recording._WRITE_EVERY_S", 3600)
+    recorder = Recorder(RecordOptions(tmp_path))
+    mine = keys(1, 2, 3)
+    recorder.looked(mine, 24, 0)
+    mine.append(keys(9)[0])
+    recorder.looked(keys(4, 5, 6), 24, 0)
+    assert recorder.dropped == 1
+    recorder.flush()
+    recorder.looked(keys(4, 5, 6), 24, 0)
+    recorder.close()
+    assert [len(line["hash_ids"]) for line in lines(tmp_path)] == [3, 3]
+
+
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -158,3 +185,30 @@ def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.delenv("PREFIXD_RECORD", raising=False)
     assert "PREFIXD_RECORD" not in os.environ
     assert RecordOptions.from_environment() is None
+
+
+def test_every_look_up_of_blocks_is_recorded(
+    daemon: PrivateDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By whichever call an engine's connector makes it; look-ups that say nothing of their prompts
+    are not, and that is said."""
+    with Client(daemon.address, record=RecordOptions(tmp_path)) as client:
+        client.save(keys(1)[0], b"x", tier=Tier.RAM)
+        client.longest_run(keys(1, 2)).release()
+        client.leading_run(keys(1, 2))
+        client.exists(keys(1, 2, 3), prompt_tokens=24)
+        client.exists(keys(1))
+        client.claim(keys(1, 2)).release()
+        client.claim_async(keys(1, 2)).result().release()
+        client.restore_keys(keys(1, 2), [bytearray(1), bytearray(1)])
+        assert not caplog.records
+        client.exists(keys(7, 8), counted=False)
+        client.claim(keys(7, 8), mode=ClaimMode.FIRST)
+        for _ in range(2):
+            client.exists_one(keys(1)[0])
+            client.claim_async(keys(1)).result().release()
+    found = lines(tmp_path)
+    assert [len(line["hash_ids"]) for line in found] == [2, 2, 3, 1, 2, 2, 2]
+    assert {line["hit_blocks"] for line in found} == {1}
+    assert found[2]["input_length"] == 24
+    assert caplog.text.count("look-ups of single blocks") == 1
