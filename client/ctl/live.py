@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -83,7 +84,7 @@ def replay_live(
         str | None,
         typer.Option(
             help="Replays with different salts share nothing.",
-            show_default="from the content of TRACE",
+            show_default="from the content of TRACE; of standard input: another each time",
         ),
     ] = None,
     reconnect_wait: Annotated[
@@ -104,7 +105,8 @@ def replay_live(
 
     check_new(output, force=force)
     with ctl.connect() as daemon:
-        present = tuple(Tier(t.tier) for t in daemon.stats().tiers)
+        before = {Tier(each.tier): each for each in daemon.stats().tiers}
+    present = tuple(before)
     tiers = present if tier == ALL_TIERS else (tier,)
     if not set(tiers) <= set(present):
         raise UnknownTier(f"this daemon has no {tier.label} tier")
@@ -126,7 +128,7 @@ def replay_live(
         reconnect_wait_s=reconnect_wait,
     )
     totals = run_live(reader, options)
-    warn(reader.assumptions() + reader.warnings())
+    warn(reader.assumptions() + reader.warnings() + _notes(ctl, tiers, before, totals))
     data = {"trace": trace, "block_bytes": block_bytes, "salt": salt, **totals.as_dict()}
     show_result(
         ctl, data, lambda: totals_view(totals, f"live replay of {trace}"), output, force=force
@@ -134,6 +136,30 @@ def replay_live(
     exit_if(totals.gave_up, ExitCode.UNREACHABLE)
     exit_if(not totals.good)
     exit_if(totals.interrupted, ExitCode.INTERRUPTED)
+
+
+def _notes(
+    ctl: Ctl, tiers: Sequence[Tier], before: Mapping[Tier, pb.TierStats], totals: Totals
+) -> list[str]:
+    """What a user of the totals should know. `before`: what the tiers had before the replay."""
+    from ...proto.errors import PrefixdError
+
+    notes = []
+    if totals.earlier_blocks:
+        notes.append(f"{totals.earlier_blocks:,} blocks were hit that an earlier replay had left; "
+                     "another --salt begins with none")  # fmt: skip
+    with suppress(PrefixdError), ctl.connect() as daemon:
+        after = {Tier(each.tier): each for each in daemon.stats().tiers}
+        for tier in tiers:
+            payload = after[tier].payload_bytes - before[tier].payload_bytes
+            stored = after[tier].published_bytes - before[tier].published_bytes
+            if stored > 2 * payload > 0:
+                notes.append(
+                    f"the blocks take {stored / payload:.3g} times their payload in the "
+                    f"{tier.label} tier, as each takes whole slabs ({tier.label}.slab): larger "
+                    "blocks (--block-bytes) fill it better"
+                )
+    return notes
 
 
 def run_live(reader: TraceReader, options: LiveOptions) -> Totals:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
@@ -47,6 +47,9 @@ class Totals(Counts):
     rpcs: Counter[str] = field(default_factory=Counter)
     #: Sessions that were opened after an earlier one had ended.
     reconnects: int = 0
+    #: Blocks that were hit and that no earlier request of this replay had: an earlier replay of the
+    #: same trace saved them. (One worker may have saved what another is about to find.)
+    earlier_blocks: int = 0
     #: Workers that ended early and lost their requests.
     workers_lost: int = 0
     #: Stopped before the end of the trace, by the user or because the daemon was away too long.
@@ -102,6 +105,7 @@ class Totals(Counts):
             "wall_seconds": self.wall_seconds,
             "rpcs": dict(sorted(self.rpcs.items())),
             "reconnects": self.reconnects,
+            "earlier_blocks": self.earlier_blocks,
             "workers_lost": self.workers_lost,
             "interrupted": self.interrupted,
             "gave_up": self.gave_up,
@@ -173,6 +177,8 @@ class _Worker:
     #: Requests dealt to it and not answered yet.
     dealt: int = 0
     finished: bool = False
+    #: Of each of these, how many of its first blocks an earlier request of the replay had.
+    known_runs: deque[int] = field(default_factory=deque)
 
 
 class LiveReplay:
@@ -189,6 +195,7 @@ class LiveReplay:
         self.totals = Totals()
         self._requests = iter(requests)
         self._next: Request | None = None
+        self._known: set[int] = set()
         self._on_progress = on_progress
         self._workers: list[_Worker] = []
         self._stopping = False
@@ -284,6 +291,11 @@ class LiveReplay:
         except OSError:
             self._lose(worker)
             return
+        assert self._next is not None
+        ids = self._next.hash_ids
+        known = self._known
+        worker.known_runs.append(next((n for n, i in enumerate(ids) if i not in known), len(ids)))
+        known.update(ids)
         self._next = None
         worker.dealt += 1
 
@@ -308,6 +320,8 @@ class LiveReplay:
                 worker.dealt -= 1
             case Outcome():
                 worker.dealt -= 1
+                known = worker.known_runs.popleft()
+                self.totals.earlier_blocks += max(0, message.hit_blocks - known)
                 self.totals.add(message)
             case CallerError():  # a request that cannot be replayed
                 raise message

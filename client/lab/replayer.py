@@ -24,6 +24,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING, Final
 
 from ...proto.errors import CallerError
@@ -72,9 +73,10 @@ def replay_namespace(block_bytes: int, block_tokens: int, salt: str = "") -> Nam
 
 def content_salt(path: str) -> str:
     """A salt for the replays of a file: traces that number their blocks alike share nothing, and a
-    trace shares with itself. Standard input has the empty salt."""
+    trace shares with itself. Standard input, which can't be read twice, has another salt each
+    time."""
     if path == STDIN:
-        return ""
+        return token_hex(8)
     digest = hashlib.sha256()
     try:
         with Path(path).open("rb") as file:

@@ -438,6 +438,8 @@ def _summary(totals: Totals, title: str) -> Table:
         ("verified", f"{size(totals.verified_bytes)}, every byte of {totals.hit_blocks:,} "
                      "blocks"),
         ("saved", f"{size(totals.saved_bytes)}; blocks: {saves or 'none'}"),
+        *([("of earlier replays", f"{totals.earlier_blocks:,} of the blocks that were hit")]
+          if totals.earlier_blocks else []),
         ("rpcs", rpcs or "none"),
     ]  # fmt: skip
     if totals.unavailable_requests or totals.reconnects:

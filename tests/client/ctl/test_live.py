@@ -77,6 +77,32 @@ def test_json_before_the_name_and_into_a_file(
     assert shown.stdout.endswith("0 mismatches\n")
 
 
+def test_what_an_earlier_replay_left_is_said_and_so_is_what_slabs_waste(
+    daemon: PrivateDaemon, trace: Path
+) -> None:
+    for again in (False, True):
+        result = run(daemon, trace, "--salt", "again", "--block-bytes", "300", "--json")
+        data = json.loads(result.stdout)
+        # The second time, every block that was there is hit by the first request that has it.
+        assert bool(data["earlier_blocks"]) is again
+        assert ("that an earlier replay had left" in result.stderr) is again
+        assert ("as each takes whole slabs (ram.slab)" in result.stderr) is not again
+    first, second = (
+        json.loads(
+            CliRunner()
+            .invoke(
+                app,
+                ["--json", "--address", daemon.address, "replay-live", "-"],
+                input=trace.read_bytes(),
+            )
+            .stdout
+        )
+        for _ in range(2)
+    )
+    assert first["salt"] != second["salt"]
+    assert second["earlier_blocks"] == 0
+
+
 def test_the_policies_need_no_daemon(trace: Path) -> None:
     result = CliRunner().invoke(
         app,
