@@ -300,7 +300,7 @@ def simulate(
     route: Annotated[
         str,
         typer.Option(
-            metavar="round-robin|hash|least-loaded|prefix-aware", help="Which node gets a request."
+            metavar="round-robin|hash|least-loaded|cache-aware", help="Which node gets a request."
         ),
     ] = "round-robin",
     capacity_blocks: Annotated[
@@ -363,8 +363,9 @@ def simulate(
 
     [bold]round-robin[/]: request r (from 0) goes to node r mod N.
     [bold]hash[/]: by the CRC32 of the first two blocks.
-    [bold]least-loaded[/]: to the node that has prefilled the fewest tokens so far.
-    [bold]prefix-aware[/]: to the node that will have prefilled the fewest with it.
+    [bold]least-loaded[/]: to the node that prefilled the fewest tokens lately.
+    [bold]cache-aware[/]: to the node that holds the longest run, if that is worth it
+    and it has at most twice the mean load; else to the least loaded.
     """
     from ...proto.units import parse_bytes
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet

@@ -9,9 +9,15 @@ and for none after the prompt's end. Requests are served one at a time:
    - `round-robin`: node r mod n;
    - `hash`: the CRC32 of the first two block numbers (8 bytes each, little-endian, numbered by
      first appearance in the trace) mod n;
-   - `least-loaded`: the node that has prefilled the fewest tokens so far, the first of equals;
-   - `prefix-aware`: the node that would have prefilled the fewest tokens after this request, of
-     which it saves the longest run that the node's own LRU holds.
+   - `least-loaded`: the node with the least load, the first of equals;
+   - `cache-aware`: the node whose own LRU holds the longest run of the blocks (of equals the one
+     with the least load), if that saves at least a 20th of the prompt more than the least loaded
+     node does, and its load is at most twice the mean; else the least loaded one (of equals the one
+     that holds more).
+   A node's load is the tokens that it prefilled lately: with each request, all loads lose 1 part in
+   32 n, before the request's own tokens are added. What was prefilled long ago doesn't weigh: a
+   balancer that adds up everything since the start sends prompts away from their blocks to make up
+   for old differences, and hits less than `hash` does.
 2. The blocks are walked root first. A block in the node's LRU counts as local, one in the shared
    LRU as shared and, with peer reads, one in another node's LRU as peer (from the first node that
    has it). The first block in none of them ends the walk. All tokens after the walk are prefilled.
@@ -22,16 +28,16 @@ and for none after the prompt's end. Requests are served one at a time:
    is touched. `second-use`: every block that an earlier request of the fleet had, unless the shared
    LRU holds it.
 
-Nothing takes time in the simulation: a block is available to the next request, and load is the
-number of tokens prefilled since the start. A block moves over the network once when it is read from
-another node or the shared tier, and once when it enters the shared tier.
+Nothing takes time in the simulation: a block is available to the next request. A block moves over
+the network once when it is read from another node or the shared tier, and once when it enters the
+shared tier.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from time import perf_counter
@@ -46,6 +52,11 @@ from .trace import TraceColumns, tokens_of_blocks
 MAX_NODES: Final = 4096
 #: Leading blocks that `hash` uses. The first block alone is often common to all requests.
 _HASHED_BLOCKS: Final = 2
+#: `cache-aware`: what a longer run has to save, as a share of the prompt; the load of its node over
+#: the mean; and how many requests a node remembers its load for.
+_WORTH_IT: Final = 0.05
+_MOST_LOAD: Final = 2.0
+_REMEMBERED: Final = 32
 
 
 class Route(StrEnum):
@@ -54,7 +65,7 @@ class Route(StrEnum):
     ROUND_ROBIN = "round-robin"
     HASH = "hash"
     LEAST_LOADED = "least-loaded"
-    PREFIX_AWARE = "prefix-aware"
+    CACHE_AWARE = "cache-aware"
 
 
 class Write(StrEnum):
@@ -128,6 +139,8 @@ class Node:
     requests: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
+    #: Tokens prefilled lately.
+    load: float = 0.0
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -238,7 +251,13 @@ class _Simulation:
         walked = self._walk(node, blocks, tokens)
         node.requests += 1
         node.prompt_tokens += input_length
-        node.prefilled_tokens += input_length - sum(tokens[:walked])
+        prefilled = input_length - sum(tokens[:walked])
+        node.prefilled_tokens += prefilled
+        if self.result.fleet.route in (Route.LEAST_LOADED, Route.CACHE_AWARE):
+            kept = 1 - 1 / (_REMEMBERED * len(self.result.nodes))
+            for each in self.result.nodes:
+                each.load *= kept
+            node.load += prefilled
         node.lru.access_run(blocks[::-1])
         if self.result.fleet.shared_blocks:
             self._share(blocks, tokens, walked)
@@ -252,14 +271,22 @@ class _Simulation:
                 head = blocks[:_HASHED_BLOCKS]
                 return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.result.nodes)
             case Route.LEAST_LOADED:
-                return _least(self.result.nodes, lambda node: node.prefilled_tokens)
-            case Route.PREFIX_AWARE:
+                loads = [node.load for node in self.result.nodes]
+                return loads.index(min(loads))
+            case Route.CACHE_AWARE:
+                return self._best(blocks, input_length)
 
-                def prefilled_then(node: Node) -> int:
-                    saved_tokens = node.lru.resident_run(blocks) * self.block_tokens
-                    return node.prefilled_tokens + max(0, input_length - saved_tokens)
-
-                return _least(self.result.nodes, prefilled_then)
+    def _best(self, blocks: Sequence[int], input_length: int) -> int:
+        """The node that `cache-aware` picks."""
+        nodes = self.result.nodes
+        saved = [
+            min(node.lru.resident_run(blocks) * self.block_tokens, input_length) for node in nodes
+        ]
+        idle = min(range(len(nodes)), key=lambda n: (nodes[n].load, -saved[n]))
+        longest = min(range(len(nodes)), key=lambda n: (-saved[n], nodes[n].load))
+        mean = sum(node.load for node in nodes) / len(nodes)
+        worth_it = saved[longest] - saved[idle] >= _WORTH_IT * input_length
+        return longest if worth_it and nodes[longest].load <= _MOST_LOAD * mean else idle
 
     def _walk(self, node: Node, blocks: Sequence[int], tokens: Sequence[int]) -> int:
         """Count the hits from the root on, touch the LRUs that gave them; returns how many."""
@@ -298,11 +325,6 @@ class _Simulation:
                 continue
             if not shared.access(block):
                 self.result.written.add(tokens[index])
-
-
-def _least(nodes: Sequence[Node], cost: Callable[[Node], int]) -> int:
-    costs = [cost(node) for node in nodes]
-    return costs.index(min(costs))
 
 
 def fleet_document(

@@ -38,11 +38,11 @@ def trace(tmp_path: Path) -> Path:
 
 def test_the_options_reach_the_simulation(trace: Path) -> None:
     found = json_of(
-        trace, "--nodes", 3, "--route", "prefix-aware", "--capacity-blocks", 9,
+        trace, "--nodes", 3, "--route", "hash", "--capacity-blocks", 9,
         "--shared-blocks", 12, "--write", "second-use", "--peer-reads", "--block-tokens", 500,
         "--limit", 70, "--bytes-per-token", "2KiB",
     )  # fmt: skip
-    fleet = Fleet(3, 9, Route.PREFIX_AWARE, 12, Write.SECOND_USE, peer_reads=True)
+    fleet = Fleet(3, 9, Route.HASH, 12, Write.SECOND_USE, peer_reads=True)
     columns = TraceColumns.load(TraceReader(trace, limit=70))
     wanted = simulate_fleet(columns, fleet, block_tokens=500)
     document = wanted.to_json(bytes_per_token=2048, duration_s=6.9)

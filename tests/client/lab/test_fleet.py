@@ -187,21 +187,35 @@ def test_least_loaded_counts_what_is_prefilled() -> None:
     runs: Runs = [((n,), 10 * (3 - n)) for n in range(3)] + [((7,), 10), ((8,), 5)]
     result = simulate(runs, Fleet(3, 5, Route.LEAST_LOADED))
     assert [node.requests for node in result.nodes] == [1, 2, 2]
-    # Hits are no load: once both nodes have it, all go to the first of equals.
+    # Hits are no load: once both nodes have it, all go to the one that prefilled it longer ago.
     same = simulate([((1,), 10)] * 5, Fleet(2, 5, Route.LEAST_LOADED))
     assert [node.requests for node in same.nodes] == [4, 1]
 
 
-def test_prefix_aware_weighs_a_prefix_against_load() -> None:
-    runs: Runs = [
-        ((1, 2), 20),  # node 0, which then has prefilled 20
-        ((1, 2, 3), 30),  # node 0 would end at 30 and node 1 at 30: the first
-        ((1, 2, 3, 4), 31),  # node 0 would end at 31 and so would node 1: the first
-        ((1, 5), 20),  # node 0 would end at 41, node 1 at 20
-    ]
-    result = simulate(runs, Fleet(2, 9, Route.PREFIX_AWARE))
-    assert [node.requests for node in result.nodes] == [3, 1]
-    assert hits(result) == (20 + 30, 0, 0)
+def test_cache_aware_goes_where_the_blocks_are_unless_that_node_is_busy() -> None:
+    first: Runs = [((8,), 100), ((1, 2), 20)]  # nodes 0 and 1
+    second = simulate([*first, ((1, 2, 3), 30)], Fleet(2, 9, Route.CACHE_AWARE))
+    assert [node.requests for node in second.nodes] == [1, 2]
+    assert hits(second) == (20, 0, 0)
+    # 10 of 201 tokens are less than a 20th: it goes to the idle node, which is node 1 here.
+    little: Runs = [((1,), 100), ((8,), 20), ((1, *range(20, 40)), 201)]
+    assert [n.requests for n in simulate(little, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [1, 2]
+    more: Runs = [*little[:2], ((1, *range(20, 39)), 199)]
+    assert [n.requests for n in simulate(more, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [2, 1]
+    # Of three nodes, the one with the blocks has more than twice the mean load.
+    busy: Runs = [((1, 2), 1000), ((8,), 10), ((9,), 10), ((1, 2), 20)]
+    assert [n.requests for n in simulate(busy, Fleet(3, 9, Route.CACHE_AWARE)).nodes] == [1, 2, 1]
+
+
+def test_cache_aware_beats_hash_on_the_conversation_trace_and_is_balanced() -> None:
+    by_hash, aware = (
+        simulate_fleet(conversation(), Fleet(16, 4096, route))
+        for route in (Route.HASH, Route.CACHE_AWARE)
+    )
+    assert aware.total_hit_tokens >= by_hash.total_hit_tokens
+    work = [node.prefilled_tokens for node in aware.nodes]
+    assert max(work) < 1.1 * sum(work) / len(work)
+    assert min(work) > 0.9 * sum(work) / len(work)
 
 
 # ---- a simple model
@@ -214,25 +228,33 @@ class Twin:
         self.fleet = fleet
         self.lrus: list[list[int]] = [[] for _ in range(fleet.nodes)]
         self.prefilled = [0] * fleet.nodes
+        self.loads = [0.0] * fleet.nodes
         self.shared: list[int] = []
         self.seen: list[int] = []
         self.numbers: list[int] = []
         self.tokens = {"local": 0, "shared": 0, "peer": 0, "written": 0}
 
     def node_of(self, number: int, ids: tuple[int, ...], length: int) -> int:
-        costs = list(self.prefilled)
+        loads = self.loads
         if self.fleet.route == "round-robin":
             return number % self.fleet.nodes
         if self.fleet.route == "hash":
             head = b"".join(self.numbers.index(i).to_bytes(8, "little") for i in ids[:2])
             return zlib.crc32(head) % self.fleet.nodes
-        if self.fleet.route == "prefix-aware":
-            for index, lru in enumerate(self.lrus):
+        if self.fleet.route == "cache-aware":
+            saved = []
+            for lru in self.lrus:
                 run = 0
                 while run < len(ids) and ids[run] in lru:
                     run += 1
-                costs[index] += max(0, length - 10 * run)
-        return costs.index(min(costs))
+                saved.append(min(length, 10 * run))
+            nodes = range(self.fleet.nodes)
+            _, _, idle = min((loads[n], -saved[n], n) for n in nodes)
+            _, _, longest = min((-saved[n], loads[n], n) for n in nodes)
+            if saved[longest] - saved[idle] < length * 0.05:
+                return idle
+            return longest if loads[longest] <= sum(loads) / len(loads) * 2 else idle
+        return loads.index(min(loads))
 
     @staticmethod
     def enter(lru: list[int], block: int, capacity: int) -> None:
@@ -263,6 +285,8 @@ class Twin:
             self.tokens[source] += tokens
             saved += tokens
         self.prefilled[me] += length - saved
+        self.loads = [load * (1 - 1 / (32 * self.fleet.nodes)) for load in self.loads]
+        self.loads[me] += length - saved
         for lru, block in gave[::-1]:
             lru.remove(block)
             lru.append(block)
