@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
@@ -17,6 +20,8 @@ from .failures import ExitCode, fail
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+#: The version of the JSON of results. It rises if a field goes or means something else.
+DOCUMENT_VERSION: Final = 1
 #: Standard input or output, as the name of a file.
 STDOUT: Final = "-"
 
@@ -24,7 +29,10 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that e
 OutputOption = Annotated[
     str | None,
     typer.Option(
-        "--output", "-o", metavar="FILE", help="Also write the result into a file, as JSON."
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="Also write the result into a file, as JSON; its table as CSV, if it ends in .csv.",
     ),
 ]
 
@@ -80,6 +88,27 @@ def warn(notes: Iterable[str]) -> None:
         typer.echo(f"prefixctl: note: {note}", err=True)
 
 
+def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Rows as CSV with a line of names: those of the JSON, joined by dots where one is within
+    another. What is a list there has no place in a table and is left out."""
+    flat = [dict(_cells(row)) for row in rows]
+    text = io.StringIO()
+    writer = csv.DictWriter(
+        text, list(dict.fromkeys(chain.from_iterable(flat))), lineterminator="\n"
+    )
+    writer.writeheader()
+    writer.writerows(flat)
+    return text.getvalue()
+
+
+def _cells(row: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _cells(value, f"{within}{name}.")
+        elif not isinstance(value, list | tuple):
+            yield within + name, value
+
+
 def show_result(
     ctl: Ctl,
     data: dict[str, Any],
@@ -88,11 +117,16 @@ def show_result(
     *,
     force: bool = False,
     stderr: bool = False,
+    rows: Sequence[Mapping[str, Any]] = (),
 ) -> None:
-    """Write the result as JSON to `output`, and print it: as JSON with `--json`, else for people
-    (on standard error if `stderr`)."""
+    """Write the result to `output`, and print it: as JSON with `--json`, else for people (on
+    standard error if `stderr`). `rows` are the table of a result that has one; of others, CSV is a
+    single row."""
+    data = {"version": DOCUMENT_VERSION, **data}
     if output is not None and output != STDOUT:
-        write_text(output, json.dumps(data, indent=2) + "\n", force=force)
+        as_csv = output.endswith(".csv")
+        text = csv_of(rows or [data]) if as_csv else json.dumps(data, indent=2) + "\n"
+        write_text(output, text, force=force)
     if ctl.as_json or output == STDOUT:
         print_json(data)
     else:

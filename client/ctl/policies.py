@@ -88,7 +88,7 @@ def replay(
     hit, if it knew the future.
     """
     from ..lab.breakdown import Requests
-    from ..lab.simulate import DOCUMENT_VERSION, TouchOrder, replay_document
+    from ..lab.simulate import TouchOrder, replay_document
     from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import replay_view
     from .views.progress import reading
@@ -121,13 +121,19 @@ def replay(
                 row.pop("per_request", None)
         notes = lab.notes_on(reader, columns)
         data = {
-            "version": DOCUMENT_VERSION,
             "block_tokens": block_size,
             "duration_s": requests.duration_s,
             "assumptions": reader.assumptions(),
             **document,
         }
-    show_result(ctl, data, lambda: replay_view(data, block_bytes), output, force=force)
+    show_result(
+        ctl,
+        data,
+        lambda: replay_view(data, block_bytes),
+        output,
+        force=force,
+        rows=data["results"],
+    )
     warn(notes)
 
 
@@ -144,6 +150,9 @@ def curve(
     capacity_blocks: lab.CapacityBlocksOption = None,
     capacity: lab.CapacityOption = None,
     capacity_fraction: lab.CapacityFractionOption = None,
+    prefill_tokens_per_s: PrefillOption = None,
+    gpu_hour: GpuHourOption = None,
+    gpus: GpusOption = 1,
     jobs: lab.JobsOption = None,
     sample_rate: Annotated[
         str | None,
@@ -190,6 +199,7 @@ def curve(
     are replayed at the capacities that are named; with --html also without any, at
     some shares of the different blocks.
     """
+    from ..lab.breakdown import Requests
     from ..lab.charts import curve_picture
     from ..lab.curve import exact_curve, sampled_curve
     from ..lab.report import render_report, report_data
@@ -204,6 +214,7 @@ def curve(
     with_replays = any((capacity_blocks, capacity, capacity_fraction))
     with bad_input():
         samplings = _samplings(sample_rate, sample_blocks, seed)
+        prices = _prices(prefill_tokens_per_s, gpu_hour, gpus)
         if sample_only and (len(samplings) != 1 or with_replays):
             raise ValueError("without the exact curve it takes one sample, and no capacities")
         order = lab.parse_name("touch order", touch_order, TouchOrder)
@@ -214,7 +225,8 @@ def curve(
         results: list[ReplayResult] = []
         sampled: list[LruCurve] = []
         if sample_only:
-            stream = _Stream(reading(reader, "sampling"))
+            timed = Requests(reading(reader, "sampling"))
+            stream = _Stream(timed)
             found = sampled_curve(stream, **samplings[0], **settings)
             summary = TraceSummary(
                 found.requests,
@@ -224,7 +236,8 @@ def curve(
                 found.infinite_hit_tokens,
             )
         else:
-            columns = TraceColumns.load(reading(reader, "reading"))
+            timed = Requests(reading(reader, "reading"))
+            columns = TraceColumns.load(timed)
             found = exact_curve(columns, **settings)
             summary = columns.summary(reader.block_tokens)
             notes = lab.collision_notes(trace, columns.collisions)
@@ -239,13 +252,18 @@ def curve(
             sampled=sampled,
             block_bytes=block_bytes,
             most_points=points,
+            worth=None
+            if prices is None
+            else lambda tokens: prices.worth(tokens, summary.requests, timed.duration_s),
         )
     notes = reader.assumptions() + reader.warnings() + notes
     if svg is not None:
         write_text(svg, curve_picture(data), force=force)
     if html is not None:
         write_text(html, render_report(data), force=force)
-    show_result(ctl, data, lambda: curve_view(data), output, force=force)
+    show_result(
+        ctl, data, lambda: curve_view(data), output, force=force, rows=data["curve"]["points"]
+    )
     warn(notes)
 
 

@@ -5,7 +5,7 @@ Every number on a page comes from the data that is embedded in it; `data-figure`
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from html import escape
 from typing import Any, TypeVar
@@ -32,6 +32,13 @@ MOVES = (
     ("read from other nodes", "peer_reads"),
     ("in all", "total"),
 )
+#: What hits save: name, field of `worth`, form.
+_SAVINGS: tuple[tuple[str, str, Format], ...] = (
+    ("saved of a time to first token", "ttft_saved_s", lambda seconds: f"{seconds:,.3g} s"),
+    ("GPU hours saved", "gpu_hours_saved", lambda hours: f"{hours:,.1f}"),
+    ("money saved", "money_saved", lambda money: f"{money:,.2f}"),
+    ("money saved a month", "money_saved_per_month", lambda money: f"{money:,.0f}"),
+)
 #: With more nodes than this, the page shows those that prefill the most.
 MOST_NODES = 64
 
@@ -48,14 +55,16 @@ def report_data(
     sampled: Sequence[LruCurve] = (),
     block_bytes: int | None = None,
     most_points: int = DEFAULT_POINTS,
+    worth: Callable[[int], Json] | None = None,
 ) -> dict[str, Any]:
     """The data that `prefixctl curve` writes as JSON, and that the page and the plots show.
 
-    `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities. Sampled
-    curves are compared with `curve`, at its points.
+    `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities, `worth` what
+    hit tokens save to the results and to the knee. Sampled curves are compared with `curve`, at its
+    points.
     """
     sizes: dict[str, Any] = {"most_points": most_points, "block_bytes": block_bytes}
-    return {
+    data: dict[str, Any] = {
         "title": title,
         "prefixd_version": __version__,
         "block_tokens": curve.block_tokens,
@@ -68,13 +77,22 @@ def report_data(
         ],
         "results": [result.to_json() for result in results],
     }
+    for row in data["results"] if block_bytes is not None else ():
+        row["capacity_bytes"] = row["capacity_blocks"] * block_bytes
+    knee = data["curve"]["knee"]
+    if worth is not None:
+        for row in data["results"]:
+            row["worth"] = worth(row["total_hit_tokens"])
+        if knee is not None:
+            knee["worth"] = worth(knee["hit_tokens"])
+    return data
 
 
 def render_report(data: Json) -> str:
     """The whole page for the data of `report_data`."""
     parts = [_curve_cards(data), _curve(data)]
     if data["results"]:
-        parts += [_comparison(data), _residency(data)]
+        parts += [_comparison(data), _worth(data), _residency(data)]
     return render_page(
         data,
         "What a prefix cache makes of this trace, by capacity and policy.",
@@ -97,6 +115,9 @@ def _curve_cards(data: Json) -> str:
         else:
             figures.append(("blocks at the knee", "curve.knee.capacity_blocks", count))
         figures.append(("hit rate at the knee", "curve.knee.hit_rate", percent))
+        for name, field, form in _SAVINGS:
+            if data["curve"]["knee"].get("worth", {}).get(field) is not None:
+                figures.append((f"{name} at the knee", f"curve.knee.worth.{field}", form))
     return cards(data, figures)
 
 
@@ -142,13 +163,52 @@ def _comparison(data: Json) -> str:
         }
         cells = _rates(data, at)
         first = next(iter(at.values()))
-        row = [f"{figure(data, f'{first}.capacity_blocks', count)} blocks"]
+        row = [_capacity(data, first)]
         rows.append(row + [cells.get(column, "") for column in columns])
     return (
         "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
         "capacity; the best policy of a row stands out. The optimum knows the future: what it hits "
         "more than the best policy is what a better policy could gain at most.</p>"
         + table(["capacity", *names], rows)
+    )
+
+
+def _capacity(data: Json, result: str) -> str:
+    """The cell with the capacity of a result."""
+    cell = f"{figure(data, f'{result}.capacity_blocks', count)} blocks"
+    if "capacity_bytes" in value_at(data, result):
+        cell = f"<td>{cell}<small>{figure(data, f'{result}.capacity_bytes', format_bytes)}</small>"
+        cell += "</td>"
+    return cell
+
+
+def _worth(data: Json) -> str:
+    """What the best policy saves at each capacity, and what the optimum would save; nothing if the
+    prices are not known."""
+    results = data["results"]
+    if "worth" not in results[0]:
+        return ""
+    shown = [each for each in _SAVINGS if results[0]["worth"][each[1]] is not None]
+    rows = []
+    for capacity in sorted({each["capacity_blocks"] for each in results}):
+        at = [n for n, each in enumerate(results) if each["capacity_blocks"] == capacity]
+        real = [n for n in at if results[n]["policy"] != OPTIMAL]
+        best = max(real or at, key=lambda n: results[n]["total_hit_tokens"])
+        bound = next((n for n in at if results[n]["policy"] == OPTIMAL), None)
+        row = [_capacity(data, f"results.{best}"), escape(label(results[best]["policy"]))]
+        for _, field, form in shown:
+            cell = figure(data, f"results.{best}.worth.{field}", form)
+            if bound not in (None, best):
+                most = figure(data, f"results.{bound}.worth.{field}", form)
+                cell = f"<td>{cell}<small>at most {most}</small></td>"
+            row.append(cell)
+        rows.append(row)
+    return (
+        "<h2>What it saves</h2><p>The best policy at each capacity and what its hits save; below, "
+        "what those of the optimum would. The time to first token is a mean over all requests, "
+        "without their waiting for each other. Money is in the currency of the price of a GPU "
+        "hour; a month is one of the same traffic all the time.</p>"
+        + table(["capacity", "best policy", *(name for name, _, _ in shown)], rows)
     )
 
 

@@ -80,7 +80,8 @@ def test_the_page_and_the_json_hold_the_same(trace: Path, tmp_path: Path) -> Non
     html, target = tmp_path / "r.html", tmp_path / "r.json"
     result = ctl("simulate", trace, "--html", html, "-o", target, "--compare")
     assert result.exit_code == 0, result.output
-    assert Page(html.read_text(encoding="utf-8")).data == json.loads(target.read_text())
+    page = Page(html.read_text(encoding="utf-8")).data
+    assert {"version": 1, **page} == json.loads(target.read_text())
 
 
 @pytest.mark.parametrize("width", [80, 100, 200])

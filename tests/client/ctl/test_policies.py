@@ -1,5 +1,6 @@
 """`curve` and `advise` from the command line: tables, JSON, pictures, one sentence on bad input."""
 
+import csv
 import json
 from html.parser import HTMLParser
 from pathlib import Path
@@ -78,7 +79,7 @@ def test_curve_with_everything(trace: Path, tmp_path: Path) -> None:
     assert found["curve"]["points"][-1]["capacity_bytes"] % (1 << 20) == 0
     page = EmbeddedData()
     page.feed(files["html"].read_text(encoding="utf-8"))
-    assert page.data == found
+    assert {"version": 1, **page.data} == found
     assert "<svg" in files["svg"].read_text(encoding="utf-8")
 
 
@@ -94,6 +95,66 @@ def test_a_page_compares_all_policies_without_being_asked(trace: Path, tmp_path:
     }
     named = json_of("curve", trace, "--html", tmp_path / "n.html", "--capacity-blocks", 7)
     assert {r["capacity_blocks"] for r in named["results"]} == {7}
+
+
+def test_a_page_says_what_hits_save(trace: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    found = json_of(
+        "curve", trace, "--html", page, "--prefill-tokens-per-s", 1000, "--gpu-hour", 3.6,
+        "--gpus", 2, "--block-bytes", "1MiB",
+    )  # fmt: skip
+    # 40 requests hit (0, 512, 1024) tokens in an unlimited cache; money is 2 GPUs' seconds / 1000.
+    tokens = found["trace"]["infinite_hit_tokens"]
+    best = max(found["results"], key=lambda row: row["total_hit_tokens"])
+    assert best["worth"]["money_saved"] == pytest.approx(best["total_hit_tokens"] / 1000 * 2 / 1000)
+    assert best["total_hit_tokens"] <= tokens
+    assert best["capacity_bytes"] == best["capacity_blocks"] << 20
+    knee = found["curve"]["knee"]
+    assert knee["worth"]["gpu_hours_saved"] == pytest.approx(knee["hit_tokens"] / 1000 * 2 / 3600)
+    text = page.read_text()
+    parser = EmbeddedData()
+    parser.feed(text)
+    assert parser.data["curve"]["knee"]["worth"] == knee["worth"]
+    for words in ("What it saves", "money saved a month", "GPU hours saved", "at most", "MiB"):
+        assert words in text
+    without = tmp_path / "without.html"
+    json_of("curve", trace, "--html", without)
+    assert "What it saves" not in without.read_text()
+
+
+def test_results_as_csv(trace: Path, tmp_path: Path) -> None:
+    """The table of a command, or its figures as one row; the names are those of the JSON."""
+    for name, arguments in {
+        "replay": ("--policy", "lru,fifo", "--capacity-blocks", "5,9", "--over-time", "2"),
+        "curve": ("--points", "4"),
+        "simulate": ("--nodes", "2", "--compare"),
+        "analyze": (),
+    }.items():
+        path = tmp_path / f"{name}.csv"
+        found = json_of(name, trace, *arguments, "-o", path)
+        assert found["version"] == 1
+        with path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        match name:
+            case "replay":
+                wanted = found["results"]
+                assert rows[0]["hit_tokens_per_request.p50"]
+                assert "over_time" not in rows[0]
+            case "curve":
+                wanted = found["curve"]["points"]
+            case "simulate":
+                wanted = [found, *found["compared"]]
+                assert rows[1]["moved.total.blocks"] == str(
+                    found["compared"][0]["moved"]["total"]["blocks"]
+                )
+            case _:
+                wanted = [found]
+        assert len(rows) == len(wanted)
+        wanted = [{k: v for k, v in want.items() if k != "version"} for want in wanted]
+        for row, want in zip(rows, wanted, strict=True):
+            plain = {k: v for k, v in want.items() if isinstance(v, str | int)}
+            assert plain
+            assert {k: row[k] for k in plain} == {k: str(v) for k, v in plain.items()}
 
 
 def test_curve_from_a_sample_only(trace: Path, tmp_path: Path) -> None:
