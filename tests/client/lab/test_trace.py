@@ -330,6 +330,51 @@ def test_ids_are_renumbered_by_first_appearance() -> None:
     assert (len(trace), trace.blocks, trace.unique_blocks) == (4, 8, 4)
 
 
+@given(st.lists(st.lists(st.integers(-1, 6), max_size=6), max_size=12), st.integers(0, 30))
+@settings(deadline=None, max_examples=300)
+def test_ids_that_are_numbers_already_keep_them(tails: list[list[int]], dense: int) -> None:
+    """Whenever a trace stops to number its blocks by first appearance, or if it always does."""
+    runs = [((*range(n % 3), *range(n, n + 2)), 7) for n in range(0, dense, 2)]
+    runs += [(tuple(tail), 7) for tail in tails]
+    numbers: dict[int, int] = {}
+    wanted = [[numbers.setdefault(i, len(numbers)) for i in ids] for ids, _ in runs]
+    trace = TraceColumns.load(requests(runs))
+    assert [blocks for blocks, _ in trace] == wanted
+    assert trace.unique_blocks == len(numbers)
+
+
+@pytest.mark.parametrize(
+    ("runs", "collisions"),
+    [
+        ([(0, 1, 2), (0, 1, 3), (4,), (4, 5)], 0),
+        ([(0, 1), (1, 0)], 1),
+        ([(0, 1), (5, 1)], 1),
+        ([(0, 0)], 1),
+        ([(7, 8), (7, 7)], 1),
+        ([(3, 3, 4)], 1),
+        ([(0, 1), (0, 2, 1)], 1),
+    ],
+)
+def test_blocks_that_do_not_stand_for_prefixes(
+    runs: list[tuple[int, ...]], collisions: int
+) -> None:
+    assert TraceColumns.load(requests([(ids, 7) for ids in runs])).collisions == collisions
+
+
+def test_a_block_size_that_comes_late_is_compared_with_the_one_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("prefixd.client.lab.trace._HEAD_REQUESTS", 1)
+    line = '{"timestamp": 1, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]'
+    path = tmp_path / "t.jsonl"
+    path.write_text(line + "}\n" + line + ', "block_size": 64}\n')
+    with pytest.raises(TraceError, match=r"2: block_size is 64, and .* blocks of 512 tokens"):
+        list(TraceReader(path))
+    path.write_text(line + ', "tenant_id": "a"}\n')
+    with pytest.raises(TraceError, match=r"tenant_id separates caches.*trace convert"):
+        list(TraceReader(path))
+
+
 def test_rows_belong_to_the_caller() -> None:
     trace = TraceColumns.load(requests(RUNS))
     for blocks, _length in trace:
