@@ -34,10 +34,10 @@ MOVES = (
 )
 #: What hits save: name, field of `worth`, form.
 _SAVINGS: tuple[tuple[str, str, Format], ...] = (
-    ("saved of a time to first token", "ttft_saved_s", lambda seconds: f"{seconds:,.3g} s"),
+    ("TTFT saved", "ttft_saved_s", lambda seconds: f"{seconds:,.3g} s"),
     ("GPU hours saved", "gpu_hours_saved", lambda hours: f"{hours:,.1f}"),
-    ("money saved", "money_saved", lambda money: f"{money:,.2f}"),
-    ("money saved a month", "money_saved_per_month", lambda money: f"{money:,.0f}"),
+    ("saved", "money_saved", lambda money: f"{money:,.2f}"),
+    ("saved a month", "money_saved_per_month", lambda money: f"{money:,.0f}"),
 )
 #: With more nodes than this, the page shows those that prefill the most.
 MOST_NODES = 64
@@ -167,9 +167,9 @@ def _comparison(data: Json) -> str:
         rows.append(row + [cells.get(column, "") for column in columns])
     return (
         "<h2>Policies</h2><p>Hit tokens of the whole trace over its prompt tokens, at each "
-        "capacity; the best policy of a row stands out. The optimum knows the future: what it hits "
-        "more than the best policy is what a better policy could gain at most.</p>"
-        + table(["capacity", *names], rows)
+        "capacity, and below it their number; the best policy of a row stands out. The optimum "
+        "knows the future: what it hits more than the best policy is what a better policy could "
+        "gain at most.</p>" + table(["capacity", *names], rows)
     )
 
 
@@ -205,9 +205,9 @@ def _worth(data: Json) -> str:
         rows.append(row)
     return (
         "<h2>What it saves</h2><p>The best policy at each capacity and what its hits save; below, "
-        "what those of the optimum would. The time to first token is a mean over all requests, "
-        "without their waiting for each other. Money is in the currency of the price of a GPU "
-        "hour; a month is one of the same traffic all the time.</p>"
+        "what those of the optimum would. TTFT, the time to first token, is a mean over all "
+        "requests, without their waiting for each other. Money is in the currency of the price of "
+        "a GPU hour; a month is one of the same traffic all the time.</p>"
         + table(["capacity", "best policy", *(name for name, _, _ in shown)], rows)
     )
 
@@ -224,7 +224,7 @@ def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
         style = ' class="best"' if tokens[key] == best else ""
         rate = figure(data, f"{path}.overall_hit_rate", percent)
         hits = figure(data, f"{path}.total_hit_tokens", count)
-        cells[key] = f"<td{style}>{rate}<small>{hits} tokens</small></td>"
+        cells[key] = f"<td{style}>{rate}<small>{hits}</small></td>"
     return cells
 
 
