@@ -39,7 +39,14 @@ from ..results import SaveOutcome
 from ..saves import SaveItem
 from . import device_copies, transformers_states
 from .engine import Engine, UnsupportedEngine
-from .transformers_identity import ENGINE, identity_of, media_tokens, rope_limit, stamp
+from .transformers_identity import (
+    ENGINE,
+    identity_of,
+    layer_devices,
+    media_tokens,
+    rope_limit,
+    stamp,
+)
 from .transformers_passes import Passes, first_of
 
 __all__ = ["Loaded", "ModelNamespace", "identity_of", "load_cache", "namespace_of", "save_cache"]
@@ -143,6 +150,7 @@ def load_cache(
     know, CallerError for several prompts or a namespace whose model has changed.
     """
     torch, utils = _modules()
+    devices: dict[int, Any] = {}
     cache = utils.DynamicCache(config=config)
     layers = _layers(utils, cache)
     ids = _ids(tokens)
@@ -152,23 +160,32 @@ def load_cache(
         namespace.announce(client)
         namespace.passes.loaded(cache, namespace.stamp)
         dtype = dtype or namespace.dtype
-        device = device or getattr(namespace.model(), "device", None)
+        model = namespace.model()
+        devices = layer_devices(model) if device is None and model is not None else {}
+        device = device or getattr(model, "device", None)
     dtype = dtype or text.dtype or torch.float32
     limit = _named(config, ids)
     if limit is None:
         return Loaded(cache, 0)
     ids = ids[: min(limit, len(ids) - 1)] if ids else ids
+    places = [devices.get(number, device or "cpu") for number, _ in _held_layers(cache)]
+    spread = len(set(map(str, places))) > 1
+    place = places[0] if places else "cpu"
     if _is_whole(utils, layers):
-        return Loaded(cache, _load_whole(client, namespace, torch, ids, layers, device or "cpu"))
-    target = None if device is None else torch.device(device)
+        if spread:
+            raise UnsupportedEngine(
+                "prefixd can't keep whole states of a model that is spread over several devices"
+            )
+        return Loaded(cache, _load_whole(client, namespace, torch, ids, layers, place))
+    target = None if spread else torch.device(place)
     for layout in _layouts(config, len(layers)):
         pairs, token_count = _load(
             client, namespace, torch, ids, layout, dtype, target, block_tokens
         )
         if not token_count:
             continue
-        for layer, pair in zip(layers, pairs, strict=True):
-            keys, values = (each[:, :, :token_count].to(device or "cpu") for each in pair)
+        for layer, pair, its_place in zip(layers, pairs, places, strict=True):
+            keys, values = (each[:, :, :token_count].to(its_place) for each in pair)
             layer.lazy_initialization(keys, values)
             layer.keys, layer.values = keys, values
         return Loaded(cache, token_count)
@@ -521,7 +538,7 @@ def _layers(utils: Any, cache: Any) -> list[Any]:
     layers = getattr(cache, "layers", None)
     if layers is None:
         raise UnsupportedEngine(f"prefixd can't keep a {type(cache).__name__}")
-    held = [layer for layer in layers if type(layer).__name__ != "DummyLayer"]
+    held = [layer for _, layer in _held_layers(cache)]
     for layer in held:
         name = type(layer).__name__
         if name not in transformers_states.LAYERS or type(layer) is not getattr(utils, name, None):
@@ -532,6 +549,15 @@ def _layers(utils: Any, cache: Any) -> list[Any]:
             "many tokens it holds"
         )
     return held
+
+
+def _held_layers(cache: Any) -> list[tuple[int, Any]]:
+    """The layers that hold something, with their numbers."""
+    return [
+        (number, layer)
+        for number, layer in enumerate(cache.layers)
+        if type(layer).__name__ != "DummyLayer"
+    ]
 
 
 def _modules() -> tuple[Any, Any]:

@@ -369,5 +369,26 @@ def _code(model: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def layer_devices(model: Any) -> dict[int, Any]:
+    """Where each layer computes, by its number. Empty for a model that doesn't number its layers.
+
+    accelerate keeps the weights of an offloaded layer elsewhere, and says where it computes.
+    """
+    made: dict[int, Any] = {}
+    for _, module in model.named_modules():
+        number = getattr(module, "layer_idx", None)
+        if type(number) is not int:
+            continue
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is None:
+            device = next((each.device for each in module.parameters()), None)
+        if device is not None:
+            made[number] = device
+    return made
+
+
 def _device(model: Any) -> str:
-    return str(getattr(getattr(model, "device", None), "type", "cpu"))
+    """The types of the devices that compute."""
+    kinds = {str(getattr(device, "type", device)) for device in layer_devices(model).values()}
+    kinds = kinds or {str(getattr(getattr(model, "device", None), "type", "cpu"))}
+    return ", ".join(sorted(kinds))

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from prefixd.client import Client, Namespace
+from prefixd.client.connectors import transformers
 from prefixd.client.connectors.engine import UnsupportedEngine
-from prefixd.client.connectors.transformers import load_cache, save_cache
+from prefixd.client.connectors.transformers import ModelNamespace, load_cache, save_cache
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import CallerError
 from tests.support.daemon import private_daemon
@@ -32,7 +33,8 @@ class Tensor(np.ndarray[Any, Any]):
     def cpu(self) -> Tensor:
         return self
 
-    def to(self, _device: str) -> Tensor:
+    def to(self, device: str) -> Tensor:
+        self.place = device
         return self
 
 
@@ -228,3 +230,32 @@ def test_without_the_engine_a_sentence_says_so(
     monkeypatch.setitem(sys.modules, "transformers.cache_utils", None)
     with pytest.raises(UnsupportedEngine, match=r"needs transformers \(made for 5\.18 to 5\.24\)"):
         load_cache(client, namespace, config_of(), TOKENS)
+
+
+def test_each_layer_gets_its_own_where_it_computes(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    namespace = ModelNamespace(os.urandom(32), "hf", b"c" * 32)
+    model = SimpleNamespace(device="gpu:0")
+    for name, value in (
+        ("model", lambda: model),
+        ("stamp", None),
+        ("dtype", np.dtype(np.float32)),
+        ("passes", SimpleNamespace(loaded=lambda *_: None)),
+        ("told", {client}),
+    ):
+        object.__setattr__(namespace, name, value)
+    monkeypatch.setattr(transformers, "stamp", lambda _: None)
+    monkeypatch.setattr(transformers, "layer_devices", lambda _: {0: "gpu:0", 2: "gpu:1"})
+    plain = Namespace(namespace.fingerprint, "hf", b"c" * 32)
+    save(client, plain, TOKENS, filled(50))
+    found = load_cache(client, namespace, config_of(), TOKENS, block_tokens=BLOCK)
+    assert found.token_count == 48
+    places = [(each.keys.place, each.values.place) for each in found.cache.layers]
+    assert places == [("gpu:0", "gpu:0"), ("gpu:0", "gpu:0"), ("gpu:1", "gpu:1")]
+    sliding = type("DynamicSlidingWindowLayer", (DynamicLayer,), {})
+    monkeypatch.setattr(
+        sys.modules["transformers.cache_utils"], sliding.__name__, sliding, raising=False
+    )
+    with pytest.raises(UnsupportedEngine, match="spread over several devices"):
+        load_cache(client, namespace, config_of(sliding), TOKENS)

@@ -18,6 +18,7 @@ from prefixd.client.connectors.transformers import ModelNamespace, namespace_of
 from prefixd.client.connectors.transformers_identity import (
     WITHOUT_EFFECT,
     identity_of,
+    layer_devices,
     media_tokens,
     rope_limit,
 )
@@ -411,3 +412,31 @@ def test_a_rank_that_may_hold_a_part_of_the_model_has_keys_of_its_own(
         assert digest(Model()) == alone
         seen |= {digest(Model(), fingerprint=b"f" * 32), digest(changed(tp_size=2))}
     assert len(seen) == 5
+
+
+def test_a_model_on_several_devices_says_where_each_layer_computes() -> None:
+    class Attention:
+        def __init__(self, number: int | None, device: str, runs_on: str = "") -> None:
+            self.layer_idx = number
+            self.held = [SimpleNamespace(device=SimpleNamespace(type=device))]
+            if runs_on:
+                self._hf_hook = SimpleNamespace(execution_device=SimpleNamespace(type=runs_on))
+
+        def parameters(self) -> Iterator[Any]:
+            return iter(self.held)
+
+    model = Model()
+    assert layer_devices(model) == {}
+    alone = identity_of(model, fingerprint=b"f" * 32)
+    parts = [Attention(0, "cuda"), Attention(1, "meta", "cuda"), Attention(None, "cpu")]
+    model.named_modules = lambda: [("", model), *((str(n), each) for n, each in enumerate(parts))]  # type: ignore[method-assign]
+    assert [each.type for each in layer_devices(model).values()] == ["cuda", "cuda"]
+    there = identity_of(model, fingerprint=b"f" * 32)
+    parts.append(Attention(2, "cpu"))
+    mixed = identity_of(model, fingerprint=b"f" * 32)
+    found = [
+        {each.name: each.value for each in identity.dimensions}["device"]
+        for identity in (alone, there, mixed)
+    ]
+    assert found == ["cpu", "cuda", "cpu, cuda"]
+    assert len({each.namespace() for each in (alone, there, mixed)}) == 3
