@@ -71,6 +71,8 @@ class PrefixdCache:
         self._prompt: list[int] = []
         #: Whether the completion of that prompt is still to be saved.
         self._unsaved = False
+        #: How many tokens of prompt and completion were saved, or loaded.
+        self._saved = 0
 
     @classmethod
     def of(
@@ -89,7 +91,7 @@ class PrefixdCache:
         context = LlamaContext(llama, fingerprint=fingerprint, salt=salt)
         cache = cls(context, client, **options)
         client.announce(cache.identity)
-        context.after_generation(cache._save_completion)
+        context.watch_generation(cache._save_growing, cache._save_completion)
         return cache
 
     @property
@@ -128,7 +130,7 @@ class PrefixdCache:
     def __getitem__(self, tokens: Sequence[int]) -> NoReturn:
         """Load what is cached of this prompt into the context. Always raises KeyError: the engine
         finds by itself what is in the context."""
-        self._prompt, self._unsaved = list(tokens), True
+        self._prompt, self._unsaved, self._saved = list(tokens), True, 0
         try:
             self._notice_changes()
             if self._all_verified():
@@ -165,19 +167,45 @@ class PrefixdCache:
             self._context.forget()
         return True
 
+    def _save_growing(self, generated: int) -> None:
+        """Save the prompt right behind its prefill, and what has grown since by another interval.
+        The context has all but the last of so many generated tokens."""
+        policy, length = self._client.policy, len(self._prompt) + generated - 1
+        if not self._unsaved:
+            return  # nobody has looked for this prompt
+        if generated == 1:
+            cold = policy.cold_save_split(length)
+            if cold is not None and cold[0] > self._saved:
+                # A state is of all its tokens; of blocks those behind the boundary come later.
+                end = cold[0] if self._context.has_spare_sequence else length
+                self._save(SaveReason.COLD, end)
+        elif policy.should_continued_save(length, self._saved or len(self._prompt)):
+            self._save(SaveReason.CONTINUED, length)
+
     def _save_completion(self) -> None:
         """Save the prompt of the last lookup and what was generated, as far as it is verified."""
-        if not self._unsaved:
-            return
-        self._unsaved = False
+        if self._unsaved:
+            self._unsaved = False
+            self._save(SaveReason.FINISH)
+
+    def _save(self, reason: SaveReason, token_count: int | None = None) -> None:
+        """Save the first `token_count` tokens of the context, which is evaluated further for
+        another reason than FINISH."""
         try:
             if self._context.adapters_changed():
                 self._identify()  # while it was generated: then nothing is verified
             known, verified = self._context.tokens(), self._context.verified()
+            kept = verified if token_count is None else min(verified, token_count)
+            worth = kept and self._client.policy.should_finish_save(kept)
+            if not worth or self._client.would_drop():
+                return
             if self._context.has_spare_sequence:
-                self._save_blocks(known[:verified])
-            elif verified == len(known):
-                self._save_states(known)
+                self._save_blocks(known[:kept], reason)
+            elif kept == len(known):
+                self._save_states(known, reason)
+            else:
+                return
+            self._saved = kept
         except Exception:
             logger.exception("saving to the cache failed")
 
@@ -212,21 +240,20 @@ class PrefixdCache:
                 break
             good = end
         self._context.set_tokens(tokens[:good])
+        self._saved = good
 
-    def _save_blocks(self, tokens: list[int]) -> None:
+    def _save_blocks(self, tokens: list[int], reason: SaveReason) -> None:
         """Save the complete blocks of prompt and completion, and the incomplete last block of the
         prompt alone, which the next request with this prompt looks for."""
-        if self._client.would_drop():
-            return
         keys, ends = self._blocks(tokens[: len(tokens) - len(tokens) % self._block_tokens])
-        self._save_from(self._client.leading_run(keys, counted=False), keys, ends)
+        self._save_from(self._client.leading_run(keys, counted=False), keys, ends, reason)
         prompt = self._prompt
         if len(prompt) % self._block_tokens and tokens[: len(prompt)] == prompt:
             keys, ends = self._blocks(prompt)
             if not self._client.exists_one(keys[-1], counted=False):
-                self._save_from(len(keys) - 1, keys, ends)
+                self._save_from(len(keys) - 1, keys, ends, reason)
 
-    def _save_from(self, start: int, keys: list[Key], ends: list[int]) -> None:
+    def _save_from(self, start: int, keys: list[Key], ends: list[int], reason: SaveReason) -> None:
         """Save the blocks from `start` on."""
         firsts = [0, *ends[:-1]]
         items = [
@@ -236,7 +263,7 @@ class PrefixdCache:
         ]
         if items:
             self._client.save_many_async(
-                items, tier=self._tier, reason=SaveReason.FINISH, ancestors=keys[:start]
+                items, tier=self._tier, reason=reason, ancestors=keys[:start]
             )
 
     # ---- whole states
@@ -263,7 +290,7 @@ class PrefixdCache:
         if data is not None:
             if context.load_state(data, length):
                 context.set_tokens(tokens[:length])
-                present = length
+                present = self._saved = length
             else:
                 context.set_tokens([])
                 present = 0
@@ -271,44 +298,54 @@ class PrefixdCache:
             self._evaluate_to_the_last(tokens, present)
 
     def _evaluate_to_the_last(self, tokens: list[int], present: int) -> None:
-        """Evaluate all but the last token, and save the state, which is found for this prompt again
-        and can't be made later."""
-        context, rest = self._context, tokens[present:-1]
-        if not rest:
+        """Evaluate all but the last token, and save the states that can't be made later: at the
+        trimmed boundary, where another prompt may go on, and that of the last one, which is found
+        for this prompt again."""
+        context, policy, last = self._context, self._client.policy, len(tokens) - 1
+        if present >= last:
             return
         if not present:
             context.forget()
-        context.evaluate(rest)
-        key = prefix_key(self._namespace, tokens[:-1])
-        if context.verified() == len(tokens) - 1 and not self._client.would_drop():
-            self._save_state(key, context.state(), len(tokens) - 1)
+        if not policy.should_finish_save(last) or self._client.would_drop():
+            return
+        cold = policy.cold_save_split(len(tokens))
+        at = present
+        for stop in [cold[0]] if cold and cold[0] < last else []:
+            if stop > at:
+                at = self._evaluate_and_save(tokens, at, stop)
+        self._saved = self._evaluate_and_save(tokens, at, last)
 
-    def _save_states(self, tokens: list[int]) -> None:
+    def _evaluate_and_save(self, tokens: list[int], at: int, stop: int) -> int:
+        """Returns `stop`."""
+        context, key = self._context, prefix_key(self._namespace, tokens[:stop])
+        context.evaluate(tokens[at:stop])
+        if context.verified() == stop and not self._client.exists_one(key, counted=False):
+            self._save_state(key, context.state(), stop, SaveReason.COLD)
+        return stop
+
+    def _save_states(self, tokens: list[int], reason: SaveReason) -> None:
         """Save the state of prompt and completion, and that of the prompt alone, which the next
         request with this prompt looks for."""
         prompt = len(self._prompt)
-        if self._client.would_drop() or not tokens:
-            return
         whole = self._context.state()
         if (
             self._context.can_be_cut
-            and 0 < prompt < len(tokens)
+            and self._saved < prompt < len(tokens)
             and tokens[:prompt] == self._prompt
+            and self._client.policy.should_finish_save(prompt)
         ):
             key = prefix_key(self._namespace, self._prompt)
             if not self._client.exists_one(key, counted=False):
                 self._context.cut(prompt)
-                self._save_state(key, self._context.state(), prompt)
+                self._save_state(key, self._context.state(), prompt, reason)
                 if not self._context.load_state(whole, len(tokens)):
                     self._context.set_tokens([])
         key = prefix_key(self._namespace, tokens)
         if not self._client.exists_one(key, counted=False):
-            self._save_state(key, whole, len(tokens))
+            self._save_state(key, whole, len(tokens), reason)
 
-    def _save_state(self, key: Key, data: bytearray, token_count: int) -> None:
-        self._client.save_async(
-            key, data, tier=self._tier, reason=SaveReason.FINISH, token_count=token_count
-        )
+    def _save_state(self, key: Key, data: bytearray, token_count: int, reason: SaveReason) -> None:
+        self._client.save_async(key, data, tier=self._tier, reason=reason, token_count=token_count)
 
 
 def _whole(hit: Hit) -> bytearray | None:

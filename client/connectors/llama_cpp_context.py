@@ -9,6 +9,7 @@ of an earlier prompt at their positions, and adapters can be switched between tw
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, Final
 
@@ -105,15 +106,27 @@ class LlamaContext:
 
         llama.eval, llama.reset = eval, reset
 
-    def after_generation(self, call: Callable[[], None]) -> None:
-        """Call `call` at the end of every `Llama.generate`, also if its reader leaves early."""
+    def watch_generation(self, during: Callable[[int], None], after: Callable[[], None]) -> None:
+        """Have every `Llama.generate` call `during` after each token that it gives to its reader,
+        with the number of those tokens, and `after` at its end, also if its reader leaves early.
+        The context has the state of everything before the latest token then."""
         llama, kind = self._llama, type(self._llama)
 
         def generate(*args: Any, **options: Any) -> Generator[int, Sequence[int] | None, None]:
+            inner: Generator[int, Sequence[int] | None, None]
+            inner = kind.generate(llama, *args, **options)
+            given: Sequence[int] | None = None
             try:
-                yield from kind.generate(llama, *args, **options)
+                for count in itertools.count(1):
+                    try:
+                        token = inner.send(given)
+                    except StopIteration:
+                        return
+                    given = yield token
+                    during(count)
             finally:
-                call()
+                inner.close()
+                after()
 
         llama.generate = generate
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,9 @@ from prefixd.client.connectors.engine import UnsupportedEngine
 from prefixd.client.connectors.llama_cpp import PrefixdCache
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.identity import Dimension, Part, StateIdentity
+from prefixd.client.policy import SavePolicy
+from prefixd.client.saves import SaveItem
+from prefixd.proto.vocabulary import SaveReason
 from tests.support.daemon import private_daemon
 
 BLOCK = 8
@@ -50,8 +54,12 @@ class FakeContext:
         self.images &= set(range(known))
         texts = [index for index in range(known) if index not in self.images]
         assert [self.state_of[index] for index in texts] == [prompt[index] for index in texts]
-        tokens = [*prompt, *answer]
+        tokens = list(prompt)
         self.state_of, self.evaluated = [*self.state_of[:known], *tokens[known:]], list(tokens)
+        for count, token in enumerate(answer, 1):
+            cache._save_growing(count)
+            self.state_of, self.evaluated = [*self.state_of, token], [*self.evaluated, token]
+        tokens = [*prompt, *answer]
         cache[tokens] = object()
         return self.evaluated_count + len(prompt) - known
 
@@ -125,9 +133,20 @@ def daemon() -> Iterator[PrivateDaemon]:
         yield daemon
 
 
+#: Prompts of the tests are short.
+POLICY = SavePolicy(
+    min_tokens=8,
+    cold_min_tokens=16,
+    cold_max_tokens=100,
+    continued_interval_tokens=16,
+    boundary_trim_tokens=4,
+    boundary_align_tokens=16,
+)
+
+
 @pytest.fixture
 def client(daemon: PrivateDaemon) -> Iterator[Client]:
-    with Client(daemon.address) as client:
+    with Client(daemon.address, policy=POLICY) as client:
         yield client
 
 
@@ -246,6 +265,97 @@ def test_a_completion_is_saved_once(
     monkeypatch.setattr(client, "save_many_async", lambda *_, **__: 1 / 0)
     cache._save_completion()
     cache[PROMPT] = object()
+
+
+class Saves:
+    """The saves that a client was asked for: reason and tokens of each call."""
+
+    def __init__(self, client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[SaveReason, int]] = []
+        many, one = client.save_many_async, client.save_async
+
+        def save_many(items: list[SaveItem], **more: Any) -> Any:
+            self.seen.append((more["reason"], sum(each.token_count for each in items)))
+            return many(items, **more)
+
+        def save(key: Any, payload: Any, **more: Any) -> Any:
+            self.seen.append((more["reason"], more["token_count"]))
+            return one(key, payload, **more)
+
+        monkeypatch.setattr(client, "save_many_async", save_many)
+        monkeypatch.setattr(client, "save_async", save)
+
+
+COLD, CONTINUED, FINISH = SaveReason.COLD, SaveReason.CONTINUED, SaveReason.FINISH
+
+
+def test_blocks_are_saved_behind_the_prefill_as_they_grow_and_at_the_end(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(client, monkeypatch)
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
+    with pytest.raises(KeyError):
+        cache[PROMPT]
+    context.state_of, context.evaluated = list(PROMPT), list(PROMPT)
+    cache._save_growing(1)
+    assert saves.seen == [(COLD, 32)], "the trimmed boundary"
+    assert client.flush()
+    for count in range(2, 30):
+        context.state_of, context.evaluated = [*context.state_of, 7], [*context.evaluated, 7]
+        cache._save_growing(count)
+        assert client.flush()
+    # By 16 tokens since the last one, in whole blocks, and once the rest of the prompt.
+    assert saves.seen[1:] == [(CONTINUED, 16), (CONTINUED, 2), (CONTINUED, 16)]
+    cache._save_completion()
+    assert client.flush()
+    assert saves.seen[4:] == [(FINISH, 8)]
+
+
+def test_whole_states_are_saved_behind_the_prefill_as_they_grow_and_at_the_end(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(client, monkeypatch)
+    context = FakeContext(blocks=False, model=model)
+    context.run(cache_of(context, client), PROMPT, [7] * 30)
+    assert saves.seen == [(COLD, 50), (CONTINUED, 66), (FINISH, 80)]
+
+
+def test_a_recurrent_state_is_saved_at_the_boundary_too(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(client, monkeypatch)
+    first = FakeContext(blocks=False, can_be_cut=False, model=model)
+    first.run(cache_of(first, client), PROMPT)
+    assert saves.seen == [(COLD, 32), (COLD, 49), (FINISH, 50)]
+    assert client.flush()
+    other = FakeContext(blocks=False, can_be_cut=False, model=model)
+    diverging = [*PROMPT[:40], 1, 2, 3]
+    assert other.run(cache_of(other, client), diverging) == len(diverging) - 32
+
+
+@pytest.mark.parametrize("can_be_cut", [True, False], ids=["attention", "recurrent"])
+@pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])
+def test_what_is_short_is_not_saved(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch, blocks: bool, can_be_cut: bool
+) -> None:
+    monkeypatch.setattr(client, "policy", SavePolicy())
+    saves = Saves(client, monkeypatch)
+    context = FakeContext(blocks=blocks and can_be_cut, can_be_cut=can_be_cut, model=model)
+    assert context.run(cache_of(context, client), PROMPT, [7] * 300) == len(PROMPT)
+    assert saves.seen == []
+
+
+def test_a_generation_that_nobody_looked_up_is_not_saved(
+    client: Client, model: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves = Saves(client, monkeypatch)
+    context = FakeContext(blocks=True, model=model)
+    cache = cache_of(context, client)
+    context.state_of, context.evaluated = list(PROMPT), list(PROMPT)
+    cache._save_growing(1)
+    cache._save_completion()
+    assert saves.seen == []
 
 
 @pytest.mark.parametrize("blocks", [True, False], ids=["blocks", "whole"])

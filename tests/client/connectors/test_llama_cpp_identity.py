@@ -307,13 +307,16 @@ def test_tokens_that_were_evaluated_as_text_are_verified(engine: Engine, file: P
 
 
 def test_a_generation_ends_when_its_reader_leaves(engine: Engine, file: Path) -> None:
-    llama, ended = engine.load(file), []
-    LlamaContext(llama).after_generation(lambda: ended.append(llama.n_tokens))
+    llama, ended, during = engine.load(file), [], []
+    context = LlamaContext(llama)
+    context.watch_generation(during.append, lambda: ended.append(llama.n_tokens))
     assert list(llama.generate([1, 2])) == [7, 8, 9]
+    assert during == [1, 2, 3], "after each token that was taken"
     reader = llama.generate([1])
     next(reader)
     reader.close()
     assert ended == [2, 3]
+    assert during == [1, 2, 3]
 
 
 # ---- what is refused
