@@ -20,6 +20,13 @@ _READ: Final = {
     "LLAMA_ARG_SLOT_SAVE_PATH": ("--slot-save-path",),
     "LLAMA_ARG_CACHE_RAM": ("--cache-ram", "-cram"),
 }
+#: Switches, by what they set; the last one counts. Variables say it with a word.
+_SWITCHES: Final = {
+    "--swa-full": ("LLAMA_ARG_SWA_FULL", True),
+    "--context-shift": ("LLAMA_ARG_CONTEXT_SHIFT", True),
+    "--no-context-shift": ("LLAMA_ARG_CONTEXT_SHIFT", False),
+}
+_ON: Final = ("on", "enabled", "true", "1")
 _KEY_FILE: Final = "--api-key-file"
 _DEFAULTS: Final = {"LLAMA_ARG_HOST": "127.0.0.1", "LLAMA_ARG_PORT": "8080"}
 
@@ -40,6 +47,10 @@ class ServerCommand:
     api_key_file: str | None
     #: The user's own folder of slot files.
     slots: str | None
+    #: It keeps the keys and values before a sliding window.
+    swa_full: bool
+    #: It goes on at the end of the context, with keys that it shifts.
+    shifts: bool
     #: Variables that the server must not get.
     unset: tuple[str, ...]
     _command: tuple[str, ...]
@@ -48,8 +59,10 @@ class ServerCommand:
     def command(self, socket_path: str, slots: str) -> list[str]:
         """The command that listens on a Unix socket and saves its slots to a folder. Its own cache
         in memory, which empties idle slots before they can be saved, is off unless the user chose
-        its size."""
-        made = [*self._command, "--host", socket_path]
+        its size. Keys that were shifted are not those of their tokens, so none are."""
+        made = [*self._command, "--host", socket_path, "--cache-reuse", "0"]
+        if not self.shifts:
+            made += ["--no-context-shift"]
         if self.slots is None:
             made += ["--slot-save-path", slots]
         if not self._keeps_idle_slots:
@@ -67,10 +80,16 @@ def parse_command(command: Sequence[str], environment: Mapping[str, str]) -> Ser
         for option in options
     }
     found = {name: environment[name] for name in (*_TAKEN, *_READ) if name in environment}
+    switches = {name: environment.get(name, "") in _ON for name, _ in _SWITCHES.values()}
     kept, key_file = [command[0]], None
     arguments = iter(command[1:])
     for argument in arguments:
         option, equals, value = argument.partition("=")
+        if option.startswith("--"):
+            option = option.replace("_", "-")  # as llama-server reads it
+        if option in _SWITCHES:
+            name, switched = _SWITCHES[option]
+            switches[name] = switched
         variable = names.get(option)
         if variable is None and option != _KEY_FILE:
             kept.append(argument)
@@ -92,6 +111,8 @@ def parse_command(command: Sequence[str], environment: Mapping[str, str]) -> Ser
     if not port.isdigit() or not 0 <= int(port) < 65536:
         raise ValueError(f"--port is a number below 65536, not {port}")
     hosts = found.get("LLAMA_ARG_HOST", _DEFAULTS["LLAMA_ARG_HOST"])
+    if not hosts.strip(", "):
+        raise ValueError("--host names no address")
     key = found.get("LLAMA_API_KEY", "").split(",")[0].strip()
     return ServerCommand(
         hosts=tuple(each.strip() for each in hosts.split(",") if each.strip()),
@@ -102,6 +123,8 @@ def parse_command(command: Sequence[str], environment: Mapping[str, str]) -> Ser
         api_key=key or None,
         api_key_file=key_file,
         slots=found.get("LLAMA_ARG_SLOT_SAVE_PATH"),
+        swa_full=switches["LLAMA_ARG_SWA_FULL"],
+        shifts=switches["LLAMA_ARG_CONTEXT_SHIFT"],
         unset=tuple(_TAKEN),
         _command=tuple(kept),
         _keeps_idle_slots="LLAMA_ARG_CACHE_RAM" in found,

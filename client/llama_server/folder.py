@@ -35,6 +35,7 @@ class SlotFolder:
         """Raises UnsafeFolder, OSError."""
         self.path = path
         self._remove = False
+        self._used: set[str] = set()
         self._lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             found = os.fstat(self._lock)
@@ -49,8 +50,14 @@ class SlotFolder:
         except BaseException:
             os.close(self._lock)
             raise
-        for each in path.iterdir():
-            if each.name.startswith(_BEGINS) and each.suffix == ".bin":
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Remove slot files that nobody uses: of an earlier proxy, and of a save that llama-server
+        made after it was given up."""
+        for each in self.path.iterdir():
+            ours = each.name.startswith(_BEGINS) and each.suffix == ".bin"
+            if ours and each.name not in self._used:
                 each.unlink(missing_ok=True)
 
     @classmethod
@@ -69,17 +76,15 @@ class SlotFolder:
         folder._remove = True
         return folder
 
-    @property
-    def free_bytes(self) -> int:
-        """Room for slot files."""
-        found = os.fstatvfs(self._lock)
-        return found.f_bavail * found.f_frsize
-
     def create(self, size_bytes: int) -> tuple[str, memoryview]:
         """A new zeroed file to write: its name, and its memory. The room is there: without it
         raises OSError, and no write ends this process. Unlink it after use."""
         name = self._new_name()
-        descriptor = self._open(name)
+        try:
+            descriptor = self._open(name)
+        except BaseException:
+            self._used.discard(name)
+            raise
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
             return name, memoryview(mmap.mmap(descriptor, size_bytes))
@@ -108,6 +113,7 @@ class SlotFolder:
 
     def unlink(self, name: str) -> None:
         (self.path / name).unlink(missing_ok=True)
+        self._used.discard(name)
 
     def close(self) -> None:
         """Leave the folder, and remove it if it was made here."""
@@ -119,9 +125,11 @@ class SlotFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(self.path / name, flags, 0o600)
 
-    @staticmethod
-    def _new_name() -> str:
-        return f"{_BEGINS}{secrets.token_hex(16)}.bin"
+    def _new_name(self) -> str:
+        self._sweep()
+        name = f"{_BEGINS}{secrets.token_hex(16)}.bin"
+        self._used.add(name)
+        return name
 
 
 @contextmanager

@@ -9,13 +9,13 @@ The weights that other tokens use are identified by their files.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from ...proto.keys import Adapter
 from ..identity import Dimension, Part, StateIdentity, unrevealed
 from ..weights import fingerprint_of_files, weights_of
-from .slot_file import BadSlotFile, Layout, SlotFile, UnknownVersion
+from .slot_file import BadSlotFile, Layout, SlotFile, Tokens, UnknownVersion
 
 #: Short, and of many different tokens.
 PROBE: Final = "The quick brown fox jumps over the lazy dog. 0123456789"
@@ -40,6 +40,8 @@ class Probe:
     has_remainder: bool
     #: What entries depend on as well: their form.
     form: str
+    #: What was in the slot; None: the file does not tell.
+    tokens: Tokens | None = field(default=None, compare=False)
 
     @property
     def block_tokens(self) -> int:
@@ -70,7 +72,8 @@ def read_probe(memory: memoryview, slots: int) -> Probe:
         )
     if file.base is None:
         found.update(memory)
-        return Probe(found.digest(), None, True, f"whole, version {file.version}, {slots} slots")
+        form = f"whole, version {file.version}, {slots} slots"
+        return Probe(found.digest(), None, True, form, file.tokens)
     file = file.sorted()
     layout = file.layout
     # The number of streams says nothing about the rows, but is in the remainder.
@@ -80,7 +83,7 @@ def read_probe(memory: memoryview, slots: int) -> Probe:
     form = f"blocks of {_block_tokens(layout)} tokens"
     if remainder := len(file.remainder) > 0:
         form += f" and a remainder, {slots} slots"
-    return Probe(found.digest(), layout, remainder, form)
+    return Probe(found.digest(), layout, remainder, form, file.tokens)
 
 
 def identity_of(

@@ -13,10 +13,12 @@ import os
 import signal
 import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from urllib.parse import urlsplit
 
 from aiohttp import web
 
@@ -41,6 +43,7 @@ logger = logging.getLogger("prefixd.llama_server")
 
 #: A call of the cache takes no longer; a daemon that hangs costs a request this once.
 _DEADLINE_MS: Final = 2_000
+_SHIFTS: Final = "with --context-shift, states are not those of their tokens"
 #: The exit statuses of a mistake on the command line, and of a start that failed.
 _BAD_INPUT, _PROBLEM = 2, 1
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
@@ -56,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run until the server ends or a signal comes. Returns the exit status."""
     try:
         options = _parse(arguments)
-    except ValueError as why:
+    except (ValueError, OSError) as why:
         _say(str(why))
         return _BAD_INPUT
     logging.basicConfig(
@@ -87,8 +90,10 @@ class Options:
     #: The server to start, or the one that runs.
     server: ServerCommand | None
     upstream: str
+    #: The user's own folder of slot files.
     slots: Path | None
-    listen: str
+    #: Host and port, or the path of a socket and 0.
+    listen: tuple[str, int]
 
 
 def _parse(arguments: Sequence[str]) -> Options:
@@ -101,10 +106,10 @@ def _parse(arguments: Sequence[str]) -> Options:
         raise ValueError("give either -- and the command of llama-server, or --upstream URL")
     if server is None and found.slots is None:
         raise ValueError("--upstream needs --slots: the folder that its --slot-save-path names")
-    key = None if server is None else server.api_key
-    if server is not None and server.api_key_file and not key:
-        lines = Path(server.api_key_file).read_text().split()
-        key = lines[0] if lines else None
+    if server is None:
+        _check_url(found.upstream)
+    slots = found.slots if server is None else server.slots
+    key = _key_of(server, os.environ)
     try:
         policy = SavePolicy(
             min_tokens=found.min_tokens,
@@ -120,6 +125,8 @@ def _parse(arguments: Sequence[str]) -> Options:
             fingerprint=fingerprint,
             tenants=found.tenants,
             auth={"Authorization": f"Bearer {key}"} if key else {},
+            swa_full=server is None or server.swa_full,
+            unsupported=_SHIFTS if server is not None and server.shifts else None,
         )
     except ConfigError as why:
         raise ValueError(str(why)) from None
@@ -130,9 +137,34 @@ def _parse(arguments: Sequence[str]) -> Options:
         log_level=found.log_level,
         server=server,
         upstream=found.upstream or "",
-        slots=None if found.slots is None else Path(found.slots),
-        listen=found.listen,
+        slots=None if slots is None else Path(slots),
+        listen=_address(found.listen),
     )
+
+
+def _check_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        raise ValueError(f"--upstream is an address like http://127.0.0.1:8081, not {url}")
+
+
+def _address(text: str) -> tuple[str, int]:
+    if text.endswith(".sock"):
+        return text, 0
+    host, _, port = text.rpartition(":")
+    if not port.isdecimal() or not int(port) < 65536:
+        raise ValueError(f"--listen is HOST:PORT or the path of a socket, not {text}")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def _key_of(server: ServerCommand | None, environment: Mapping[str, str]) -> str | None:
+    """A key for the calls that no request causes; None: none is known."""
+    if server is None:
+        return environment.get("LLAMA_API_KEY", "").split(",")[0].strip() or None
+    if server.api_key or not server.api_key_file:
+        return server.api_key
+    lines = Path(server.api_key_file).read_text().splitlines()
+    return next((line for line in lines if line), None)
 
 
 def _split(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -180,8 +212,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 async def _run(options: Options) -> int:
-    folder = SlotFolder.temporary() if options.slots is None else SlotFolder(options.slots)
-    try:
+    with ExitStack() as stack:
+        own = None
+        if options.server is not None:
+            own = SlotFolder.temporary()
+            stack.callback(own.close)
+        if options.slots is None:
+            assert own is not None
+            folder = own
+        else:
+            folder = SlotFolder(options.slots)
+            stack.callback(folder.close)
         client = Client(
             options.address,
             name="llama-server",
@@ -191,35 +232,39 @@ async def _run(options: Options) -> int:
             save_timeout_ms=options.settings.save_timeout_ms,
         )
         async with AsyncClient(client) as cache:
-            if options.server is None:
-                upstream = Upstream(options.upstream)
-                return await _serve(options, upstream, cache, folder)
-            socket_path = str(folder.path / "server.sock")
+            if options.server is None or own is None:
+                return await _serve(options, Upstream(options.upstream), cache, folder)
+            socket_path = str(own.path / "server.sock")
             upstream = Upstream(f"http://localhost{options.server.prefix}", socket_path)
-            return await _serve(options, upstream, cache, folder)
-    finally:
-        folder.close()
+            command = options.server.command(socket_path, str(own.path))
+            return await _serve(options, upstream, cache, folder, command)
 
 
 async def _serve(
-    options: Options, upstream: Upstream, cache: AsyncClient, folder: SlotFolder
+    options: Options,
+    upstream: Upstream,
+    cache: AsyncClient,
+    folder: SlotFolder,
+    command: list[str] | None = None,
 ) -> int:
     gateway = Gateway(upstream, cache, folder, options.settings)
-    runner = web.AppRunner(
-        gateway.application(), handler_cancellation=True, access_log=None, shutdown_timeout=1.0
-    )
+    runner = gateway.runner()
     await runner.setup()
     process: ServerProcess | None = None
     try:
         for site in _sites(options, runner):
             await site.start()
+            logger.info("listening on %s", site.name)
+        if options.settings.unsupported:
+            logger.warning("prompts are not kept: %s", options.settings.unsupported)
         stop: asyncio.Queue[int] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         for number in _SIGNALS:
             loop.add_signal_handler(number, stop.put_nowait, number)
         ended: asyncio.Task[int] | None = None
-        if options.server is not None:
-            process = await _start(options.server, folder)
+        if options.server is not None and command is not None:
+            unset = options.server.unset
+            process = await ServerProcess.start(command, os.environ, unset)
             ended = asyncio.ensure_future(process.wait())
             for number in _PASSED_ON:
                 loop.add_signal_handler(number, process.signal, number)
@@ -230,11 +275,6 @@ async def _serve(
             process.signal(signal.SIGKILL)
         await runner.cleanup()
         await upstream.close()
-
-
-async def _start(server: ServerCommand, folder: SlotFolder) -> ServerProcess:
-    command = server.command(str(folder.path / "server.sock"), str(folder.path))
-    return await ServerProcess.start(command, os.environ, server.unset)
 
 
 async def _until_the_end(
@@ -291,19 +331,18 @@ async def _identify_when_ready(gateway: Gateway, upstream: Upstream, options: Op
 def _sites(options: Options, runner: web.AppRunner) -> list[web.BaseSite]:
     """Where llama-server would have listened."""
     server = options.server
-    if server is None:
-        host, _, port = options.listen.rpartition(":")
-        return [web.TCPSite(runner, host or None, int(port), reuse_address=True)]
     context = None
+    if server is None:
+        return [_site(runner, *options.listen, context)]
     if server.certificate and server.private_key:
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
         context.load_cert_chain(server.certificate, server.private_key)
-    sites: list[web.BaseSite] = []
-    for host in server.hosts:
-        if host.endswith(".sock"):
-            sites.append(web.UnixSite(runner, host, ssl_context=context))
-        else:
-            sites.append(
-                web.TCPSite(runner, host, server.port, ssl_context=context, reuse_address=True)
-            )
-    return sites
+    return [_site(runner, host, server.port, context) for host in server.hosts]
+
+
+def _site(
+    runner: web.AppRunner, host: str, port: int, context: ssl.SSLContext | None
+) -> web.BaseSite:
+    if host.endswith(".sock"):
+        return web.UnixSite(runner, host, ssl_context=context)
+    return web.TCPSite(runner, host, port, ssl_context=context, reuse_address=True)

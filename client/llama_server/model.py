@@ -6,8 +6,8 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import numpy as np
@@ -29,8 +29,10 @@ logger = logging.getLogger("prefixd.llama_server")
 _MOST_TENANTS: Final = 256
 #: How long the save of the probe may take.
 _PROBE_TIMEOUT_S: Final = 30.0
-#: How long a request waits for the identification: hashing a large model takes longer.
+#: How long requests wait for an identification, since it began: hashing a large model takes longer.
 _IDENTIFY_WAIT_S: Final = 5.0
+#: Before another one is tried after it failed. It empties all slots.
+_RETRY_S: Final = 10.0
 
 
 class Model:
@@ -50,6 +52,8 @@ class Model:
         self._tier = tier
         self._fingerprint = fingerprint
         self._identification: asyncio.Task[None] | None = None
+        #: By the loop's clock: when the latest identification began.
+        self._began_s = -_RETRY_S
         #: The process and the adapters that everything below is about; None: not known yet.
         self._instance: tuple[str, ...] | None = None
         self._unsupported: str | None = None
@@ -61,8 +65,10 @@ class Model:
         self.slots: list[Slot] = []
         self.locks: list[asyncio.Lock] = []
         self.benefit = Benefit()
-        #: Requests that may get any slot of the server's choice.
+        #: Requests that may get any slot of the server's choice, and those that may leave there
+        #: what is not the model's own state.
         self.bypassing = 0
+        self._tainting = 0
         self._uses = 0
         #: Saves that the daemon has not taken yet, and their tokens.
         self.saving: dict[asyncio.Task[Any], Tokens] = {}
@@ -77,6 +83,7 @@ class Model:
     async def refresh(self, server: ModelServer) -> bool:
         """Notice a restart, other adapters, and slots that others used. False: it is still the same
         process. Raises Unsupported, and what calls fail with."""
+        unused = {slot: slot.used for slot in self.slots if self._is_idle(slot)}
         props, listed = await asyncio.gather(server.get("/props"), server.get("/slots"))
         adapters = self._adapters
         if adapters or self._instance is None:
@@ -84,46 +91,100 @@ class Model:
         if _instance(props, adapters) == self._instance:
             if self._unsupported is not None:
                 raise Unsupported(self._unsupported)
-            self._compare(listed)
+            self._compare(listed, unused)
             return False
-        # The slots have to be idle for that. Requests go on meanwhile, after a while.
-        if self._identification is None or self._identification.done():
-            self._instance = None
-            identification = self._identify(server, props, listed)
-            self._identification = asyncio.ensure_future(identification)
-        task = self._identification
-        await asyncio.wait([task], timeout=_IDENTIFY_WAIT_S)
-        if not task.done():
-            raise Refused("it is not identified yet")
-        task.result()
+        await self._identified(server, props, listed)
         if self._unsupported is not None:
             raise Unsupported(self._unsupported)
         return True
+
+    async def _identified(self, server: ModelServer, props: Any, listed: Any) -> None:
+        """Wait for the identification, which requests share. They go on without it after a
+        while. Raises Refused, and what it fails with."""
+        now_s = asyncio.get_running_loop().time()
+        if self._identification is None or self._identification.done():
+            if self._failed and now_s < self._began_s + _RETRY_S:
+                raise Refused("it could not be identified, and is left alone for a while")
+            self._instance, self._began_s = None, now_s
+            self._identification = asyncio.ensure_future(self._identify(server, props, listed))
+        task = self._identification
+        await asyncio.wait([task], timeout=max(0.0, self._began_s + _IDENTIFY_WAIT_S - now_s))
+        if not task.done():
+            raise Refused("it is not identified yet")
+        task.result()
+
+    @property
+    def _failed(self) -> bool:
+        task = self._identification
+        return task is not None and task.done() and (task.cancelled() or bool(task.exception()))
 
     async def is_same(self, server: ModelServer) -> bool:
         """Whether the process and its adapters are those that the slots are about."""
         adapters = await server.get("/lora-adapters") if self._adapters else self._adapters
         return _instance(await server.get("/props"), adapters) == self._instance
 
+    def is_process_of(self, other: Model) -> bool:
+        """Whether both are the same process, by different names. Older builds don't tell."""
+        told = self._instance is not None and self._instance[0] != "null"
+        return told and self._instance == other._instance
+
+    @property
+    def was_told(self) -> bool:
+        """Whether the server knows this model."""
+        return self._identification is not None
+
     def forget(self) -> None:
         """It has to be identified again, and what its slots hold is not saved."""
         self._instance = None
 
-    def _compare(self, listed: Any) -> None:
-        if not isinstance(listed, list):
-            return
-        for each in listed:
-            number = each.get("id")
+    def trusts(self, slot: Slot) -> bool:
+        """Whether what is in a slot is the state of its tokens, of the model as it is known."""
+        known = self._instance is not None and any(slot is each for each in self.slots)
+        return known and not slot.tainted and not self._tainting
+
+    @contextmanager
+    def tainting(self) -> Iterator[None]:
+        """While a request runs that may leave anything in any slot. Each is erased before its next
+        use."""
+        self._tainting += 1
+        self._taint()
+        try:
+            yield
+        finally:
+            self._tainting -= 1
+            self._taint()
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """While a request runs that may get any slot."""
+        self.bypassing += 1
+        try:
+            yield
+        finally:
+            self.bypassing -= 1
+
+    def _taint(self) -> None:
+        for slot in self.slots:
+            slot.taint()
+
+    def _is_idle(self, slot: Slot) -> bool:
+        return not slot.busy and not self.locks[slot.number].locked()
+
+    def _compare(self, listed: Any, unused: Mapping[Slot, int]) -> None:
+        """Forget slots that others used. `unused`: those that were idle before they were listed,
+        and when they were last used."""
+        for each in listed if isinstance(listed, list) else ():
+            number = each.get("id") if isinstance(each, dict) else None
             if not isinstance(number, int) or not 0 <= number < len(self.slots):
                 continue
-            slot = self.slots[number]
-            idle = not slot.busy and not self.locks[number].locked()
-            counted = each.get("n_prompt_tokens", 0)
-            if idle and slot.length and not each.get("is_processing"):
-                if not slot.agrees(counted):
-                    slot.forget()
-                else:
-                    slot.length = max(slot.saved, counted)
+            slot, counted = self.slots[number], each.get("n_prompt_tokens", 0)
+            idle = self._is_idle(slot) and unused.get(slot) == slot.used
+            if not idle or not slot.length or each.get("is_processing") or type(counted) is not int:
+                continue
+            if slot.agrees(counted):
+                slot.length = max(slot.saved, counted)
+            else:
+                slot.forget()
 
     async def _identify(self, server: ModelServer, props: Any, listed: Any) -> None:
         build, path, count = _told(props)
@@ -156,23 +217,27 @@ class Model:
 
     async def _make_probe(self, server: ModelServer, count: int) -> Probe:
         tokens = np.asarray(await server.tokenize(PROBE), "<i4")
-        # Cells of before are of other adapters, or of another client: the server may reuse them.
-        for number in range(count):
-            await server.erase(number)
-        await server.evaluate(0, tokens, keep=False)
+        name = self._folder.offer()
         try:
-            name = self._folder.offer()
-            try:
-                written = await server.save(0, name, _PROBE_TIMEOUT_S)
-                memory = self._folder.take(name)
-                if len(memory) != written:
-                    raise Unsupported(f"of a slot's {written} bytes it saved {len(memory)}")
-                return read_probe(memory, count)
-            finally:
-                self._folder.unlink(name)
-                await server.erase(0)
+            # Cells of before are of other adapters or another client, and might be reused.
+            for number in range(count):
+                await server.erase(number)
+            await server.evaluate(0, tokens, keep=False)
+            written = await server.save(0, name, _PROBE_TIMEOUT_S)
+            memory = self._folder.take(name)
+            await server.erase(0)
         except Refused as why:
-            raise Unsupported(f"it saves no slots: {why}") from None
+            if why.for_good:
+                raise Unsupported(f"it saves no slots: {why}") from None
+            raise
+        finally:
+            self._folder.unlink(name)
+        if len(memory) != written:
+            raise Unsupported(f"of a slot's {written} bytes it saved {len(memory)}")
+        probe = read_probe(memory, count)
+        if probe.tokens is not None and probe.tokens.tolist() != tokens.tolist():
+            raise Refused("another request took the slot of the probe")
+        return probe
 
     def states(self, salt: bytes) -> States:
         """What the cache has for one tenant. Only after `refresh`."""

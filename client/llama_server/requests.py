@@ -6,7 +6,7 @@ Everything that is not understood here passes through untouched.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 #: By the end of a path: the requests that are looked up in the cache.
@@ -24,6 +24,8 @@ _HARMLESS: Final = (
     "/models/load",
     "/models/unload",
 )
+#: Fields that change what is in the slot afterwards: adapters for one request, and shifted keys.
+_TAINTING: Final = {"lora": "adapters of its own", "n_cache_reuse": "reuse by shifting"}
 #: Fields of a chat that do not change its prompt, and would be refused by or lost on the template.
 _NOT_OF_THE_PROMPT: Final = ("stream", "stream_options", "max_tokens", "n_predict")
 #: An answer's end that is kept to find its timings: the last event of a stream repeats all
@@ -36,6 +38,8 @@ class Asked(NamedTuple):
 
     chat: bool
     body: dict[str, Any]
+    #: As it came.
+    raw: bytes
 
     @property
     def model(self) -> str:
@@ -43,9 +47,13 @@ class Asked(NamedTuple):
         name = self.body.get("model")
         return name if isinstance(name, str) else ""
 
-    def in_slot(self, number: int) -> bytes:
-        """The body that llama-server gets: the same request in a slot of our choice."""
-        return json.dumps({**self.body, "id_slot": number, "cache_prompt": True}).encode()
+    def in_slot(self, number: int, *, reuse: bool = True) -> bytes:
+        """The body that llama-server gets: the same bytes, with a slot of our choice. `reuse`: of
+        what is in there."""
+        given = {"id_slot": number, "cache_prompt": reuse, "n_cache_reuse": 0}
+        if any(name in self.body for name in given):
+            return json.dumps({**self.body, **given}).encode()
+        return self.raw.rstrip()[:-1] + b", " + json.dumps(given).encode()[1:]
 
     def template_body(self) -> dict[str, Any]:
         """What to ask `/apply-template` for."""
@@ -58,29 +66,41 @@ class Bypassed(NamedTuple):
     why: str
     #: It may evaluate tokens in a slot that the server chooses.
     takes_a_slot: bool = True
+    #: What it leaves in a slot is not the model's own state of its tokens.
+    taints: bool = False
 
 
-def understand(method: str, path: str, body: bytes) -> Asked | Bypassed:
-    """What to do with a request. `path`: without its query."""
+#: llama-server may read it, and do any of this.
+UNREADABLE: Final = Bypassed("unreadable body", taints=True)
+
+
+def understand(method: str, path: str, body: bytes, action: str = "") -> Asked | Bypassed:
+    """What to do with a request. `path`: without its query, of which it is the `action`."""
     path = path.rstrip("/")
-    if method != "POST" or "/slots/" in path or path.endswith(_HARMLESS):
+    if method != "POST" or path.endswith(_HARMLESS):
         return Bypassed("not a completion", takes_a_slot=False)
+    if "/slots/" in path:
+        # A restore may be of a file that somebody else made.
+        return Bypassed("not a completion", takes_a_slot=False, taints=action == "restore")
+    try:
+        read = json.loads(str(body, "utf-8"))
+    except (ValueError, RecursionError):
+        return UNREADABLE if body else Bypassed("no body")
+    if not isinstance(read, dict):
+        return UNREADABLE
+    for name, why in _TAINTING.items():
+        if read.get(name):
+            return Bypassed(why, taints=True)
     chat = path.endswith(_CHAT)
     if not chat and not path.endswith(_COMPLETION):
         return Bypassed("another endpoint")
-    try:
-        read = json.loads(body)
-    except (ValueError, RecursionError):
-        return Bypassed("unreadable body")
-    if not isinstance(read, dict):
-        return Bypassed("unreadable body")
-    why = _why_bypassed(read) or (_why_chat_bypassed(read) if chat else _why_prompt_bypassed(read))
-    return Bypassed(why) if why else Asked(chat, read)
+    found = _why_bypassed(read) or (
+        _why_chat_bypassed(read) if chat else _why_prompt_bypassed(read)
+    )
+    return Bypassed(found) if found else Asked(chat, read, body)
 
 
 def _why_bypassed(body: Mapping[str, Any]) -> str | None:
-    if body.get("lora"):
-        return "adapters of its own"
     for name in ("n", "n_cmpl"):
         if body.get(name, 1) not in (1, None):
             return "several answers"
@@ -114,9 +134,14 @@ def _why_prompt_bypassed(body: Mapping[str, Any]) -> str | None:
         return "media"
     if not isinstance(prompt, list) or not prompt:
         return "unreadable body"
-    if all(type(each) is int and each >= 0 for each in prompt):
+    if are_tokens(prompt):
         return None
     return "several or mixed prompts"
+
+
+def are_tokens(values: Sequence[Any]) -> bool:
+    """Whether they can be tokens: numbers that fit a slot file."""
+    return all(type(each) is int and 0 <= each < 1 << 31 for each in values)
 
 
 def shorter_chats(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -267,8 +267,9 @@ class SlotFile:
                 found.append(self.memory[offset + first * size : offset + last * size])
         return found
 
-    def with_an_older_cell(self) -> bytes | None:
-        """The file with one more cell, of zeros, before each sliding window; None: it needs none.
+    def with_an_older_cell(self) -> list[Any] | None:
+        """The file with one more cell, of zeros, before each sliding window, in pieces; None: it
+        needs none.
 
         llama-server uses a restored window only if it reaches one token further back than the
         window that it saves itself. No later token can attend to that cell.
@@ -300,7 +301,7 @@ class SlotFile:
             older = np.zeros((rows.shape[0], 1, rows.shape[2]), np.uint8)
             out += [region.head, np.concatenate((older, rows), axis=1).tobytes()]
         out.append(bytes(4 * (window.streams - 1 - window.stream)))
-        return b"".join(out)
+        return out
 
 
 class _Reader:

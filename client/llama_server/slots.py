@@ -36,9 +36,12 @@ class Slot:
     prompt: int = 0
     #: Whose content it is.
     salt: bytes = b""
-    #: How many of its tokens came from a file. Of a sliding window the file has the last ones only,
-    #: and a server with --swa-full believes that it has all of them.
+    #: How many of its tokens came from a file, since it was last erased. Of a sliding window the
+    #: file has the last ones only, and a server with --swa-full believes that it has all of them.
     restored: int = 0
+    #: It may hold what is not this model's own state of its tokens: it is neither used nor saved
+    #: before it was erased.
+    tainted: bool = False
     #: A request has it, or is about to.
     busy: bool = False
     #: When it was last used, in requests.
@@ -48,7 +51,22 @@ class Slot:
         """Nothing is known to be in it."""
         self.tokens, self.counted_tokens, self.length = no_tokens(), None, 0
         self.saved = self.prompt = 0
-        self.salt, self.restored = b"", 0
+        self.salt = b""
+
+    def was_erased(self) -> None:
+        """It is empty."""
+        self.forget()
+        self.restored, self.tainted = 0, False
+
+    def taint(self) -> None:
+        """Something that is not understood may be in it."""
+        self.forget()
+        self.tainted = True
+
+    def will_be_restored(self, token_count: int) -> None:
+        """The server was asked for it. Whatever comes of that, it may have done so."""
+        self.forget()
+        self.restored = max(self.restored, token_count)
 
     def holds(self, tokens: Tokens, salt: bytes = b"") -> int:
         """How many of these tokens it has, from the first on."""

@@ -233,8 +233,11 @@ class States:
         if longer is None:
             return name
         try:
-            other, place = self._folder.create(len(longer))
-            place[:] = longer
+            other, place = self._folder.create(sum(map(len, longer)))
+            at = 0
+            for piece in longer:
+                place[at : at + len(piece)] = piece
+                at += len(piece)
             return other
         finally:
             self._folder.unlink(name)
@@ -258,7 +261,8 @@ class States:
         self, memory: memoryview, prompt: int, known: Tokens, reason: SaveReason
     ) -> tuple[Tokens, Awaitable[object] | None]:
         """Save the state in a slot file. `prompt`: the tokens of the last prompt, whose end the
-        same prompt looks for. `known`: the tokens, for a file that does not tell them.
+        same prompt looks for. `known`: what is known to be in the slot, which may go on behind it
+        or end before it; the tokens of a file that does not tell them.
 
         Returns the tokens of the file, and the save in progress; None if there was nothing new.
         Raises BadSlotFile.
@@ -267,6 +271,8 @@ class States:
             file = SlotFile(memory)
         except UnknownVersion:
             return known, await self._save_whole(memory, known, reason)
+        if common_tokens(file.tokens, known) < min(len(file.tokens), len(known)):
+            raise BadSlotFile("another request had the slot")
         if self._layout is None:
             return file.tokens, await self._save_whole(memory, file.tokens, reason)
         if file.layout != self._layout:

@@ -9,14 +9,15 @@ from typing import Any, Final
 
 import aiohttp
 
+from .requests import are_tokens
 from .slot_file import Tokens
 
 #: Its server closes idle connections without a warning, so each call has its own.
 _CONNECT_TIMEOUT_S: Final = 5.0
-#: Calls that answer as soon as the server is between two batches.
-_CALL_TIMEOUT_S: Final = 30.0
-#: A long prompt on a slow machine.
-_EVALUATION_TIMEOUT_S: Final = 3600.0
+#: Calls that answer as soon as the server is between two batches, which may be long.
+_CALL_TIMEOUT_S: Final = 120.0
+#: A long prompt on a slow machine, or the end of one.
+EVALUATION_TIMEOUT_S: Final = 3600.0
 #: Requests of clients have no end of their own.
 _NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
 
@@ -25,6 +26,16 @@ Auth = Mapping[str, str]
 
 class Refused(Exception):
     """llama-server did not do what it was asked for."""
+
+    def __init__(self, why: str, status: int = 0) -> None:
+        super().__init__(why)
+        #: Of its answer; 0: the answer is no such answer.
+        self.status = status
+
+    @property
+    def for_good(self) -> bool:
+        """Whether it would refuse this again."""
+        return 400 <= self.status < 500 or self.status == 501
 
 
 #: What a call of ours may fail with. None of it is a reason for a request to fail.
@@ -44,7 +55,11 @@ class Upstream:
             else aiohttp.TCPConnector(limit=0, force_close=True)
         )
         self.session = aiohttp.ClientSession(
-            connector=connector, timeout=_NO_TIMEOUT, auto_decompress=False
+            connector=connector,
+            timeout=_NO_TIMEOUT,
+            auto_decompress=False,
+            # One client's cookies are nothing to the next one.
+            cookie_jar=aiohttp.DummyCookieJar(),
         )
 
     async def close(self) -> None:
@@ -73,7 +88,8 @@ class Upstream:
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:
-                raise Refused(f"{path}: {answer.status} {raw[:200].decode(errors='replace')}")
+                said = raw[:200].decode(errors="replace")
+                raise Refused(f"{path}: {answer.status} {said}", answer.status)
             try:
                 return json.loads(raw)
             except (ValueError, RecursionError):
@@ -116,7 +132,7 @@ class ModelServer:
         """The tokens of a prompt, as a completion makes them."""
         body = {"content": text, "add_special": True, "parse_special": True}
         tokens = _field(await self._call("POST", "/tokenize", body), "tokens")
-        if not isinstance(tokens, list) or not all(type(each) is int for each in tokens):
+        if not isinstance(tokens, list) or not are_tokens(tokens):
             raise Refused("/tokenize: these are no tokens")
         return tokens
 
@@ -129,7 +145,8 @@ class ModelServer:
 
     async def evaluate(self, slot: int, tokens: Tokens, *, keep: bool = True) -> Any:
         """Evaluate a prompt in a slot, and nothing after it, however long it takes. Returns the
-        answer, with its timings."""
+        answer, with its timings; None: some builds make no answer of a token that is no text. What
+        was evaluated is in the slot all the same."""
         body = {
             "prompt": tokens.tolist(),
             "n_predict": 0,
@@ -137,7 +154,12 @@ class ModelServer:
             "cache_prompt": keep,
             "temperature": 0.0,
         }
-        return await self._call("POST", "/completion", body, timeout_s=_EVALUATION_TIMEOUT_S)
+        try:
+            return await self._call("POST", "/completion", body, timeout_s=EVALUATION_TIMEOUT_S)
+        except Refused as why:
+            if why.status != 500:
+                raise
+            return None
 
     async def save(self, slot: int, name: str, timeout_s: float) -> int:
         """Save a slot to a file of its folder. Returns how many bytes it wrote."""
@@ -145,19 +167,27 @@ class ModelServer:
         answer = await self._call(
             "POST", f"/slots/{slot}", body, action="save", timeout_s=timeout_s
         )
-        return int(_field(answer, "n_written"))
+        return _number(answer, "n_written")
 
     async def restore(self, slot: int, name: str) -> int:
         """Restore a slot from a file of its folder. Returns how many tokens are in it."""
         body = {"filename": name}
         answer = await self._call("POST", f"/slots/{slot}", body, action="restore")
-        return int(_field(answer, "n_restored"))
+        return _number(answer, "n_restored")
 
-    async def erase(self, slot: int) -> None:
-        await self._call("POST", f"/slots/{slot}", {}, action="erase")
+    async def erase(self, slot: int, timeout_s: float = _CALL_TIMEOUT_S) -> None:
+        """Empty a slot. It waits until nothing is evaluated in it."""
+        await self._call("POST", f"/slots/{slot}", {}, action="erase", timeout_s=timeout_s)
 
 
 def _field(answer: Any, name: str) -> Any:
     if not isinstance(answer, dict) or name not in answer:
         raise Refused(f"an answer without {name!r}")
     return answer[name]
+
+
+def _number(answer: Any, name: str) -> int:
+    found = _field(answer, name)
+    if type(found) is not int:
+        raise Refused(f"an answer with {name!r} {found!r}")
+    return found

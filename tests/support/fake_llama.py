@@ -65,6 +65,8 @@ class FakeLlama:
         self.path = folder / f"{hashlib.sha256(weights.encode()).hexdigest()[:8]}.gguf"
         self.path.write_text(weights)
         self.drafts = False
+        #: Names of its one model, of which a router knows no others; empty: it is no router.
+        self.names: set[str] = set()
         self.adapters: list[dict[str, Any]] = []
         self.context = 8192
         self.count = slots
@@ -78,9 +80,14 @@ class FakeLlama:
         self.go_on.set()
         self.save_goes_on = asyncio.Event()
         self.save_goes_on.set()
+        self.restore_goes_on = asyncio.Event()
+        self.restore_goes_on.set()
         self.generating = asyncio.Event()
         #: Answer calls to a path with this status, instead of what they ask for.
         self.refuses: dict[str, int] = {}
+        #: Other answers, by path; the headers of what was echoed.
+        self.answers: dict[str, Any] = {}
+        self.heads: list[list[tuple[str, str]]] = []
         #: What becomes of the bytes of a saved slot.
         self.on_disk: Callable[[bytes], bytes] = bytes
         self.start()
@@ -96,9 +103,10 @@ class FakeLlama:
     def tokenize(self, text: str) -> list[int]:
         return [BOS, *(3 + byte for byte in text.encode())]
 
-    def _row(self, rows: list[bytes | None], token: int) -> bytes:
+    def _row(self, rows: list[bytes | None], token: int, own: Any = None) -> bytes:
+        """`own`: adapters of one request."""
         seen = rows[-(WINDOW - 1) :] if self.kind == "windows" else rows[-1:]
-        scales = [(each["path"], each["scale"]) for each in self.adapters]
+        scales = [(each.get("path"), each["scale"]) for each in own or self.adapters]
         form = (self.weights, self.rope, scales if any(s for _, s in scales) else None, token)
         attended = b"".join(bytes(ROW) if each is None else each for each in seen)
         return hashlib.sha256(repr(form).encode() + attended).digest()[:ROW]
@@ -120,12 +128,13 @@ class FakeLlama:
                 return 0
         return common
 
-    def _evaluate(self, slot: FakeSlot, prompt: list[int], *, keep: bool) -> int:
-        """Returns how many tokens it had already."""
-        cached = self._usable(slot, prompt) if keep else 0
+    def _evaluate(self, slot: FakeSlot, prompt: list[int], own: Any, *, keep: bool) -> int:
+        """Returns how many tokens it had already. As in the real one, adapters of a request begin
+        anew, and a request without any goes on with what such a request left."""
+        cached = self._usable(slot, prompt) if keep and not own else 0
         del slot.tokens[cached:], slot.rows[cached:]
         for token in prompt[cached:]:
-            slot.rows.append(self._row(slot.rows, token))
+            slot.rows.append(self._row(slot.rows, token, own))
             slot.tokens.append(token)
             self.evaluated += 1
         slot.used = True
@@ -226,9 +235,22 @@ class FakeLlama:
     async def _answer(self, request: web.Request, action: str) -> web.StreamResponse:
         body = await request.read()
         if request.path == "/echo":
+            self.heads.append(list(request.headers.items()))
             headers = {"X-Seen": request.headers.get("X-Given", ""), "X-Own": "1"}
-            return web.Response(status=418, body=body, headers=headers)
-        read: Any = json.loads(body) if body else {}
+            own = {"Connection": "X-Mine", "X-Mine": "1", "Set-Cookie": "a=1"}
+            return web.Response(status=418, body=body, headers={**headers, **own})
+        if request.path in self.answers:
+            return web.json_response(self.answers[request.path])
+        try:
+            read: Any = json.loads(body) if body else {}
+        except RecursionError:
+            return _error(400, "deeper than it can read")
+        if self.names:
+            named = request.query.get("model") or (read.get("model") if body else None)
+            if named is None and request.path == "/props":
+                return web.json_response({"role": "router"})
+            if named not in self.names and request.path != "/health":
+                return _error(400, "model not found")
         match request.path:
             case "/health":
                 return web.json_response({"status": "ok"})
@@ -295,6 +317,7 @@ class FakeLlama:
                 path.write_bytes(self.on_disk(data))
                 told = {"n_saved": len(slot.tokens), "n_written": len(data)}
                 return web.json_response({"id_slot": number, **told})
+            await self.restore_goes_on.wait()
             try:
                 read = self.read(path.read_bytes())
             except (OSError, ValueError) as why:
@@ -312,7 +335,8 @@ class FakeLlama:
         number = body.get("id_slot", -1)
         slot = self.slots[number % self.count] if number >= 0 else self._chosen(prompt)
         async with slot.busy:
-            cached = self._evaluate(slot, prompt, keep=body.get("cache_prompt", True))
+            keep = body.get("cache_prompt", True)
+            cached = self._evaluate(slot, prompt, body.get("lora"), keep=keep)
             answer: web.StreamResponse | None = None
             if body.get("stream"):
                 answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -391,11 +415,17 @@ def leftovers(folder: Path) -> list[str]:
 
 async def _main(arguments: list[str]) -> int:
     """A program that takes llama-server's arguments as far as the wrapper sets them, and ends as
-    `--exit` says, with a signal or a POST to /exit."""
+    `--exit` says, with a signal or a POST to /exit. After a POST to /hang its saves hang. On TCP it
+    tells its port in the file `--tell-port`."""
     import signal
 
-    options = dict(zip(arguments[::2], arguments[1::2], strict=False))
-    llama = FakeLlama(Path(options["--slot-save-path"]), weights=options.get("-m", "w"))
+    pairs = [each for each in arguments if each != "--no-context-shift"]
+    options = dict(zip(pairs[::2], pairs[1::2], strict=True))
+    llama = FakeLlama(
+        Path(options["--slot-save-path"]),
+        weights=options.get("-m", "w"),
+        api_key=options.get("--api-key"),
+    )
     llama.cache_ram = options.get("--cache-ram") != "0"
     stop: asyncio.Queue[int] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -407,11 +437,20 @@ async def _main(arguments: list[str]) -> int:
         stop.put_nowait(0)
         return web.Response()
 
+    async def hang(_request: web.Request) -> web.Response:
+        llama.save_goes_on.clear()
+        return web.Response()
+
     app.router.add_post("/exit", end)
+    app.router.add_post("/hang", hang)
     app.router._resources.reverse()
-    runner = web.AppRunner(app, shutdown_timeout=0)
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
     await runner.setup()
-    await web.UnixSite(runner, options["--host"]).start()
+    if told_port := options.get("--tell-port"):
+        await web.TCPSite(runner, options["--host"], int(options["--port"])).start()
+        Path(told_port).write_text(str(runner.addresses[0][1]))
+    else:
+        await web.UnixSite(runner, options["--host"]).start()
     number = await stop.get()
     await runner.cleanup()
     if told := options.get("--tell"):

@@ -24,12 +24,17 @@ class Connection(http.client.HTTPConnection):
 
 
 def call(
-    path: Path, method: str, url: str, body: Any = None, within_s: float = WITHIN_S
+    path: Path,
+    method: str,
+    url: str,
+    body: Any = None,
+    within_s: float = WITHIN_S,
+    headers: dict[str, str] | None = None,
 ) -> tuple[int, Any]:
     """Status and JSON (or bytes) of an answer."""
     connection = Connection(path, within_s)
     try:
-        connection.request(method, url, None if body is None else json.dumps(body))
+        connection.request(method, url, None if body is None else json.dumps(body), headers or {})
         answer = connection.getresponse()
         raw = answer.read()
         return answer.status, json.loads(raw) if raw[:1] in b"{[" and raw else raw

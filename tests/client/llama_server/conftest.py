@@ -58,7 +58,10 @@ class Proxy:
 
     async def __aenter__(self) -> Self:
         enter = self._stack.enter_async_context
-        await enter(_served(self.llama.application(), self.folder.parent / "llama.sock"))
+        llama = web.AppRunner(
+            self.llama.application(), handler_cancellation=True, shutdown_timeout=0
+        )
+        await enter(_served(llama, self.folder.parent / "llama.sock"))
         slots = SlotFolder(self.folder)
         self._stack.callback(slots.close)
         client = Client(self._address, name="test", deadline_ms=5_000)
@@ -67,8 +70,9 @@ class Proxy:
         upstream = Upstream("http://localhost", str(self.folder.parent / "llama.sock"))
         self._stack.push_async_callback(upstream.close)
         self.gateway = Gateway(upstream, self.cache, slots, self._settings)
-        await enter(_served(self.gateway.application(), self.folder.parent / "gateway.sock"))
-        connector = aiohttp.UnixConnector(str(self.folder.parent / "gateway.sock"))
+        self.listens = self.folder.parent / "gateway.sock"
+        await enter(_served(self.gateway.runner(), self.listens))
+        connector = aiohttp.UnixConnector(str(self.listens))
         self.session = await enter(aiohttp.ClientSession("http://localhost", connector=connector))
         return self
 
@@ -113,8 +117,7 @@ Run = Callable[[FakeLlama, Callable[[Proxy], Awaitable[None]]], None]
 
 
 @asynccontextmanager
-async def _served(app: web.Application, path: Path) -> AsyncIterator[None]:
-    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
+async def _served(runner: web.AppRunner, path: Path) -> AsyncIterator[None]:
     await runner.setup()
     try:
         await web.UnixSite(runner, str(path)).start()

@@ -31,7 +31,21 @@ def test_chats(path: str) -> None:
     assert isinstance(found, Asked)
     assert found.chat
     sent = json.loads(found.in_slot(3))
-    assert sent == {**CHAT, "id_slot": 3, "cache_prompt": True}
+    assert sent == {**CHAT, "id_slot": 3, "cache_prompt": True, "n_cache_reuse": 0}
+
+
+def test_the_rest_of_a_body_stays_as_it_came() -> None:
+    body = b'{ "prompt":"\\u00e4",  "seed": 1e400, "x": 0.10 }\n'
+    found = understand("POST", "/completion", body)
+    assert isinstance(found, Asked)
+    sent = found.in_slot(2, reuse=False)
+    assert sent.startswith(body[:-3])
+    assert json.loads(sent)["cache_prompt"] is False
+    # What it said of its slot itself is said once.
+    body = b'{"prompt": "a", "id_slot": -1, "cache_prompt": true}'
+    found = understand("POST", "/completion", body)
+    assert isinstance(found, Asked)
+    assert found.in_slot(2).count(b"id_slot") == 1
 
 
 @pytest.mark.parametrize("path", ["/completion", "/completions", "/v1/completions"])
@@ -45,7 +59,8 @@ def test_completions(path: str, prompt: Any) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "why"),
     [
-        ("/completion", {"prompt": "a", "lora": [{"id": 0, "scale": 1}]}, "adapters of its own"),
+        ("/completion", {"prompt": [2**31]}, "several or mixed prompts"),
+        ("/completion", {"prompt": [-1]}, "several or mixed prompts"),
         ("/completion", {"prompt": "a", "n": 2}, "several answers"),
         ("/completion", {"prompt": "a", "cache_prompt": False}, "cache_prompt is false"),
         ("/completion", {"prompt": "a", "id_slot": 0}, "a slot of its own"),
@@ -55,7 +70,6 @@ def test_completions(path: str, prompt: Any) -> None:
         ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": []}}, "media"),
         ("/completion", {"prompt": []}, "unreadable body"),
         ("/completion", {}, "unreadable body"),
-        ("/completion", [1], "unreadable body"),
         ("/v1/chat/completions", {"messages": "hi"}, "unreadable body"),
         ("/v1/chat/completions", {"messages": ["hi"]}, "unreadable body"),
         (
@@ -72,6 +86,15 @@ def test_what_passes_through_untouched(path: str, body: Any, why: str) -> None:
     assert asked(path, body) == Bypassed(why)
 
 
+@pytest.mark.parametrize("path", ["/completion", "/v1/chat/completions", "/infill", "/v1/messages"])
+def test_what_leaves_other_states_in_a_slot(path: str) -> None:
+    lora = {**CHAT, "prompt": "a", "lora": [{"id": 0, "scale": 1}]}
+    assert asked(path, lora) == Bypassed("adapters of its own", taints=True)
+    shifted = {**CHAT, "prompt": "a", "n_cache_reuse": 256}
+    assert asked(path, shifted) == Bypassed("reuse by shifting", taints=True)
+    assert asked(path, [1]) == Bypassed("unreadable body", taints=True)
+
+
 def test_text_in_parts_is_no_media() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     assert isinstance(
@@ -79,9 +102,20 @@ def test_text_in_parts_is_no_media() -> None:
     )
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize(
+    "body", [b"{", b"\xff", b"[" * 100_000, json.dumps({"prompt": "a"}).encode("utf-16")]
+)
 def test_bodies_that_cannot_be_read(body: bytes) -> None:
-    assert understand("POST", "/completion", body) == Bypassed("unreadable body")
+    assert understand("POST", "/completion", body) == Bypassed("unreadable body", taints=True)
+
+
+def test_a_request_without_a_body_leaves_nothing() -> None:
+    assert understand("POST", "/completion", b"") == Bypassed("no body")
+
+
+def test_a_slot_that_a_client_restores() -> None:
+    found = understand("POST", "/slots/0", b"{}", "restore")
+    assert found == Bypassed("not a completion", takes_a_slot=False, taints=True)
 
 
 @pytest.mark.parametrize(
@@ -99,6 +133,7 @@ def test_what_evaluates_nothing(method: str, path: str) -> None:
     found = understand(method, path, b"{}")
     assert isinstance(found, Bypassed)
     assert not found.takes_a_slot
+    assert not found.taints
 
 
 def test_the_chats_that_later_ones_begin_with() -> None:

@@ -142,7 +142,7 @@ def test_a_window_gets_one_cell_of_zeros_before_it(path: Path) -> None:
     file = read(path)
     window = window_of(file)
     oldest = int(window.positions.min())
-    longer = SlotFile(memoryview(file.with_an_older_cell() or b""))
+    longer = SlotFile(memoryview(b"".join(file.with_an_older_cell() or [])))
     added = window_of(longer)
     assert list(added.positions) == [oldest - 1, *window.positions]
     assert list(longer.tokens) == list(file.tokens)

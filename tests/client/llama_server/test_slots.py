@@ -58,7 +58,13 @@ def test_what_is_saved_follows_what_is_in_the_slot() -> None:
     held.was_saved(tokens(range(4), 7, 8))
     assert (held.length, held.saved) == (6, 6)
     held.forget()
-    assert (held.length, held.saved, held.restored, len(held.tokens)) == (0, 0, 0, 0)
+    assert (held.length, held.saved, len(held.tokens)) == (0, 0, 0)
+    assert held.restored == 10, "the server may still have it"
+    held.taint()
+    held.was_erased()
+    assert (held.restored, held.tainted) == (0, False)
+    held.will_be_restored(5)
+    assert (held.restored, held.length) == (5, 0), "whatever comes of it"
 
 
 def test_a_restart_is_noticed_by_the_number_of_tokens() -> None:
