@@ -50,11 +50,13 @@ class Gguf:
         self.writer.close()
 
 
-def write_gguf(path: Path, *, seed: int = 7, long_rope: int = 0, shards_of: int = 0) -> None:
-    """A llama of 4 layers, about 10 MB. `long_rope`: the original context of a LongRoPE.
-    `shards_of`: tensors a shard; the first has none."""
+def write_gguf(
+    path: Path, *, seed: int = 7, long_rope: int = 0, shards_of: int = 0, layers: int = LAYERS
+) -> None:
+    """A llama of 0.6 million parameters a layer, of 4 bytes each. `long_rope`: the original context
+    of a LongRoPE. `shards_of`: tensors a shard; the first has none."""
     split = {"split_max_tensors": shards_of, "small_first_shard": True} if shards_of else {}
-    made = Gguf(path, "llama", seed, **split)
+    made = Gguf(path, "llama", seed, layers, **split)
     writer = made.writer
     writer.add_feed_forward_length(2 * WIDTH)
     writer.add_head_count(HEADS)
@@ -71,7 +73,7 @@ def write_gguf(path: Path, *, seed: int = 7, long_rope: int = 0, shards_of: int 
     made.random("token_embd.weight", VOCABULARY, WIDTH)
     made.random("output.weight", VOCABULARY, WIDTH)
     made.ones("output_norm.weight")
-    for layer in range(LAYERS):
+    for layer in range(layers):
         block = f"blk.{layer}"
         made.ones(f"{block}.attn_norm.weight")
         made.ones(f"{block}.ffn_norm.weight")

@@ -358,7 +358,7 @@ class FakeLlama:
         timings = {
             "cache_n": cached,
             "prompt_n": len(prompt) - cached,
-            "prompt_ms": float(len(prompt) - cached),
+            "prompt_ms": 100.0 * (len(prompt) - cached),  # slow: a restore is always worth it
             "predicted_n": wanted,
         }
         last = {"content": "" if answer is not None else text, "stop": True, "timings": timings}
