@@ -318,10 +318,12 @@ class Gateway:
             await asyncio.wait(saves, timeout=self._settings.policy.session_resume_wait_ms / 1e3)
 
         async def load(name: str, count: int) -> None:
-            slot.will_be_restored(count)
+            slot.taint()  # until it is known what came of it
             restored = await prepared.server.restore(slot.number, name)
             if restored != count:
                 raise Refused(f"a restore of {count} tokens gave {restored}")
+            if not await model.is_same(prepared.server):
+                raise Refused("it was restarted meanwhile")
             slot.was_restored(prepared.tokens[:count], prepared.salt)
 
         found = await model.states(prepared.salt).restore(
@@ -416,12 +418,9 @@ class Gateway:
         async with self._lock_of(model, slot):
             if slot.busy or not model.trusts(slot):
                 return
-            server = self._server_of(name, load=False)
             try:
-                if await model.is_same(server):
-                    await self._save_now(server, model, slot, reason)
-                else:
-                    slot.taint()
+                server = self._server_of(name, load=False)
+                await self._save_now(server, model, slot, reason)
             except Exception as why:
                 slot.forget()
                 self._failed("save", why)
@@ -449,6 +448,8 @@ class Gateway:
             self._folder.unlink(name)
         if len(memory) != written:
             raise BadSlotFile(f"it has {len(memory)} bytes of {written}")
+        if not await model.is_same(server):
+            slot.taint()
         if not model.trusts(slot):
             return  # it became another model's, or anybody's, meanwhile
         known = slot.tokens if known is None else known
@@ -516,11 +517,12 @@ class Gateway:
     async def _erase_restored(self, name: str, model: Model) -> None:
         """The server may give a request that passes any slot, also one that was restored, of which
         it believes more than it has. None is restored meanwhile. Raises Refused."""
-        for slot in [each for each in model.slots if each.restored]:
+        for slot in [each for each in model.slots if each.restored or each.tainted]:
             async with self._lock_of(model, slot):
                 # It waits for what runs in there: only then the slot can be another's.
                 server = self._server_of(name)
-                if slot.restored and not await self._erase(server, slot, EVALUATION_TIMEOUT_S):
+                dirty = slot.restored or slot.tainted
+                if dirty and not await self._erase(server, slot, EVALUATION_TIMEOUT_S):
                     raise Refused("a restored slot could not be erased")
 
     async def _forward(

@@ -63,11 +63,6 @@ class Slot:
         self.forget()
         self.tainted = True
 
-    def will_be_restored(self, token_count: int) -> None:
-        """The server was asked for it. Whatever comes of that, it may have done so."""
-        self.forget()
-        self.restored = max(self.restored, token_count)
-
     def holds(self, tokens: Tokens, salt: bytes = b"") -> int:
         """How many of these tokens it has, from the first on."""
         return common_tokens(self.tokens, tokens) if salt == self.salt else 0
@@ -86,6 +81,7 @@ class Slot:
         """It holds exactly these tokens, from the cache."""
         self.tokens, self.counted_tokens, self.salt = tokens, None, salt
         self.length = self.saved = self.restored = len(tokens)
+        self.tainted = False
 
     def was_saved(self, tokens: Tokens) -> None:
         """It holds exactly these tokens, and the cache has them."""

@@ -10,9 +10,11 @@ probabilities do, up to the first close second.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,10 +28,16 @@ from typing import Any, NamedTuple
 import pytest
 
 from prefixd.client.ctl.private import PrivateDaemon
-from tests.engines.tiny_models import write_gemma, write_gguf, write_hybrid, write_mamba
+from tests.engines.tiny_models import (
+    write_gemma,
+    write_gguf,
+    write_hybrid,
+    write_lora,
+    write_mamba,
+)
 from tests.support.daemon import eventually, private_daemon
 from tests.support.lengths import LONG
-from tests.support.unix_http import call
+from tests.support.unix_http import Connection, call
 
 pytest.importorskip("gguf")
 SERVER = os.environ.get("LLAMA_SERVER", "")
@@ -109,8 +117,9 @@ class Server:
         self._listens = folder / "listens.sock"
         self.process: subprocess.Popen[bytes] | None = None
 
-    def start(self) -> None:
-        command = [*self._own, *self._command, "--host", str(self._listens)]
+    def start(self, listens: tuple[str, ...] = ("--host",)) -> None:
+        """`listens`: the option before the path where it listens."""
+        command = [*self._own, *self._command, *listens, str(self._listens)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         self._listens.unlink(missing_ok=True)
         with self._log.open("ab") as log:
@@ -150,6 +159,14 @@ class Server:
         chosen = [token["id"] for token in answer["completion_probabilities"]]
         timings = answer["timings"]
         return Answer(answer["content"], chosen, likeliest, timings["cache_n"], timings["prompt_n"])
+
+    def begin(self, prompt: str) -> None:
+        """Hang up after the first token of a stream."""
+        connection = Connection(self._listens, WITHIN_S)
+        body = {"prompt": prompt, "n_predict": 500, "stream": True, **GREEDY}
+        connection.request("POST", "/completion", json.dumps(body))
+        assert connection.getresponse().readline().startswith(b"data: ")
+        connection.close()
 
     def stats(self) -> Any:
         return self.call("GET", "/prefixd/stats")[1]
@@ -323,6 +340,113 @@ def test_twelve_conversations_at_six_a_time_on_four_slots(
             answers = list(six.map(cached.ask, prompts))
             assert all(one.agrees(other) for one, other in zip(answers, expected, strict=True))
         assert sum(answer.cached for answer in answers) >= 0.9 * 12 * 700
+
+
+def test_streams_that_are_cancelled(daemon: PrivateDaemon, models: Path) -> None:
+    prompts = [text(1_000, 300 + number) for number in range(4)]
+    expected = warm(models, "plain", prompts)
+    with server(models, "plain", daemon=daemon, slots=2) as cached, ThreadPoolExecutor(4) as four:
+        list(four.map(cached.begin, prompts))
+        cached.settled()
+        cached.restart()
+        for prompt, answer in zip(prompts, expected, strict=True):
+            again = cached.ask(prompt)
+            assert again.agrees(answer)
+            assert again.cached >= 768, "its blocks"
+
+
+def test_adapters_of_the_server_and_of_a_request(daemon: PrivateDaemon, models: Path) -> None:
+    write_lora(models / "lora.gguf", 3)
+    flags = ["--lora", str(models / "lora.gguf")]
+    half = [{"id": 0, "scale": 0.5}]
+    with server(models, "plain", *flags) as plain:
+        plain.ask(P)
+        one = plain.ask(P)
+    with server(models, "plain", *flags) as plain:
+        plain.call("POST", "/lora-adapters", half)
+        plain.ask(P)
+        other = plain.ask(P)
+    assert not one.agrees(other)
+    with server(models, "plain", *flags, daemon=daemon) as cached:
+        assert cached.ask(P).agrees(one)
+        cached.settled()
+        # Of one request: what it leaves is for nobody.
+        assert cached.ask(P, lora=half).agrees(other)
+        again = cached.ask(P)
+        assert (again.text, again.evaluated) == (one.text, 1)
+        # Of all from now on.
+        cached.call("POST", "/lora-adapters", half)
+        answer = cached.ask(P)
+        assert answer.agrees(other)
+        assert answer.cached == 0
+        cached.settled()
+        cached.call("POST", "/lora-adapters", [{"id": 0, "scale": 1.0}])
+        again = cached.ask(P)
+        assert (again.text, again.evaluated) == (one.text, 1)
+        cached.call("POST", "/lora-adapters", half)
+        assert cached.ask(P).evaluated == 1
+
+
+def test_a_draft_model(daemon: PrivateDaemon, models: Path) -> None:
+    long = text(2_600, 11)
+    flags = ["-md", str(models / "plain.gguf")]
+    if "--spec-type" in subprocess.run([SERVER, "--help"], capture_output=True, text=True).stdout:
+        flags += ["--spec-type", "draft-simple"]
+    expected, _ = warm(models, "plain", [long, P], *flags)
+    with server(models, "plain", *flags, daemon=daemon) as cached:
+        cached.ask(long)
+        cached.settled()
+        cached.ask(P)
+        cached.settled()
+        cached.restart()
+        again = cached.ask(long)
+        assert again.agrees(expected)
+        assert again.evaluated == 1
+        cached.restart()
+        assert cached.ask(P).cached == 0
+        assert cached.stats()["missed"] == {"small gain": 1}
+
+
+def test_before_a_server_that_somebody_else_started(
+    daemon: PrivateDaemon, models: Path, tmp_path: Path
+) -> None:
+    (expected,) = warm(models, "plain", [P])
+    slots = tmp_path / "slots"
+    slots.mkdir(mode=0o700)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [SERVER, "-m", str(models / "plain.gguf"), "-c", "4096", "-np", "1", "-t", "1"]
+    command += ["--port", str(port), "--slot-save-path", str(slots), "--cache-ram", "0"]
+    wrapper = [sys.executable, "-m", "prefixd.client.llama_server", "--address", daemon.address]
+    wrapper += ["--upstream", f"http://127.0.0.1:{port}", "--slots", str(slots)]
+    with tempfile.TemporaryDirectory(prefix="pd-", dir="/tmp") as folder, ExitStack() as stack:
+        own = [*wrapper, "--idle-save", "0.2", "--listen"]
+        cached = Server([], own, Path(folder), models / "log")
+
+        def start() -> subprocess.Popen[bytes]:
+            process = subprocess.Popen(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            )
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+            return process
+
+        server = start()
+        stack.callback(cached.end, signal.SIGKILL)
+        cached.start(listens=())
+        assert cached.ask(P).agrees(expected)
+        cached.settled()
+        server.kill()
+        server.wait()
+        start()
+        eventually(cached._ready, WITHIN_S)
+        again = cached.ask(P)
+        assert (again.text, again.evaluated) == (expected.text, 1)
+        # The wrapper alone.
+        cached.end(signal.SIGKILL)
+        cached.start(listens=())
+        assert cached.ask(P).evaluated == 1
+        assert not list(slots.iterdir())
 
 
 def test_kills_at_random_moments(models: Path) -> None:

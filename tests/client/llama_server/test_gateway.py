@@ -342,6 +342,7 @@ def test_files_that_are_not_whole_never_come_back(through: Through, kind: str, d
         assert await proxy.ask(P) == expected(proxy, P)
         assert proxy.count("requests", "restored") == 0
         assert proxy.llama.calls["assertions"] == 0
+        await proxy.settled()
         assert leftovers(proxy.folder) == []
 
     through(test, weights=f"damaged {kind} {damage}", kind=kind)

@@ -523,3 +523,69 @@ def test_a_client_without_a_session_of_its_own_is_told_so(through: Through) -> N
             await asking
 
     through(test, weights="cut")
+
+
+# ---- another server in the middle
+
+
+def test_a_server_that_became_another_model_while_a_state_was_restored(through: Through) -> None:
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.forget()
+        await proxy.gateway.identify()
+        proxy.llama.restore_goes_on.clear()
+        asking = asyncio.ensure_future(proxy.ask(P))
+        while not proxy.llama.calls["/slots/0?restore"]:
+            await asyncio.sleep(0)
+        proxy.llama.start()
+        proxy.llama.weights = "became another"
+        proxy.llama.restore_goes_on.set()
+        assert await asking == expected(proxy, P)
+        await proxy.forget()
+        assert await proxy.ask(P) == expected(proxy, P)
+
+    through(test, weights="became")
+
+
+def test_a_server_that_became_another_model_while_a_slot_was_saved(through: Through) -> None:
+    async def test(proxy: Proxy) -> None:
+        await proxy.gateway.identify()
+        proxy.llama.save_goes_on.clear()
+        before = proxy.llama.calls["/slots/0?save"]
+        await proxy.ask(P)
+        while proxy.llama.calls["/slots/0?save"] == before:
+            await asyncio.sleep(0)
+        weights = proxy.llama.weights
+        proxy.llama.start()
+        proxy.llama.weights = "saved another"
+        tokens = proxy.llama.tokenize(P)
+        proxy.llama._evaluate(proxy.llama.slots[0], tokens, None, keep=False)
+        proxy.llama.save_goes_on.set()
+        await proxy.settled()
+        proxy.llama.start()
+        proxy.llama.weights = weights
+        assert await proxy.ask(P) == expected(proxy, P)
+
+    through(test, weights="saved one")
+
+
+def test_a_tenant_that_hangs_up_leaves_nothing_to_the_next(through: Through) -> None:
+    async def test(proxy: Proxy) -> None:
+        one, two = ({"Authorization": f"Bearer {name}"} for name in ("one", "two"))
+        await proxy.ask(P, headers=one)
+        await proxy.forget()
+        await proxy.gateway.identify()
+        proxy.llama.restore_goes_on.clear()
+        asking = asyncio.ensure_future(proxy.ask(P, headers=one))
+        while not proxy.llama.calls["/slots/0?restore"]:
+            await asyncio.sleep(0)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        slot = proxy.llama.slots[0]
+        slot.tokens = proxy.llama.tokenize(P)  # it went on all the same
+        slot.rows = [b"\0" * 16 for _ in slot.tokens]
+        proxy.llama.restore_goes_on.set()
+        assert await proxy.ask(P, headers=two) == expected(proxy, P)
+
+    through(test, weights="tenant hangs up", settings={"tenants": True})

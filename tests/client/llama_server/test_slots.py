@@ -63,8 +63,9 @@ def test_what_is_saved_follows_what_is_in_the_slot() -> None:
     held.taint()
     held.was_erased()
     assert (held.restored, held.tainted) == (0, False)
-    held.will_be_restored(5)
-    assert (held.restored, held.length) == (5, 0), "whatever comes of it"
+    held.taint()
+    held.was_restored(tokens(range(5)), b"")
+    assert (held.restored, held.tainted) == (5, False)
 
 
 def test_a_restart_is_noticed_by_the_number_of_tokens() -> None:
