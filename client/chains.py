@@ -8,11 +8,11 @@ missing block.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, NamedTuple, overload
 
 from ..proto.errors import InvalidTokens
-from ..proto.keys import Key, Namespace, iter_block_keys, prefix_keys
+from ..proto.keys import Key, Namespace, chain_pieces, prefix_keys
 from ..proto.limits import DEFAULT_BOUNDARY_ALIGN_TOKENS, MAX_BATCH_KEYS
 from .arguments import whole
 from .ranks import check_shard
@@ -97,8 +97,13 @@ class BlockChain(Sequence[Key]):
         block_tokens = whole("block_tokens", block_tokens)
         token_count = count_tokens(tokens)
         self._keys: list[Key] = []
-        self._rest: Iterator[Key] = iter_block_keys(
-            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
+        self._rest: Iterator[list[Key]] = chain_pieces(
+            namespace.root,
+            0,
+            tokens,
+            block_tokens,
+            include_partial=include_partial,
+            extras=extras,
         )
         #: Tokens of a whole block.
         self.block_tokens = block_tokens
@@ -128,11 +133,17 @@ class BlockChain(Sequence[Key]):
         return f"<BlockChain: {self.whole_blocks} blocks of {self.block_tokens} tokens{partial}>"
 
     def __iter__(self) -> Iterator[Key]:
-        keys = self._keys
-        for index in range(len(self)):
+        return chain.from_iterable(self._parts())
+
+    def _parts(self) -> Iterator[list[Key]]:
+        """All keys, as they are hashed."""
+        keys, index = self._keys, 0
+        while index < len(self):
             if index == len(keys):
-                keys.append(next(self._rest))
-            yield keys[index]
+                keys += next(self._rest)
+            part = keys[index:]
+            index += len(part)
+            yield part
 
     @property
     def complete_keys(self) -> Sequence[Key]:
@@ -152,7 +163,7 @@ class BlockChain(Sequence[Key]):
 
     def _hash_up_to(self, last: int) -> None:
         while len(self._keys) <= last:
-            self._keys.append(next(self._rest))
+            self._keys += next(self._rest)
 
 
 class _Blocks(Sequence[Key]):

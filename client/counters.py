@@ -173,6 +173,8 @@ class Counters:
         #: Everything that was ever counted, and how much of it was reported to the daemon.
         self._amounts: defaultdict[Name, int] = defaultdict(int)
         self._reported: defaultdict[Name, int] = defaultdict(int)
+        #: Look-ups of one key that were found, by tier; `_fold` adds them to `_amounts`.
+        self._found_ones: defaultdict[int, int] = defaultdict(int)
         #: What look-ups missed since the last report, by the keys that were not there.
         self._absent: dict[tuple[Key, ...], _Absent] = {}
         self._absent_keys = 0
@@ -220,6 +222,19 @@ class Counters:
             entries, tokens = found[tiers[-1]]
             found[tiers[-1]] = entries, tokens + remains
         self._looked(found, lookup_tokens, () if missing is None else (missing,))
+
+    def found_one(self, tier: int) -> None:
+        """One look-up of one key, which is in this tier; it stands for no known tokens."""
+        with self._lock:
+            self._found_ones[tier] += 1
+
+    def _fold(self) -> None:
+        """Add what `found_one` counted. Called with the lock, before the amounts are read."""
+        for tier, count in self._found_ones.items():
+            self._amounts["lookups",] += count
+            self._amounts["hits",] += count
+            self._amounts["hit_entries", tier] += count
+        self._found_ones.clear()
 
     def _looked(
         self,
@@ -318,6 +333,7 @@ class Counters:
     def to_report(self) -> bool:
         """Whether `take_report` has something to take."""
         with self._lock:
+            self._fold()
             reported = self._reported
             return any(
                 name[0] in _REPORTED and amount != reported[name]
@@ -327,6 +343,7 @@ class Counters:
     def take_report(self) -> Report:
         """What was counted since the last call, as of one moment."""
         with self._lock:
+            self._fold()
             reported = self._reported
             amounts = {
                 name: amount - reported[name]
@@ -392,6 +409,7 @@ class Counters:
             "restored_bytes_by_path": dict.fromkeys(PATHS, 0),
         }
         with self._lock:
+            self._fold()
             amounts = dict(self._amounts)
         for (name, *of), amount in amounts.items():
             match name:

@@ -336,7 +336,10 @@ class Lookups:
             )
             return found
         if counted and tier:
-            self._context.counters.looked((tier,), 1, prompt_tokens, None)
+            if prompt_tokens:
+                self._context.counters.looked((tier,), 1, prompt_tokens, None)
+            else:
+                self._context.counters.found_one(tier)
         elif counted:
             self._context.counters.miss(_ABSENT, prompt_tokens, (key,))
         return bool(tier)

@@ -57,6 +57,10 @@ def read_rows(
     targets were filled, and the positions of those whose CRC32C is wrong. The next one may be
     filled in part."""
 
+def token_words(tokens: Sequence[int] | Buffer, /) -> bytes:
+    """Token ids as 32-bit integers: those of a list, a tuple, or a buffer of integers of any size.
+    Raises ValueError for one that is not in 0 ... 2^31 - 1, TypeError for what is no integer."""
+
 def chain_keys(parent: Buffer, index: int, tokens: Buffer, block_tokens: int, /) -> list[bytes]:
     """The keys of the complete blocks of `tokens`, 32-bit little-endian integers. Raises ValueError
     for one that is not in 0 ... 2^31 - 1, and for an index that does not fit."""

@@ -129,6 +129,7 @@ GENERATION_OFFSET: Final = 32
 EXTENTS_OFFSET: Final = 80
 CONTINUATION_OFFSET: Final = 84
 TIER_OFFSET: Final = 78
+REASON_OFFSET: Final = 79
 LINK_OFFSET: Final = 92
 
 #: The number of a row, and the row as it was found there.
@@ -297,15 +298,17 @@ class PackedRows(Sequence["Placed"]):
         self.packed: Final = packed
         self._columns: dict[int, list[int]] = {}
 
-    def _column(self, format: Literal["B", "H", "I", "Q"], offset: int) -> list[int]:
+    def _column(self, format: Literal["H", "I", "Q"], offset: int) -> list[int]:
         """The numbers at this offset of each row. Don't change them."""
         column = self._columns.get(offset)
         if column is None:
-            words = array(format, self.packed)
+            words = memoryview(self.packed).cast(format)
             if sys.byteorder != "little":
-                words.byteswap()
-            step = ROW_BYTES // words.itemsize
-            column = self._columns[offset] = words[offset // words.itemsize :: step].tolist()
+                swapped = array(format, self.packed)
+                swapped.byteswap()
+                words = memoryview(swapped)
+            size = words.itemsize
+            column = self._columns[offset] = words[offset // size :: ROW_BYTES // size].tolist()
         return column
 
     @property
@@ -341,12 +344,12 @@ class PackedRows(Sequence["Placed"]):
         return self._column("H", 76)
 
     @property
-    def tiers(self) -> list[int]:
-        return self._column("B", TIER_OFFSET)
+    def tiers(self) -> Sequence[int]:
+        return self.packed[TIER_OFFSET::ROW_BYTES]
 
     @property
-    def reasons(self) -> list[int]:
-        return self._column("B", 79)
+    def reasons(self) -> Sequence[int]:
+        return self.packed[REASON_OFFSET::ROW_BYTES]
 
     @property
     def extents(self) -> list[int]:

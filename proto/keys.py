@@ -32,13 +32,14 @@ import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Final, NewType, cast
 
 from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
 from .extras import Extra, checked_extras, with_extras
 from .kernel import native
 from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
-from .tokens import TOKEN_BYTES, sliceable, token_bytes
+from .tokens import TOKEN_BYTES, raw_bytes, sliceable, token_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -270,13 +271,16 @@ class ForeignNamespace:
     def keys(self, foreign: Iterable[bytes | str | int]) -> list[Key]:
         """The keys of these hashes, in the same order."""
         hashes = list(foreign)
-        begun = hashlib.sha256(self.root)
-        ids: Iterable[bytes]
+        head = self.root
+        ids: list[bytes]
         if set(map(type, hashes)) == {bytes} and all(hashes):
-            begun.update(_RAW)  # the usual case, at half the cost
+            head += _RAW  # the usual case, at half the cost
             ids = cast("list[bytes]", hashes)
         else:
-            ids = map(_foreign_id, hashes)
+            ids = list(map(_foreign_id, hashes))
+        if native:
+            return cast("list[Key]", native.digests(head, ids))
+        begun = hashlib.sha256(head)
         keys: list[Key] = []
         for each in ids:
             digest = begun.copy()
@@ -414,10 +418,8 @@ def block_keys(
     `extras`: digests at positions of `tokens`, see `proto/extras.py`; those of a trailing
     incomplete block are in its key only.
     """
-    return list(
-        iter_block_keys(
-            namespace, tokens, block_tokens, include_partial=include_partial, extras=extras
-        )
+    return extend_chain(
+        namespace.root, 0, tokens, block_tokens, include_partial=include_partial, extras=extras
     )
 
 
@@ -450,11 +452,16 @@ def extend_chain(
     `parent` is the key of that block, or the namespace's root for `index` 0. `extras`: with
     positions in `tokens`; those before are in `parent` already.
     """
-    return list(
-        iter_chain(
-            parent, index, tokens, block_tokens, include_partial=include_partial, extras=extras
-        )
+    pieces = chain_pieces(
+        parent,
+        index,
+        tokens,
+        block_tokens,
+        include_partial=include_partial,
+        extras=extras,
+        first_blocks=_ALL_BLOCKS,
     )
+    return list(chain.from_iterable(pieces))
 
 
 def iter_chain(
@@ -467,15 +474,38 @@ def iter_chain(
     extras: Extras = (),
 ) -> Iterator[Key]:
     """`extend_chain`, one block at a time."""
+    return chain.from_iterable(
+        chain_pieces(
+            parent, index, tokens, block_tokens, include_partial=include_partial, extras=extras
+        )
+    )
+
+
+def chain_pieces(
+    parent: Key,
+    index: int,
+    tokens: Tokens,
+    block_tokens: int,
+    *,
+    include_partial: bool = False,
+    extras: Extras = (),
+    first_blocks: int = 1,
+) -> Iterator[list[Key]]:
+    """`extend_chain` in pieces that grow, the first of them of `first_blocks` blocks at most: a
+    search that misses early should not hash the rest."""
     if block_tokens < 1:
         raise InvalidSize(f"a block has at least one token, not {block_tokens}")
     sequence = sliceable(tokens)
     placed = checked_extras(extras, len(sequence))
-    return _chain(check_key(parent), index, sequence, block_tokens, include_partial, placed)
+    return _chain(
+        check_key(parent), index, sequence, block_tokens, include_partial, placed, first_blocks
+    )
 
 
-#: Blocks that one call of the kernel hashes.
+#: Blocks that one call of the kernel hashes, if they may not all be needed.
 _MOST_BLOCKS: Final = 64
+#: As many as there are.
+_ALL_BLOCKS: Final = 2**32
 
 
 def _chain(
@@ -485,18 +515,18 @@ def _chain(
     block_tokens: int,
     include_partial: bool,
     extras: Sequence[Extra],
-) -> Iterator[Key]:
+    blocks: int,
+) -> Iterator[list[Key]]:
     whole_tokens = len(tokens) - len(tokens) % block_tokens
-    begin, blocks = 0, 1
+    begin = 0
     while native and not extras and begin < whole_tokens:
-        # In pieces that grow, because a search that misses early should not hash the rest.
         end = min(begin + blocks * block_tokens, whole_tokens)
         try:
-            keys = native.chain_keys(key, index, token_bytes(tokens[begin:end]), block_tokens)
+            part = tokens if end - begin == len(tokens) else tokens[begin:end]
+            keys = native.chain_keys(key, index, raw_bytes(part), block_tokens)
         except (InvalidTokens, ValueError, OverflowError):
             break  # hashed block by block, the error comes with the block that has it
-        for made in keys:
-            yield Key(made)
+        yield cast("list[Key]", keys)
         key = Key(keys[-1])
         begin, index, blocks = end, index + len(keys), min(2 * blocks, _MOST_BLOCKS)
     taken = 0
@@ -511,5 +541,5 @@ def _chain(
         if first < taken:
             key = Key(with_extras(key, extras[first:taken], start))
         key = block_key_of_bytes(key, index, raw)
-        yield key
+        yield [key]
         index += 1

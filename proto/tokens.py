@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from .errors import InvalidTokens
+from .kernel import native
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -35,26 +36,33 @@ def token_bytes(tokens: Tokens) -> bytes | memoryview:
     Raises `InvalidTokens` unless they are a one-dimensional sequence of ints in 0 ... 2^31 - 1.
     30,000 tokens take 20 us as a view of 32-bit integers, for one scan, and 170 us as a list.
     """
-    sequence = sliceable(tokens)
-    raw: bytes | memoryview
-    if isinstance(sequence, memoryview) and _LITTLE and sequence.itemsize == TOKEN_BYTES:
-        # `cast` takes native formats only, and no empty view.
-        castable = sequence.contiguous and len(sequence.format) == 1 and len(sequence) > 0
-        raw = sequence.cast("B") if castable else sequence.tobytes()
-    else:
-        items = sequence.tolist() if isinstance(sequence, memoryview) else sequence
-        try:
-            words = array("I", items)
-        except (OverflowError, TypeError) as problem:
-            raise InvalidTokens(f"token ids are ints in 0 ... {MAX_TOKEN_ID}: {problem}") from None
-        if not _LITTLE:
-            words.byteswap()
-        raw = words.tobytes()
+    raw = raw_bytes(sliceable(tokens))
     # Copied first: a strided slice of a memoryview takes ten times as long. The top byte of a token
     # is ASCII unless its top bit is set.
     if not bytes(raw)[3::TOKEN_BYTES].isascii():
         raise InvalidTokens(f"token ids are in 0 ... {MAX_TOKEN_ID}, one of these is not")
     return raw
+
+
+def raw_bytes(sequence: Sequence[int] | memoryview) -> bytes | memoryview:
+    """`token_bytes` of what `sliceable` returned, in which the top bit of an id may be set."""
+    if isinstance(sequence, memoryview) and _LITTLE and sequence.itemsize == TOKEN_BYTES:
+        # `cast` takes native formats only, and no empty view.
+        castable = sequence.contiguous and len(sequence.format) == 1 and len(sequence) > 0
+        return sequence.cast("B") if castable else sequence.tobytes()
+    if native and isinstance(sequence, list | tuple | memoryview):
+        try:
+            return native.token_words(sequence)
+        except (TypeError, ValueError, OverflowError, BufferError, IndexError):
+            pass  # what is wrong with them, or unusual, shows below
+    items = sequence.tolist() if isinstance(sequence, memoryview) else sequence
+    try:
+        words = array("I", items)
+    except (OverflowError, TypeError) as problem:
+        raise InvalidTokens(f"token ids are ints in 0 ... {MAX_TOKEN_ID}: {problem}") from None
+    if not _LITTLE:
+        words.byteswap()
+    return words.tobytes()
 
 
 def sliceable(tokens: Tokens) -> Sequence[int] | memoryview:

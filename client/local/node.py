@@ -378,11 +378,18 @@ class PackedEntries(Entries):
         super().__init__((), found)
         self.rows = rows
         self.found = found
-        # In the places of cached properties, which need not be computed.
-        attributes = self.__dict__
-        attributes["payload_bytes"] = rows.payload_bytes
-        attributes["token_counts"] = rows.token_counts
-        attributes["generations"] = rows.generations
+
+    @cached_property
+    def payload_bytes(self) -> Sequence[int]:
+        return self.rows.payload_bytes
+
+    @cached_property
+    def token_counts(self) -> Sequence[int]:
+        return self.rows.token_counts
+
+    @cached_property
+    def generations(self) -> Sequence[int]:
+        return self.rows.generations
 
     @cached_property
     def keys(self) -> Sequence[Key]:

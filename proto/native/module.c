@@ -261,6 +261,75 @@ static PyObject *keys_of(const uint8_t *digests, Py_ssize_t count) {
     return keys;
 }
 
+/* The largest token id. */
+enum { MOST_ID = 0x7fffffff };
+
+/* Whether a buffer's items are integers in this processor's order, and whether they have a sign.
+ * Returns 0 for anything else. */
+static int are_integers(const Py_buffer *buffer, int *is_signed) {
+    const char *format = buffer->format ? buffer->format : "B";
+    if (*format == '@' || *format == '<') format++;
+    if (!*format || format[1] || buffer->ndim > 1) return 0;
+    *is_signed = strchr("bhilqn", *format) != NULL;
+    return *is_signed || strchr("BHILQN", *format) != NULL;
+}
+
+/* token_words(tokens): token ids as 32-bit integers: those of a list, a tuple or a buffer. */
+static PyObject *token_words(PyObject *self, PyObject *tokens) {
+    (void)self;
+    PyObject *result = NULL;
+    uint32_t *words = NULL;
+    uint64_t beyond = 0;
+    if (PyList_Check(tokens) || PyTuple_Check(tokens)) {
+        Py_ssize_t count = length_of(tokens);
+        words = PyMem_Malloc((size_t)count * sizeof *words + 1);
+        if (!words) return PyErr_NoMemory();
+        /* An item's `__index__` may make the list shorter, which is an error then. */
+        PyObject *(*item)(PyObject *, Py_ssize_t) =
+            PyList_Check(tokens) ? PyList_GetItem : PyTuple_GetItem;
+        for (Py_ssize_t i = 0; i < count; i++) {
+            PyObject *token = item(tokens, i);
+            long id = token ? PyLong_AsLong(token) : -1;
+            if (id == -1 && PyErr_Occurred()) goto done;
+            beyond |= (uint64_t)id & ~(uint64_t)MOST_ID;
+            words[i] = (uint32_t)id;
+        }
+        if (!beyond)
+            result = PyBytes_FromStringAndSize((char *)words, count * (Py_ssize_t)sizeof *words);
+    } else {
+        Py_buffer buffer;
+        int is_signed;
+        if (PyObject_GetBuffer(tokens, &buffer, PyBUF_CONTIG_RO | PyBUF_FORMAT)) return NULL;
+        Py_ssize_t size = buffer.itemsize, count = size ? buffer.len / size : 0;
+        int known = are_integers(&buffer, &is_signed) &&
+                    (size == 1 || size == 2 || size == 4 || size == 8);
+        words = known ? PyMem_Malloc((size_t)count * sizeof *words + 1) : NULL;
+        if (words) {
+            const uint8_t *at = buffer.buf;
+            for (Py_ssize_t i = 0; i < count; i++, at += size) {
+                uint64_t id = 0;
+                memcpy(&id, at, (size_t)size);
+                /* A negative id has its top bit set, which is none of an id's 31. */
+                if (is_signed && size < 4 && id >> (8 * size - 1)) beyond = 1;
+                beyond |= id & ~(uint64_t)MOST_ID;
+                words[i] = (uint32_t)id;
+            }
+        }
+        PyBuffer_Release(&buffer);
+        if (!known)
+            PyErr_SetString(PyExc_TypeError, "token ids are integers");
+        else if (!words)
+            PyErr_NoMemory();
+        else if (!beyond)
+            result = PyBytes_FromStringAndSize((char *)words, count * (Py_ssize_t)sizeof *words);
+    }
+    if (beyond && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "a token id is in 0 ... 2^31 - 1");
+done:
+    PyMem_Free(words);
+    return result;
+}
+
 /* chain_keys(parent, index, tokens, block_tokens): the keys of the complete blocks. */
 static PyObject *chain_keys(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
@@ -962,6 +1031,7 @@ static PyMethodDef methods[] = {
     FAST(copy),
     FAST(copy_crc32c),
     FAST(gather),
+    {"token_words", token_words, METH_O, NULL},
     FAST(chain_keys),
     FAST(digests),
     FAST(find),

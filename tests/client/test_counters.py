@@ -71,6 +71,26 @@ def test_each_count_goes_where_it_belongs() -> None:
     assert snapshot["saves"]["saved"] == snapshot["saves"]["present"] == 1
 
 
+def test_what_is_found_one_by_one_is_counted_as_any_look_up() -> None:
+    """Also in a tier of a later version, and once in each report."""
+    counters, others = Counters(), Counters()
+    for tier in (Tier.RAM, Tier.RAM, Tier.DISK, 9):
+        counters.found_one(tier)
+        others.looked((int(tier),), 1, 0, None)
+    assert counters.to_report
+    assert counters.snapshot() == others.snapshot()
+    assert counters.snapshot()["lookups"] == 4
+    assert counters.take_report().amounts == others.take_report().amounts
+    assert not counters.to_report
+    assert not counters.take_report().amounts
+    counters.found_one(Tier.SHM)
+    assert dict(counters.take_report().amounts) == {
+        ("lookups",): 1,
+        ("hits",): 1,
+        ("hit_entries", Tier.SHM): 1,
+    }
+
+
 def test_a_snapshot_is_the_callers_own() -> None:
     counters = Counters()
     snapshot = counters.snapshot()

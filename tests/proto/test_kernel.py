@@ -9,18 +9,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 from fastcrc import crc32
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.proto import index_reader, kernel
+from prefixd.proto import index_reader, kernel, tokens
+from prefixd.proto.errors import InvalidTokens
 from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key, Namespace, block_keys
@@ -101,6 +104,58 @@ def test_a_chain_refuses_ids_that_are_none() -> None:
     for wrong in ((bytes(31), 0, bytes(4), 1), (bytes(32), 0, bytes(5), 1), (bytes(32), 0, b"", 0)):
         with pytest.raises(ValueError, match=r"key is|tokens are"):
             _native.chain_keys(*wrong)
+
+
+class Shrinking(list[Any]):
+    """A list that its own item makes shorter."""
+
+    def __index__(self) -> int:
+        self.clear()
+        return 1
+
+
+def token_lists() -> Iterator[Any]:
+    ids = [0, 1, 2**31 - 1, 7, 255]
+    yield from (ids, tuple(ids), [], [True, False], [numpy.int64(5), numpy.uint8(6)], range(5))
+    for wrong in (-1, 2**31, 2**32, 2**63, 2**64, -(2**70), 1.0, "1", None):
+        yield [1, wrong, 2]
+    for code in "bBhHiIlLqQ":
+        yield array(code, [0, 1, 100])
+        yield array(code, [0, (1 << 8 * array(code).itemsize - 1) - 1])
+        if code.islower():
+            yield array(code, [0, -1, 5])
+        else:
+            yield array(code, [5, (1 << 8 * array(code).itemsize) - 1])
+    for kind in ("<i4", ">i4", "<u2", ">i8", "<i8", "<f4", "?"):
+        yield numpy.array([1, 0, 1], dtype=kind)
+    yield numpy.arange(20, dtype="i8")[::3]
+    yield memoryview(array("q", range(20)))[::-2]
+    yield memoryview(b"")
+
+
+def test_token_ids_of_any_kind_are_the_same_bytes_in_both_forms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def read(kernel: Any, given: Any) -> Any:
+        monkeypatch.setattr(tokens, "native", kernel)
+        try:
+            return bytes(tokens.token_bytes(given))
+        except InvalidTokens as problem:
+            return str(problem)
+
+    for ids in token_lists():
+        assert read(_native, ids) == read(None, ids), ids
+    assert _native.token_words([1, 2**31 - 1]) == b"\1\0\0\0\xff\xff\xff\x7f"
+    shrinking = Shrinking([1, 2])
+    shrinking[0] = shrinking
+    with pytest.raises(IndexError):
+        _native.token_words(shrinking)
+    for wrong in ([2**31], [-1], array("b", [-1]), array("q", [2**31]), array("q", [-(2**40)])):
+        with pytest.raises(ValueError, match="token id"):
+            _native.token_words(wrong)
+    for wrong in (numpy.zeros(3), numpy.zeros((2, 2), dtype="i4"), 5, ["1"]):
+        with pytest.raises((TypeError, ValueError)):
+            _native.token_words(wrong)
 
 
 @given(st.lists(ROOM, max_size=5), st.lists(ROOM, max_size=5), st.randoms(use_true_random=False))
