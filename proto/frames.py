@@ -1,11 +1,13 @@
 """Frames of the local socket and of the data socket, and the trace context in them.
 
-A frame is a message behind its length in bytes, a u32 little-endian. prefixd.proto has the contract
-of both sockets.
+A frame is a message behind its length in bytes, a u32 little-endian: a `FramedRequest` or a
+`FramedResponse`. prefixd.proto has the contract, which is the same on both sockets. Payloads are
+not part of a message. They follow the message that announces them, and go straight from the arena's
+mapping into the socket, and from the socket to their destination.
 
-The local socket serves clients on the daemon's host: `LocalRequest` and `LocalResponse` over a Unix
-stream. A small call costs a fraction there of what it costs over gRPC (tests/bench/bench_local.py),
-and an answer can carry file descriptors (SCM_RIGHTS). The names of those of a hand-over:
+The local socket is a Unix stream for clients on the daemon's host. A small call costs a fraction
+there of what it costs over gRPC (tests/bench/bench_local.py), and an answer can carry file
+descriptors (SCM_RIGHTS). The names of those of a hand-over:
 
     ram       the RAM arena: a sealed memfd that the kernel lets only the daemon write
     shm       the shm arena, opened read-only
@@ -14,10 +16,8 @@ and an answer can carry file descriptors (SCM_RIGHTS). The names of those of a h
     staging   this session's own memfd, sealed against resizing: the client writes its saves
               into it, the daemon copies out of it
 
-The data socket serves clients on other hosts: `DataRequest` and `DataResponse` over TCP. Payloads
-are not part of a message. They follow the message that announces them, and go straight from the
-arena's mapping into the socket, and from the socket to their destination. A daemon with TLS on TCP
-speaks TLS 1.3 here too, and the client sends its token with `attach`.
+The data socket serves clients on other hosts, over TCP. A daemon with TLS on TCP speaks TLS 1.3
+here too, and the client sends its token with `attach`.
 
 The trace context is the W3C's `traceparent` (https://www.w3.org/TR/trace-context/), in the metadata
 of an rpc under `TRACE_HEADER` and in a field of each request frame:
@@ -32,8 +32,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
-from typing import Final, Generic, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
@@ -45,11 +44,18 @@ from .limits import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 #: In front of each message: its length in bytes.
 HEAD: Final = struct.Struct("<I")
 
-# ---- the local socket
-
 MAX_DESCRIPTORS: Final = 8
-#: A larger request needs a connection that is attached to a session.
-LOCAL_SMALL_REQUEST_BYTES: Final = 256 * 2**10
+#: Behind each payload of a save: its CRC32C.
+CRC: Final = struct.Struct("<I")
+#: The longest message that a connection takes before it has proved its session.
+MAX_ATTACH_BYTES: Final = 1024
+#: A longer request waits until there is room for it.
+SMALL_REQUEST_BYTES: Final = 16 * 2**10
+#: Ranges are sent in parts of this size. Between two parts the daemon checks that the claim still
+#: holds, and can report a failure.
+PART_BYTES: Final = CHUNK_BYTES
+#: What the kernel may hold of a connection in each direction, beside what it adds itself.
+SOCKET_BYTES: Final = 2 * 2**20
 
 RAM: Final = "ram"
 SHM: Final = "shm"
@@ -58,26 +64,8 @@ DISK: Final = "disk"
 STAGING: Final = "staging"
 FEATURES: Final = (RAM, SHM, INDEX, DISK, STAGING)
 
-# ---- the data socket
 
-#: Behind each payload of a save: its CRC32C.
-CRC: Final = struct.Struct("<I")
-#: The longest message that a connection takes before it has proved its session.
-MAX_ATTACH_BYTES: Final = 1024
-#: A longer request waits until there is room for it.
-DATA_SMALL_REQUEST_BYTES: Final = 16 * 2**10
-#: Ranges are sent in parts of this size. Between two parts the daemon checks that the claim still
-#: holds, and can report a failure.
-PART_BYTES: Final = CHUNK_BYTES
-#: What the kernel may hold of a connection in each direction, beside what it adds itself.
-SOCKET_BYTES: Final = 2 * 2**20
-
-# ---- both
-
-M = TypeVar("M", pb.LocalRequest, pb.LocalResponse)
-
-
-def frame(message: pb.LocalRequest | pb.LocalResponse | pb.DataRequest | pb.DataResponse) -> bytes:
+def frame(message: pb.FramedRequest | pb.FramedResponse) -> bytes:
     """A message as it goes through the socket. Raises InvalidSize for one that is too large."""
     data = message.SerializeToString()
     if len(data) > MAX_MESSAGE_BYTES:
@@ -85,59 +73,12 @@ def frame(message: pb.LocalRequest | pb.LocalResponse | pb.DataRequest | pb.Data
     return HEAD.pack(len(data)) + data
 
 
-def response_of(data: bytes) -> pb.DataResponse:
-    """The response in a frame of the data socket. Raises MalformedMessage."""
+def response_of(data: bytes) -> pb.FramedResponse:
+    """The response in a frame. Raises MalformedMessage."""
     try:
-        return pb.DataResponse.FromString(data)
+        return pb.FramedResponse.FromString(data)
     except DecodeError as problem:
         raise MalformedMessage(f"{len(data)} bytes that are no response: {problem}") from None
-
-
-class Frames(Generic[M]):
-    """Splits the bytes that a socket delivers into messages."""
-
-    def __init__(self, parse: Callable[[bytes], M]) -> None:
-        """`parse`: `FromString` of the expected message type."""
-        self._parse: Callable[[bytes], M] = parse
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes | memoryview) -> None:
-        self._buffer += data
-
-    @property
-    def buffered_bytes(self) -> int:
-        """Bytes that were fed and that `next` has not returned yet."""
-        return len(self._buffer)
-
-    @property
-    def next_bytes(self) -> int:
-        """The size of the next frame; 0 until its length has arrived. Raises MalformedMessage if
-        its message is too long."""
-        if len(self._buffer) < HEAD.size:
-            return 0
-        (length_bytes,) = HEAD.unpack_from(self._buffer)
-        if length_bytes > MAX_MESSAGE_BYTES:
-            raise MalformedMessage(
-                f"a message of {length_bytes} bytes, {MAX_MESSAGE_BYTES} is the most"
-            )
-        return HEAD.size + int(length_bytes)
-
-    def next(self) -> M | None:
-        """The next complete message. Raises MalformedMessage for bytes that are no message."""
-        end = self.next_bytes
-        buffer = self._buffer
-        if not end or len(buffer) < end:
-            return None
-        data = bytes(memoryview(buffer)[HEAD.size : end])
-        del buffer[:end]
-        try:
-            return self._parse(data)
-        except DecodeError as problem:
-            raise MalformedMessage(f"{len(data)} bytes that are no message: {problem}") from None
-
-    def clear(self) -> None:
-        """Forget what was fed."""
-        self._buffer.clear()
 
 
 # ---- trace context

@@ -951,13 +951,13 @@ class Welcome(google.protobuf.message.Message):
     """the size that parts and reads are cut into"""
     daemon_version: builtins.str
     local_socket: builtins.str
-    """the socket for clients on this host (see LocalRequest); empty: there is none"""
+    """the socket for clients on this host (see FramedRequest); empty: there is none"""
     shares: builtins.bool
     """there is a shared engine, which Pull asks"""
     session_secret: builtins.bytes
     """for SessionRef: 16 random bytes that only this client knows"""
     data_port: builtins.int
-    """The TCP port of the data socket (see DataRequest), on the host at which the client reached the
+    """The TCP port of the data socket (see FramedRequest), on the host at which the client reached the
     daemon; 0: there is none.
     """
     idle_heartbeat_interval_ms: builtins.int
@@ -1833,144 +1833,25 @@ class CancelResponse(google.protobuf.message.Message):
 Global___CancelResponse: typing_extensions.TypeAlias = CancelResponse
 
 @typing.final
-class LocalRequest(google.protobuf.message.Message):
-    """---- clients on the same host
+class FramedRequest(google.protobuf.message.Message):
+    """---- the fast wire
 
-    For clients on its host the daemon also listens at Welcome.local_socket: a Unix stream of messages,
-    each after its length in bytes as u32 little-endian.
+    Beside gRPC, the daemon listens at Welcome.local_socket, a Unix socket for clients on its host, and
+    at the TCP port Welcome.data_port, for clients elsewhere. Both speak this protocol: a stream of
+    messages, each after its length in bytes as u32 little-endian, and of the bytes that some of them
+    announce.
 
-    A connection takes one call at a time; a client opens as many as it has concurrent calls. A
-    LocalRequest is answered by one LocalResponse of the same kind, or by a Failure; save_staged is
-    answered by several. The calls behave like the rpcs of the same names. If a client hangs up before
-    the answer, the daemon takes back what the call granted.
+    A connection takes one call at a time; a client opens as many as it has concurrent calls. A request
+    is answered by one response of the same kind, or by a Failure, unless its comment says otherwise. The
+    calls behave like the rpcs of the same names. If a client hangs up and an answer was the last thing
+    that the daemon sent, the daemon takes back what that answer granted. (On the Unix socket only if the
+    client has not read it.)
 
-    A connection belongs to the first session that a request on it proves. Until then it takes no
-    request above 256 KiB and is closed when it is idle, so a client should send `attach` first. A
-    session belongs to the first process that proves it here; other processes are refused.
-    """
+    The first request must be `attach`, sent at once. The connection belongs to that session and ends
+    with it. A request above 16 KiB may have to wait for room.
 
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HAND_OVER_FIELD_NUMBER: builtins.int
-    LOOKUP_FIELD_NUMBER: builtins.int
-    CLAIM_FIELD_NUMBER: builtins.int
-    RELEASE_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    CANCEL_FIELD_NUMBER: builtins.int
-    SAVE_STAGED_FIELD_NUMBER: builtins.int
-    GIVE_BACK_FIELD_NUMBER: builtins.int
-    ATTACH_FIELD_NUMBER: builtins.int
-    SAVE_LENT_FIELD_NUMBER: builtins.int
-    TRACEPARENT_FIELD_NUMBER: builtins.int
-    traceparent: builtins.bytes
-    """of the caller's span (W3C); ignored if malformed"""
-    @property
-    def hand_over(self) -> Global___HandOverRequest: ...
-    @property
-    def lookup(self) -> Global___LookupRequest: ...
-    @property
-    def claim(self) -> Global___ClaimRequest: ...
-    @property
-    def release(self) -> Global___ReleaseRequest: ...
-    @property
-    def reserve(self) -> Global___ReserveRequest: ...
-    @property
-    def cancel(self) -> Global___CancelRequest: ...
-    @property
-    def save_staged(self) -> Global___SaveStagedRequest: ...
-    @property
-    def give_back(self) -> Global___ReleaseRequest:
-        """as GiveBack on the session stream: not answered"""
-
-    @property
-    def attach(self) -> Global___SessionRef:
-        """the session of this connection: not answered"""
-
-    @property
-    def save_lent(self) -> Global___SaveLentRequest: ...
-    def __init__(
-        self,
-        *,
-        hand_over: Global___HandOverRequest | None = ...,
-        lookup: Global___LookupRequest | None = ...,
-        claim: Global___ClaimRequest | None = ...,
-        release: Global___ReleaseRequest | None = ...,
-        reserve: Global___ReserveRequest | None = ...,
-        cancel: Global___CancelRequest | None = ...,
-        save_staged: Global___SaveStagedRequest | None = ...,
-        give_back: Global___ReleaseRequest | None = ...,
-        attach: Global___SessionRef | None = ...,
-        save_lent: Global___SaveLentRequest | None = ...,
-        traceparent: builtins.bytes = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged", "traceparent", b"traceparent"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "give_back", "attach", "save_lent"] | None: ...
-
-Global___LocalRequest: typing_extensions.TypeAlias = LocalRequest
-
-@typing.final
-class LocalResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    FAILURE_FIELD_NUMBER: builtins.int
-    HAND_OVER_FIELD_NUMBER: builtins.int
-    LOOKUP_FIELD_NUMBER: builtins.int
-    CLAIM_FIELD_NUMBER: builtins.int
-    RELEASE_FIELD_NUMBER: builtins.int
-    RESERVE_FIELD_NUMBER: builtins.int
-    CANCEL_FIELD_NUMBER: builtins.int
-    SAVE_STAGED_FIELD_NUMBER: builtins.int
-    SAVE_LENT_FIELD_NUMBER: builtins.int
-    @property
-    def failure(self) -> Global___Failure: ...
-    @property
-    def hand_over(self) -> Global___HandOverResponse: ...
-    @property
-    def lookup(self) -> Global___LookupResponse: ...
-    @property
-    def claim(self) -> Global___ClaimResponse: ...
-    @property
-    def release(self) -> Global___ReleaseResponse: ...
-    @property
-    def reserve(self) -> Global___ReserveResponse: ...
-    @property
-    def cancel(self) -> Global___CancelResponse: ...
-    @property
-    def save_staged(self) -> Global___SaveStagedResponse: ...
-    @property
-    def save_lent(self) -> Global___SaveLentResponse: ...
-    def __init__(
-        self,
-        *,
-        failure: Global___Failure | None = ...,
-        hand_over: Global___HandOverResponse | None = ...,
-        lookup: Global___LookupResponse | None = ...,
-        claim: Global___ClaimResponse | None = ...,
-        release: Global___ReleaseResponse | None = ...,
-        reserve: Global___ReserveResponse | None = ...,
-        cancel: Global___CancelResponse | None = ...,
-        save_staged: Global___SaveStagedResponse | None = ...,
-        save_lent: Global___SaveLentResponse | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "release", b"release", "reserve", b"reserve", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "hand_over", "lookup", "claim", "release", "reserve", "cancel", "save_staged", "save_lent"] | None: ...
-
-Global___LocalResponse: typing_extensions.TypeAlias = LocalResponse
-
-@typing.final
-class DataRequest(google.protobuf.message.Message):
-    """---- clients elsewhere
-
-    For clients on other hosts the daemon also listens at the TCP port Welcome.data_port, for small
-    calls and payloads: a stream of messages, framed as on the local socket, and of the bytes that some
-    of them announce.
-
-    A connection takes one call at a time; a client opens as many as it has concurrent calls. The first
-    request must be `attach`, sent at once and by itself. A request above 16 KiB may have to wait for
-    room. The calls behave like the rpcs of the same names. If a client hangs up and an answer was the
-    last thing that the daemon sent, the daemon takes back what that answer granted.
+    On the Unix socket a session belongs to the first process that proves it there; other processes are
+    refused. Only there is memory handed over or lent: on the TCP socket these requests have no place.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -1985,12 +1866,15 @@ class DataRequest(google.protobuf.message.Message):
     READ_FIELD_NUMBER: builtins.int
     FETCH_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
+    HAND_OVER_FIELD_NUMBER: builtins.int
+    SAVE_STAGED_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     TOKEN_FIELD_NUMBER: builtins.int
     TRACEPARENT_FIELD_NUMBER: builtins.int
     token: builtins.str
     """with attach, if the daemon requires one: over TLS only"""
     traceparent: builtins.bytes
-    """as in LocalRequest"""
+    """of the caller's span (W3C); ignored if malformed"""
     @property
     def attach(self) -> Global___SessionRef:
         """the session of this connection: not answered"""
@@ -2021,6 +1905,16 @@ class DataRequest(google.protobuf.message.Message):
     def save(self) -> Global___RawSaveRequest:
         """answered by save_ready (if any payload is to be sent), then save"""
 
+    @property
+    def hand_over(self) -> Global___HandOverRequest:
+        """On the Unix socket:"""
+
+    @property
+    def save_staged(self) -> Global___SaveStagedRequest:
+        """answered by several responses"""
+
+    @property
+    def save_lent(self) -> Global___SaveLentRequest: ...
     def __init__(
         self,
         *,
@@ -2034,17 +1928,20 @@ class DataRequest(google.protobuf.message.Message):
         read: Global___ReadRequest | None = ...,
         fetch: Global___FetchRequest | None = ...,
         save: Global___RawSaveRequest | None = ...,
+        hand_over: Global___HandOverRequest | None = ...,
+        save_staged: Global___SaveStagedRequest | None = ...,
+        save_lent: Global___SaveLentRequest | None = ...,
         token: builtins.str = ...,
         traceparent: builtins.bytes = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "token", b"token", "traceparent", b"traceparent"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save"] | None: ...
+    def HasField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "save_lent", b"save_lent", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attach", b"attach", "cancel", b"cancel", "claim", b"claim", "fetch", b"fetch", "give_back", b"give_back", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "read", b"read", "release", b"release", "reserve", b"reserve", "save", b"save", "save_lent", b"save_lent", "save_staged", b"save_staged", "token", b"token", "traceparent", b"traceparent"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["attach", "lookup", "claim", "release", "reserve", "cancel", "give_back", "read", "fetch", "save", "hand_over", "save_staged", "save_lent"] | None: ...
 
-Global___DataRequest: typing_extensions.TypeAlias = DataRequest
+Global___FramedRequest: typing_extensions.TypeAlias = FramedRequest
 
 @typing.final
-class DataResponse(google.protobuf.message.Message):
+class FramedResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     FAILURE_FIELD_NUMBER: builtins.int
@@ -2055,8 +1952,11 @@ class DataResponse(google.protobuf.message.Message):
     CANCEL_FIELD_NUMBER: builtins.int
     PART_FIELD_NUMBER: builtins.int
     READ_END_FIELD_NUMBER: builtins.int
-    SAVE_READY_FIELD_NUMBER: builtins.int
     SAVE_FIELD_NUMBER: builtins.int
+    SAVE_READY_FIELD_NUMBER: builtins.int
+    HAND_OVER_FIELD_NUMBER: builtins.int
+    SAVE_STAGED_FIELD_NUMBER: builtins.int
+    SAVE_LENT_FIELD_NUMBER: builtins.int
     @property
     def failure(self) -> Global___Failure: ...
     @property
@@ -2074,9 +1974,15 @@ class DataResponse(google.protobuf.message.Message):
     @property
     def read_end(self) -> Global___ReadEnd: ...
     @property
+    def save(self) -> Global___SaveResponse: ...
+    @property
     def save_ready(self) -> Global___SaveReady: ...
     @property
-    def save(self) -> Global___SaveResponse: ...
+    def hand_over(self) -> Global___HandOverResponse: ...
+    @property
+    def save_staged(self) -> Global___SaveStagedResponse: ...
+    @property
+    def save_lent(self) -> Global___SaveLentResponse: ...
     def __init__(
         self,
         *,
@@ -2088,14 +1994,17 @@ class DataResponse(google.protobuf.message.Message):
         cancel: Global___CancelResponse | None = ...,
         part: Global___RawPart | None = ...,
         read_end: Global___ReadEnd | None = ...,
-        save_ready: Global___SaveReady | None = ...,
         save: Global___SaveResponse | None = ...,
+        save_ready: Global___SaveReady | None = ...,
+        hand_over: Global___HandOverResponse | None = ...,
+        save_staged: Global___SaveStagedResponse | None = ...,
+        save_lent: Global___SaveLentResponse | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_ready", b"save_ready"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_ready", b"save_ready"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "lookup", "claim", "release", "reserve", "cancel", "part", "read_end", "save_ready", "save"] | None: ...
+    def HasField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_lent", b"save_lent", "save_ready", b"save_ready", "save_staged", b"save_staged"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cancel", b"cancel", "claim", b"claim", "failure", b"failure", "hand_over", b"hand_over", "kind", b"kind", "lookup", b"lookup", "part", b"part", "read_end", b"read_end", "release", b"release", "reserve", b"reserve", "save", b"save", "save_lent", b"save_lent", "save_ready", b"save_ready", "save_staged", b"save_staged"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["failure", "lookup", "claim", "release", "reserve", "cancel", "part", "read_end", "save", "save_ready", "hand_over", "save_staged", "save_lent"] | None: ...
 
-Global___DataResponse: typing_extensions.TypeAlias = DataResponse
+Global___FramedResponse: typing_extensions.TypeAlias = FramedResponse
 
 @typing.final
 class FetchRequest(google.protobuf.message.Message):

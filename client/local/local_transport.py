@@ -27,6 +27,8 @@ from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence, Tier
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
+from ..wire.framed_calls import FramedCalls
+from ..wire.framed_connection import UnixPlace
 from ..wire.grpc_transport import GrpcTransport, Stage
 from ..wire.link import Holding, Link
 from ..wire.sinks import renumbered
@@ -42,7 +44,6 @@ from ..wire.transport import (
     Sink,
 )
 from .disk_reads import DiskReads
-from .local_socket import LocalCalls
 from .node import InPlace, LocalNode
 from .staging import StagingMemory, can_lend, save_lent, save_staged
 
@@ -209,7 +210,11 @@ class LocalTransport:
         if now_s >= until_s or now_s < self._not_before_s:
             return
         try:
-            node = _hand_over(link, until_s - now_s, self._reads)
+            node = None
+            if path := link.welcome.local_socket:
+                place = UnixPlace(path, link.ref)
+                calls = FramedCalls(place, link.connection, self._remote.counters)
+                node = _hand_over(link, calls, until_s - now_s, self._reads)
         except DeadlineExceeded:
             logger.info("no local fast path yet: the daemon took too long to hand it over")
             self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
@@ -501,15 +506,13 @@ class LocalTransport:
 # ---- the hand-over
 
 
-def _hand_over(link: Link, within_s: float, reads: DiskReads) -> LocalNode | None:
+def _hand_over(
+    link: Link, calls: FramedCalls, within_s: float, reads: DiskReads
+) -> LocalNode | None:
     """Ask the daemon of `link` for its descriptors. None: it has none for this client.
 
     Raises DeadlineExceeded.
     """
-    path = link.welcome.local_socket
-    if not path:
-        return None
-    calls = LocalCalls(path, link.ref, link.connection)
     try:
         with calls.connection(within_s) as connection:
             descriptors, refused = connection.hand_over(link.ref, within_s, IN_PLACE)

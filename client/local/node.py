@@ -30,10 +30,10 @@ from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..results import NO_ENTRIES, Entries, Entry
 from ..wire.deadline import Deadline
+from ..wire.framed_calls import FramedCalls
 from ..wire.transport import Copied
 from .arenas import Arena, FileArena, MappedArena
 from .disk_reads import DeviceHangs, DiskReads
-from .local_socket import LocalCalls
 from .staging import StagingMemory
 
 #: Where a search for each mode stops; see `IndexReader.find`.
@@ -52,7 +52,7 @@ class LocalNode:
         descriptors: Mapping[str, tuple[int, int]],
         refused: Mapping[str, str],
         ref: pb.SessionRef,
-        calls: LocalCalls,
+        calls: FramedCalls,
         reads: DiskReads,
     ) -> None:
         """`descriptors` by name, each with its size in bytes; closed here. `refused`: missing

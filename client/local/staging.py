@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Sequence
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import DaemonUnavailable, LimitReached
+from ...proto.errors import LimitReached
 from ...proto.kernel import native
 from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES, STAGED_MESSAGE_BYTES
 from ...proto.payload import (
@@ -31,9 +31,9 @@ from ...proto.payload import (
     copy_crc32c,
 )
 from ..wire.deadline import Deadline
+from ..wire.framed_calls import REFUSALS, FramedCalls
+from ..wire.framed_connection import FramedConnection
 from ..wire.messages import results_of
-from ..wire.pool import REFUSALS
-from .local_socket import LocalCalls, LocalConnection
 
 #: Size of a slot: most payloads fit in one piece, and there are several slots.
 SLOT_BYTES: Final = 8 * 2**20
@@ -149,7 +149,7 @@ def can_lend(payloads: Sequence[FlatBytes]) -> bool:
 
 
 def save_lent(
-    calls: LocalCalls,
+    calls: FramedCalls,
     opening: pb.SaveStagedRequest,
     payloads: Sequence[FlatBytes],
     deadline: Deadline,
@@ -176,8 +176,8 @@ def save_lent(
         request.token_address = token_address
         try:
             with calls.connection(deadline.left_s()) as connection:
-                connection.send(pb.LocalRequest(save_lent=request), deadline.left_s())
-                return list(results_of(connection.receive(deadline.left_s()).save_lent))
+                connection.begin(pb.FramedRequest(save_lent=request), deadline.left_s())
+                return list(results_of(connection.response().save_lent))
         finally:
             # From here on the caller may change the memory. The daemon publishes nothing that it
             # copies after the token has gone.
@@ -190,7 +190,7 @@ def _pieces(payload: FlatBytes) -> Sequence[memoryview]:
 
 def save_staged(
     memory: StagingMemory,
-    calls: LocalCalls,
+    calls: FramedCalls,
     opening: pb.SaveStagedRequest,
     payloads: Sequence[FlatBytes],
     deadline: Deadline,
@@ -215,11 +215,11 @@ class _StagedSave:
         self._ready: list[int] = []
         #: They are enough for the whole save, so the daemon need not report emptied slots.
         self._enough = False
-        self._connection: LocalConnection | None = None
+        self._connection: FramedConnection | None = None
         self._results: list[pb.SaveResult] = []
 
     def run(
-        self, calls: LocalCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
+        self, calls: FramedCalls, opening: pb.SaveStagedRequest, payloads: Sequence[FlatBytes]
     ) -> list[pb.SaveResult]:
         self._ready = self._memory.take_all(sum(map(len, payloads)))
         self._enough = bool(self._ready)
@@ -260,20 +260,16 @@ class _StagedSave:
         request.quiet = slot is None or request.last or self._enough
         return request
 
-    def _send(self, connection: LocalConnection, request: pb.SaveStagedRequest) -> None:
-        try:
-            connection.send(pb.LocalRequest(save_staged=request), self._deadline.left_s())
-        except DaemonUnavailable:
-            while True:  # until one raises what the daemon said before it hung up
-                self._receive(connection)
+    def _send(self, connection: FramedConnection, request: pb.SaveStagedRequest) -> None:
+        connection.begin(pb.FramedRequest(save_staged=request), self._deadline.left_s())
 
-    def _receive(self, connection: LocalConnection) -> None:
+    def _receive(self, connection: FramedConnection) -> None:
         try:
-            response = connection.receive(self._deadline.left_s()).save_staged
+            response = connection.response().save_staged
         except REFUSALS:
             if not connection.in_step:  # the daemon waits for the end of what it has refused
                 end = pb.SaveStagedRequest(last=True)
-                connection.send(pb.LocalRequest(save_staged=end), self._deadline.left_s())
+                connection.begin(pb.FramedRequest(save_staged=end), self._deadline.left_s())
             raise
         if response.parts_copied:
             self._memory.give(self._slots.popleft())

@@ -16,11 +16,11 @@ from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode
 from ..results import SaveOutcome
 from . import messages
-from .data_socket import DataCalls, Place
 from .deadline import Deadline
+from .framed_calls import FramedCalls
+from .framed_connection import NoConnection, TcpPlace
 from .grpc_transport import GrpcTransport
 from .link import Holding, Link
-from .pool import NoConnection
 from .transport import Claimed, Range, SaveTerms, Saving, Sink
 
 T = TypeVar("T")
@@ -45,8 +45,8 @@ class DataTransport(GrpcTransport):
             host = address.rpartition(":")[0].rpartition("/")[2].strip("[]")
         if not port or not host:
             return
-        place = Place(host, port, link.ref, link.connection.security)
-        link.data = DataCalls(place, link.connection, self._counters)
+        place = TcpPlace(host, port, link.ref, link.connection.security)
+        link.data = FramedCalls(place, link.connection, self.counters)
         link.calls = link.data
         link.on_end.append(link.data.hang_up)
 
@@ -64,7 +64,7 @@ class DataTransport(GrpcTransport):
             raise ClaimLost(claim.why_lost)
 
     def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
-        def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
+        def fetch(link: Link, data: FramedCalls, timeout_s: float) -> None:
             request = pb.FetchRequest(
                 session=link.ref,
                 keys=[each.entry.key for each in ranges],
@@ -90,7 +90,7 @@ class DataTransport(GrpcTransport):
         def begin_with(response: pb.ClaimResponse) -> Sink:
             return begin(Claimed(None, *messages.claimed_of(keys, response)))
 
-        def fetch(link: Link, data: DataCalls, timeout_s: float) -> None:
+        def fetch(link: Link, data: FramedCalls, timeout_s: float) -> None:
             request = pb.FetchRequest(
                 session=link.ref,
                 keys=keys,
@@ -110,7 +110,7 @@ class DataTransport(GrpcTransport):
     ) -> list[SaveOutcome]:
         payloads = [saving.payload for saving in items]
 
-        def send(link: Link, data: DataCalls, timeout_s: float) -> list[pb.SaveResult]:
+        def send(link: Link, data: FramedCalls, timeout_s: float) -> list[pb.SaveResult]:
             header = messages.header_in(link, items, terms)
             return data.save(pb.RawSaveRequest(header=header), payloads, timeout_s)
 
@@ -139,7 +139,7 @@ class DataTransport(GrpcTransport):
         return messages.outcomes_of([key for _, key in reservations], results)
 
     def _call_data(
-        self, name: str, deadline: Deadline, ask: Callable[[Link, DataCalls, float], T]
+        self, name: str, deadline: Deadline, ask: Callable[[Link, FramedCalls, float], T]
     ) -> T:
         """`_call` over the data socket. Raises NoConnection, before the call is counted, when the
         session has none."""
@@ -150,7 +150,7 @@ class DataTransport(GrpcTransport):
         return result
 
 
-def _data_of(link: Link) -> DataCalls:
+def _data_of(link: Link) -> FramedCalls:
     """Raises NoConnection."""
     if link.data is None:
         raise NoConnection("the daemon of this session has no data socket")

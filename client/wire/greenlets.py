@@ -36,3 +36,10 @@ def prepare_grpc() -> None:
 
         gevent.init_gevent()
         logger.info("gRPC uses the loop of gevent from now on")
+
+
+def sockets_switch() -> bool:
+    """Whether sockets switch greenlets here instead of blocking their thread: then the kernel
+    can't watch their deadlines."""
+    monkey = sys.modules.get("gevent.monkey")
+    return monkey is not None and bool(monkey.is_module_patched("socket"))

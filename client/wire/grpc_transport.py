@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import grpc
 
@@ -85,7 +85,7 @@ class GrpcTransport(Transport):
         `label`: see `Client`. `security`: see `security.open_channel`. Raises ConfigError for a
         malformed address, InvalidSize for a malformed name or label."""
         prepare_grpc()
-        self._counters = counters
+        self.counters: Final = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
         addresses = default_addresses() if address is None else (normalize_address(address),)
@@ -460,7 +460,7 @@ class GrpcTransport(Transport):
     def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
         """Make a call that only this session can make. Raises PrefixdError."""
         check_answering(link)
-        self._counters.rpc(name)
+        self.counters.rpc(name)
         silent = False
         try:
             with link.calling():

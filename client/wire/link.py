@@ -35,7 +35,7 @@ from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import Counters, Report
 from ..results import Entry
 from .connection import Calls, Connection
-from .data_socket import DataCalls
+from .framed_calls import FramedCalls
 
 #: Heartbeats sent per interval of the daemon, so that one late heartbeat loses no session.
 BEATS_PER_INTERVAL: Final = 2
@@ -129,7 +129,7 @@ class Link:
         #: connections fail.
         self.on_end: list[Callable[[], None]] = []
         #: The data socket of a daemon on another host, if it has one.
-        self.data: DataCalls | None = None
+        self.data: FramedCalls | None = None
         #: Why the session ended; empty while it lasts.
         self.why_ended = ""
         #: A call got no answer, and the heartbeat sent then has none yet.

@@ -70,11 +70,15 @@ class Caller(Protocol):
 class PlainCaller:
     """A caller that is granted nothing which would have to be given back."""
 
-    process: Final[Process | None] = None
-
-    def __init__(self, access: Access | None = None, tenant: str = HOST) -> None:
+    def __init__(
+        self,
+        access: Access | None = None,
+        tenant: str = HOST,
+        process: Process | None = None,
+    ) -> None:
         self.access: Final = access
         self.tenant: Final = tenant
+        self.process: Final = process
 
     def proved(self, session: int) -> None:
         """Nothing to do."""

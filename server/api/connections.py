@@ -1,45 +1,79 @@
-"""What the connections of the local socket and of the data socket have in common.
+"""The connections of the local socket and of the data socket, which speak one protocol
+(proto.frames).
 
-A connection answers its requests in order, one at a time, and belongs to one session at most.
-Requests that wait for nothing are answered by the callback that reads them, which spares a task
-its wake-up; the rest is answered by the task of the connection. All of it belongs to the event
+Small calls are those of `service` and `saves`; those that move payloads are in `data_calls`. A
+connection does nothing before it has proved a session, belongs to that one only, and ends with it.
+It answers its requests in order, one at a time: those that wait for nothing in the callback that
+reads them, which spares a task its wake-up, the rest in the task of the connection.
+
+Of each connection one request at a time is in the daemon's memory; a large one waits in the kernel
+until there is room. Sockets don't block: the loop waits for them. All of it belongs to the event
 loop.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import select
+import socket
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable
-from typing import Any, Final, Generic, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
+from typing import Any, Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached, PrefixdError
+from ...proto.errors import (
+    CallerError,
+    InvalidSize,
+    LimitReached,
+    MalformedMessage,
+    PrefixdError,
+    UnknownSession,
+)
+from ...proto.frames import MAX_ATTACH_BYTES, frame
 from ..core.shares import Holder, Shares
+from ..runtime.limited_log import LimitedLog
+from ..runtime.loop import Core
 from ..runtime.quota import Quota
-from .access import Access
-from .calls import Process, failure_of
+from .access import DATA_ROLES, Access, Tokens, bearer, check_same
+from .calls import PlainCaller, Process, cut_off, error_of, failure_of
+from .data_calls import DataCalls
+from .data_streams import DataFrames, Handshakes, HungUp, SecuredStream, Stream
 from .saves import Saves
 from .service import CacheService
+from .sessions import Membership
 
-C = TypeVar("C", bound="Connection")
-R = TypeVar("R", pb.LocalResponse, pb.DataResponse)
-_Request: TypeAlias = pb.LocalRequest | pb.DataRequest
+log = LimitedLog("prefixd.connections")
 
 #: Requests of one connection that are taken before other connections have their turn.
 AT_ONCE: Final = 64
-#: How often a connection that is not being read is checked for a hang-up.
-_HANG_UP_CHECK_S: Final = 1.0
+#: A new connection proves its session within this time.
+_PATIENCE_S: Final = 5.0
+#: Connections that may be about to prove a session.
+_MAX_UNPROVED: Final = 64
+#: How long the daemon accepts nothing after it had no file descriptor left for a connection.
+_CROWDED_S: Final = 1.0
 
 
-class Connections(Generic[C]):
-    """The open connections of a socket, and the methods that answer their requests."""
+class Connections(ABC):
+    """A listening socket: its connections, and the methods that answer their requests."""
 
-    def __init__(self, service: CacheService, saves: Saves, max_connections: int) -> None:
+    #: Which socket it is, for the log.
+    name: str
+    #: Makes the TLS handshakes. None: there is no TLS.
+    handshakes: Handshakes | None = None
+    #: What each token grants. None: every session may do everything.
+    tokens: Tokens | None = None
+
+    def __init__(
+        self, core: Core, service: CacheService, saves: Saves, max_connections: int
+    ) -> None:
         self.config: Final = service.config
         self.max_connections: Final = max_connections
         self.sessions: Final = service.sessions
+        self._supervisor: Final = core.supervisor
         #: Answer requests, by kind. May wait.
         self.methods: Final[dict[str, Callable[..., Awaitable[Any]]]] = {
             "lookup": service.lookup,
@@ -49,13 +83,23 @@ class Connections(Generic[C]):
         }
         #: Answer requests that wait for nothing, by kind.
         self.at_once: Final[dict[str, Callable[..., Any]]] = {
+            "lookup": service.lookup_now,
             "claim": service.claim_now,
             "release": service.release_now,
             "give_back": service.release_now,
         }
-        self.connections: Final[set[C]] = set()
+        calls = DataCalls(core, service, saves)
+        #: Answer requests with more than one message, by kind. They take the stream as well.
+        self.streaming: Final[dict[str, Callable[..., Awaitable[Any]]]] = {
+            "read": calls.read,
+            "fetch": calls.fetch,
+            "save": calls.save,
+        }
+        self.connections: Final[set[Connection]] = set()
+        #: Connections that have not proved a session yet, the oldest first.
+        self.unproved: Final[dict[Connection, None]] = {}
         #: The connections of each session.
-        self.attached: Final[dict[int, set[C]]] = {}
+        self.attached: Final[dict[int, set[Connection]]] = {}
         #: Connections that belong to a session.
         self.places: Final = Shares("connections (max_connections)", max_connections)
         #: Memory for large requests (`proto.frames`): none is received before it has some.
@@ -64,98 +108,326 @@ class Connections(Generic[C]):
         )
         #: Connections that were refused.
         self.refusals = 0
+        #: Refused connections whose handshake failed: a wrong certificate, none, or no TLS.
+        self.handshake_refusals = 0
+        self._listening: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self.sessions.when_closed.append(self._session_ended)
 
-    async def hang_up_all(self) -> None:
-        """End all connections, and wait until what they were doing is over."""
+    @abstractmethod
+    def _stream(self, sock: socket.socket) -> Stream:
+        """The stream of an accepted socket. Raises OSError when its client is gone already."""
+
+    def _accept_at(self, listening: socket.socket) -> None:
+        """Accept the connections of this socket, which does not block, and of no other one."""
+        self._stop_accepting()
+        self._listening = listening
+        self._accepting = self._supervisor.task(f"{self.name} socket", self._accept(listening))
+
+    def _stop_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening.fileno())
+            self._listening.close()
+        self._accepting = self._listening = None
+
+    async def close(self) -> None:
+        """Refuse new connections, end the open ones, and wait until what they were doing is
+        over."""
+        self._stop_accepting()
         tasks = [connection.hang_up() for connection in list(self.connections)]
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self.handshakes is not None:
+            self.handshakes.close()
+
+    def _refuse(self, sock: socket.socket) -> None:
+        """Close a connection for which there is no place. Tells the client why, unless that took a
+        handshake."""
+        with sock, suppress(OSError):
+            if self.handshakes is None:
+                problem = LimitReached(f"there are {len(self.connections)} connections already")
+                failure = pb.FramedResponse(failure=failure_of(self.name, problem))
+                sock.setblocking(False)
+                sock.send(frame(failure))
 
     def _session_ended(self, session: int) -> None:
         for connection in list(self.attached.get(session, ())):
             connection.session_ended()
 
+    async def _accept(self, listening: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, _ = await loop.sock_accept(listening)
+            except OSError as problem:
+                if problem.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    log.error("connections_refused", why=str(problem))
+                    await asyncio.sleep(_CROWDED_S)
+                continue
+            if len(self.connections) >= self.max_connections:
+                self.refusals += 1
+                self._refuse(sock)
+                continue
+            if len(self.unproved) >= _MAX_UNPROVED:
+                # Clients prove their session with the first bytes: the oldest is no client.
+                self.refusals += 1
+                oldest = next(iter(self.unproved))
+                del self.unproved[oldest]
+                oldest.hang_up()
+            try:
+                stream = self._stream(sock)
+            except OSError:
+                sock.close()  # its client is gone already
+                continue
+            connection = Connection(self, stream)
+            self.connections.add(connection)
+            self.unproved[connection] = None
+            del connection, stream, sock  # they end long before the next ones come
+            await asyncio.sleep(0)  # other connections have their turn
 
-class Connection(ABC):
-    """One client's connection."""
 
-    #: The process at the other end, where the transport tells it.
-    process: Process | None = None
+class Connection:
+    """One client's connection: its requests, in order, one at a time."""
+
     #: What the token of its session grants.
     access: Access | None = None
     #: Whose share of everything its requests count to.
     holder = Holder()
 
-    def __init__(self, server: Connections[Any]) -> None:
+    def __init__(self, server: Connections, stream: Stream) -> None:
         self._server = server
         self._loop = asyncio.get_running_loop()
+        self._stream = stream
+        #: The process at the other end, where the kernel tells it.
+        self.process: Final = stream.process
         self._session: int | None = None
         #: The latest request, as the services see it.
         self._call = ConnectionCall(self)
+        self._frames = DataFrames(stream, server.config.stall_timeout_s, server.large)
+        #: The token that the client showed; never logged.
+        self._authorization = ""
+        #: Set while the task has nothing to do; it waits for this.
+        self._idle: asyncio.Future[None] | None = None
+        #: A request that a callback has read and the task has to answer.
+        self._next: pb.FramedRequest | None = None
+        #: What ends the connection. A callback sets it, the task raises it.
+        self._problem: Exception | None = None
+        #: Whether a callback is scheduled that answers the rest of the received requests.
+        self._going_on = False
+        self._task = self._loop.create_task(self._run())
+        self._task.add_done_callback(self._ended)
 
-    @abstractmethod
-    def attach(self, session: int) -> None:
-        """A request has proved this session. Raises PrefixdError when the connection can't belong
-        to it."""
-
-    @abstractmethod
-    def session_ended(self) -> None:
-        """The session that the connection belongs to has ended."""
-
-    @abstractmethod
     def hang_up(self) -> asyncio.Task[None]:
         """End the connection; what it was doing is over when the task is."""
+        self._task.cancel()
+        return self._task
 
-    def _permit(self, kind: str) -> Access | None:  # noqa: ARG002  # for those that ask for a token
-        """What the token grants. Raises NotAuthenticated, NotPermitted."""
-        return None
+    def session_ended(self) -> None:
+        """The session that the connection belongs to has ended."""
+        cut_off(self._task, UnknownSession(f"session {self._session} has ended"))
 
-    def _let_go(self, *names: str) -> None:
-        """Delete attributes that refer back to this connection, once nothing uses them any more.
+    def attach(self, session: int) -> None:
+        """A request has proved this session. Raises UnknownSession if it is another one."""
+        if session != self._session:
+            raise UnknownSession(f"this connection does not belong to session {session}")
 
-        Reference counting then frees it. The cycle collector may never: it does not look at what
-        was alive when the daemon hid its entries from it (`runtime.process_memory`).
-        """
-        for name in ("_call", *names):
-            delattr(self, name)
+    # ---- from the first byte to the last
 
-    def _join(self, session: int, access: Access | None) -> None:
-        """Belong to this session from now on. Raises LimitReached."""
-        others = self._server.attached.get(session, set())
-        if len(others) >= self._server.config.max_connections_per_session:
-            raise LimitReached(f"this session has {len(others)} connections already")
-        holder = self._server.sessions.holder_of(session)
-        self._server.places.take(holder)
-        self._server.attached.setdefault(session, others).add(self)
-        self._session, self.access, self.holder = session, access, holder
+    async def _run(self) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                await self._secure()
+                await self._prove()
+            while True:
+                await self._until_needed()
+                await self._serve()
+        except HungUp:
+            # The kernel reports an error for a client that closed a Unix socket with an answer
+            # unread. This one has read it, and keeps its claim: it may have views of the entries.
+            if self.process is not None:
+                self._call.done(gone=False)
+        except OSError:
+            pass  # clients come and go
+        except asyncio.CancelledError as cancelled:
+            # Not raised again: its traceback would keep the request and this connection alive.
+            if cancelled.args and isinstance(cancelled.args[0], PrefixdError):
+                self._tell_last(cancelled.args[0])
+        except Exception as problem:
+            error = error_of(self._server.name, problem)
+            if self._session is None:
+                # Not logged: anybody could fill the log with these.
+                self._server.refusals += 1
+            else:
+                log.warning(
+                    "connection_ended",
+                    socket=self._server.name,
+                    session=self._session,
+                    why=str(error),
+                )
+            self._tell_last(error)
+            del error  # it refers to this frame, which would refer to it
 
-    def _leave(self) -> None:
-        """Belong to no session from now on. Idempotent."""
-        if self._session is None:
+    def _tell_last(self, error: PrefixdError) -> None:
+        """Tell the client why the connection ends, if it would understand that now."""
+        if self._frames.may_tell:
+            with suppress(OSError):
+                failure = failure_of(self._server.name, error)
+                self._frames.tell_now(pb.FramedResponse(failure=failure))
+
+    async def _secure(self) -> None:
+        """Make the TLS handshake, if there is TLS. Raises OSError, TimeoutError."""
+        stream, handshakes = self._stream, self._server.handshakes
+        if handshakes is None:
             return
-        others = self._server.attached[self._session]
-        others.discard(self)
-        if not others:
-            del self._server.attached[self._session]
-        self._server.places.give(self.holder)
-        self._session, self.access, self.holder = None, None, Holder()
+        assert isinstance(stream, SecuredStream)
+        self._frames.may_tell = done = False
+        try:
+            while not done:
+                # The client begins. One that sends nothing occupies no thread.
+                await self._frames.ready()
+                with suppress(BlockingIOError):
+                    await handshakes.step(stream)
+                    done = True
+        except OSError as problem:
+            # No warning: anybody could fill the log with these.
+            log.debug("data_handshake_failed", why=str(problem))
+            raise
+        finally:
+            self._server.handshake_refusals += not done
+        self._frames.may_tell = True
 
-    def _waits_for_nothing(self, request: _Request) -> bool:
-        kind = request.WhichOneof("kind")
-        if kind not in self._server.at_once:
-            return False
-        # Only these of them can wait.
-        return kind not in ("claim", "lookup") or not getattr(request, kind).wait_ms
+    async def _prove(self) -> None:
+        """Take the first request, which proves a session. Raises PrefixdError."""
+        process = self.process
+        if process is not None and process.uid not in (os.geteuid(), 0):
+            raise CallerError(f"user {process.uid} is not the one that runs this daemon")
+        size_bytes = await self._frames.head()
+        if size_bytes > MAX_ATTACH_BYTES:
+            raise InvalidSize("the first request proves a session, and is no longer than that")
+        request = await self._frames.small(size_bytes)
+        if request.WhichOneof("kind") != "attach":
+            raise MalformedMessage("the first request has to prove a session")
+        self._authorization = bearer(request.token)
+        caller = PlainCaller(self._permit("attach"), process=process)
+        membership = self._server.sessions.prove(request.attach, caller)
+        self._join(membership)
+        self._server.unproved.pop(self, None)
 
-    def _begin_call(self, request: _Request) -> ConnectionCall:
-        """The caller of a new request. A client that sends one has read the answer before it."""
-        self._call.done(gone=False)
-        self._call = call = ConnectionCall(self)
-        call.traceparent = request.traceparent
-        return call
+    def _join(self, membership: Membership) -> None:
+        """Belong to this session from now on. Raises LimitReached."""
+        session, server = membership.number, self._server
+        others = server.attached.get(session, set())
+        if len(others) >= server.config.max_connections_per_session:
+            raise LimitReached(f"this session has {len(others)} connections already")
+        server.places.take(membership.holder)
+        server.attached.setdefault(session, others).add(self)
+        self._session, self.access = session, membership.access
+        self.holder = self._frames.holder = membership.holder
 
-    def _answer_to(self, request: _Request, response: type[R]) -> R | None:
-        """The answer to a request that waits for nothing. None: this kind has no answer."""
+    def _permit(self, kind: str) -> Access | None:
+        if self._server.tokens is None:
+            return None
+        access = self._server.tokens.permit(DATA_ROLES[kind], self._authorization)
+        if self._session is not None:
+            check_same(access, self.access)
+        return access
+
+    def _ended(self, _task: asyncio.Task[None]) -> None:
+        """Called also for a task that was cancelled before it began."""
+        server, session = self._server, self._session
+        server.connections.discard(self)
+        server.unproved.pop(self, None)
+        if session is not None:
+            others = server.attached[session]
+            others.discard(self)
+            if not others:
+                del server.attached[session]
+            server.places.give(self.holder)
+        self._stream.close()
+        # No request followed the last answer: the client may not have read it.
+        self._call.done(gone=True)
+        # An exception refers to the frames that it passed, and so to this connection.
+        self._problem = None
+        # What is left refers to this connection no more, so reference counting frees it. The cycle
+        # collector may never: it does not look at what was alive when the daemon hid its entries
+        # from it (`runtime.process_memory`).
+        del self._task, self._call
+
+    # ---- requests that wait for nothing: answered by the callback that reads them
+
+    async def _until_needed(self) -> None:
+        """Wait until the task has something to do: a request that may wait, or the rest of an
+        answer. Raises HungUp, OSError, and what ends the connection."""
+        idle = self._idle = self._loop.create_future()
+        try:
+            self._answer_received(idle)
+            if idle.done():
+                # Other connections have their turn: this client may have sent much ahead.
+                await asyncio.sleep(0)
+            else:
+                self._loop.add_reader(self._stream.fileno(), self._take)
+            await idle
+        finally:
+            self._idle = None
+            self._loop.remove_reader(self._stream.fileno())
+        if self._problem is not None:
+            raise self._problem
+
+    def _take(self) -> None:
+        """Receive requests, and answer those that wait for nothing."""
+        idle = self._idle
+        if idle is None or idle.done() or self._going_on:
+            return
+        try:
+            self._frames.receive_now()
+        except BlockingIOError:
+            if self._stream.lacks != select.POLLIN:
+                _wake(idle)  # TLS has something to send first, which the task waits for
+        except Exception as problem:
+            self._problem = problem
+            _wake(idle)
+        else:
+            self._answer_received(idle)
+
+    def _answer_received(self, idle: asyncio.Future[None]) -> None:
+        """Answer the received requests up to the first one that may wait."""
+        try:
+            for _ in range(AT_ONCE):
+                request = self._frames.next_now()
+                if request is None:
+                    if self._frames.ahead_bytes:
+                        _wake(idle)  # the rest of it has to come in time
+                        return
+                    if not self._frames.filled:
+                        return
+                    break  # TLS may hold more, which no poll reports
+                if not self._waits_for_nothing(request):
+                    self._next = request
+                    _wake(idle)
+                    return
+                if not self._answer_now(request):
+                    _wake(idle)
+                    return
+        except Exception as problem:
+            self._problem = problem
+            _wake(idle)
+            return
+        self._going_on = True
+        self._loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._going_on = False
+        idle = self._idle
+        if idle is None or idle.done():
+            return
+        if self._frames.ahead_bytes:
+            self._answer_received(idle)
+        else:
+            self._take()
+
+    def _answer_now(self, request: pb.FramedRequest) -> bool:
+        """False: the socket did not take the whole answer."""
         kind = request.WhichOneof("kind")
         assert kind is not None
         call = self._begin_call(request)
@@ -164,11 +436,105 @@ class Connection(ABC):
             answer = self._server.at_once[kind](getattr(request, kind), call)
         except Exception as problem:
             if kind != "give_back":
-                return response(failure=failure_of(kind, problem))
+                failure = failure_of(kind, problem)
+                return self._frames.tell_now(pb.FramedResponse(failure=failure))
             if not isinstance(problem, PrefixdError):
                 raise
-            return None  # the session is over, and its claims were released with it
-        return None if kind == "give_back" else response(**{kind: answer})
+            return True  # the session is over, and its claims were released with it
+        if kind == "give_back":
+            return True
+        return self._frames.tell_now(pb.FramedResponse(**{kind: answer}))
+
+    def _waits_for_nothing(self, request: pb.FramedRequest) -> bool:
+        kind = request.WhichOneof("kind")
+        if kind not in self._server.at_once:
+            return False
+        # Only these of them can wait.
+        return kind not in ("claim", "lookup") or not getattr(request, kind).wait_ms
+
+    def _begin_call(self, request: pb.FramedRequest) -> ConnectionCall:
+        """The caller of a new request. A client that sends one has read the answer before it."""
+        self._call.done(gone=False)
+        self._call = call = ConnectionCall(self)
+        call.traceparent = request.traceparent
+        return call
+
+    # ---- other requests
+
+    async def _serve(self) -> None:
+        """Answer one request, or send the rest of an answer."""
+        frames = self._frames
+        if not frames.may_tell:
+            await frames.flush()
+            return
+        request, self._next = self._next, None
+        if request is not None:
+            await self._answer(request)
+            return
+        async with AsyncExitStack() as rooms:
+            await self._answer(await frames.next(rooms))
+
+    async def _answer(self, request: pb.FramedRequest) -> None:
+        """Raises when the client could not understand another response, or the daemon another
+        request."""
+        assert self._session is not None
+        kind, frames = request.WhichOneof("kind"), self._frames
+        if self._waits_for_nothing(request):
+            self._answer_now(request)
+            await frames.flush()
+            return
+        call = self._begin_call(request)
+        method = self._server.methods.get(kind or "")
+        streaming = self._server.streaming.get(kind or "")
+        if kind is None or (method is None and streaming is None):
+            raise MalformedMessage("a request that has no place here")
+        try:
+            self._permit(kind)
+            message = getattr(request, kind)
+            with self._watched(_wait_ms(message)):
+                if streaming is not None:
+                    await streaming(message, call, frames)
+                else:
+                    assert method is not None
+                    answer = await method(message, call)
+                    await frames.tell(pb.FramedResponse(**{kind: answer}))
+        except (OSError, HungUp):
+            raise
+        except Exception as problem:
+            if not (frames.in_step and frames.may_tell):
+                raise
+            await frames.tell(pb.FramedResponse(failure=failure_of(kind, problem)))
+
+    @contextmanager
+    def _watched(self, wait_ms: int) -> Iterator[None]:
+        """Around a call that may wait: ends it when its client hangs up."""
+        if not wait_ms or self._frames.ahead_bytes:
+            yield
+            return
+        fd = self._stream.fileno()
+        self._loop.add_reader(fd, self._look)
+        try:
+            yield
+        finally:
+            self._loop.remove_reader(fd)
+
+    def _look(self) -> None:
+        gone = self._stream.gone()
+        if gone is False:
+            return
+        self._loop.remove_reader(self._stream.fileno())
+        if gone:
+            self._task.cancel()
+
+
+def _wake(idle: asyncio.Future[None]) -> None:
+    if not idle.done():
+        idle.set_result(None)
+
+
+def _wait_ms(request: Any) -> int:
+    """How long a request may wait for the saves of others."""
+    return int(getattr(getattr(request, "header", request), "wait_ms", 0))
 
 
 class ConnectionCall:
@@ -208,66 +574,3 @@ class ConnectionCall:
         for callback in self._when_done:
             callback(gone)
         self._when_done.clear()
-
-
-class Turn:
-    """Counts the requests that a connection takes in one turn: a client that sends ahead must not
-    keep the loop from other connections."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, go_on: Callable[[], None]) -> None:
-        """`go_on` takes the rest, after other connections had their turn."""
-        self._loop = loop
-        self._go_on = go_on
-        self._taken = 0
-        self._next: asyncio.Handle | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more may be taken until `go_on` is called."""
-        return self._next is not None
-
-    def took(self) -> None:
-        """One more request was taken."""
-        self._taken += 1
-        if self._taken >= AT_ONCE and self._next is None:
-            self._next = self._loop.call_soon(self._begin)
-
-    def end(self) -> None:
-        """There will be no other turn. Idempotent."""
-        if self._next is not None:
-            self._next.cancel()
-            self._next = None
-
-    def _begin(self) -> None:
-        self._next = None
-        self._taken = 0
-        self._go_on()
-
-
-class HangUpWatch:
-    """Aborts a transport whose client hung up, between `begin` and `end`. A socket that is not
-    being read does not report a hang-up by itself: it has to be polled."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._timer: asyncio.TimerHandle | None = None
-
-    def begin(self, transport: asyncio.Transport) -> None:
-        """Idempotent."""
-        if self._timer is None:
-            self._timer = self._loop.call_later(_HANG_UP_CHECK_S, self._check, transport)
-
-    def end(self) -> None:
-        """Idempotent."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _check(self, transport: asyncio.Transport) -> None:
-        self._timer = None
-        poll = select.poll()
-        poll.register(transport.get_extra_info("socket").fileno(), 0)
-        if poll.poll(0):  # an error, or both directions closed
-            transport.abort()
-        else:
-            self.begin(transport)

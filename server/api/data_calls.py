@@ -1,4 +1,4 @@
-"""The calls of the data socket that move payloads: read, fetch, save.
+"""The calls that move payloads through a socket: read, fetch, save.
 
 The services decide what may be moved (`service`, `saves`). Worker threads move it, a turn at a time
 (`data_transfers`); between two turns the claim is checked and other calls run. Quotas bound the
@@ -31,7 +31,7 @@ from .service import READ_BYTES, CacheService, bounds_of
 _INLINE_BYTES: Final = 256 * 2**10
 #: What a save occupies of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES
-_READ_END: Final = pb.DataResponse(read_end=pb.ReadEnd())
+_READ_END: Final = pb.FramedResponse(read_end=pb.ReadEnd())
 
 
 class DataCalls:
@@ -111,7 +111,7 @@ class DataCalls:
             if entry.payload_bytes == room_bytes
         ]
         granted.ClearField("claim_id")  # the daemon releases it, not the client
-        head = frame(pb.DataResponse(claim=granted))
+        head = frame(pb.FramedResponse(claim=granted))
         return Sending(self._core, frames.stream, fitting, head)
 
     async def _send(self, session: int, claim: int, sending: Sending, frames: DataFrames) -> None:
@@ -184,13 +184,13 @@ class DataCalls:
                 async with incoming.to_the_end():
                     await self._receive(refusals, incoming, frames)
                 results = await results_of(refusals, incoming)
-        await frames.tell(pb.DataResponse(save=pb.SaveResponse(results=results)))
+        await frames.tell(pb.FramedResponse(save=pb.SaveResponse(results=results)))
 
     async def _receive(self, refusals: Refusals, incoming: Incoming, frames: DataFrames) -> None:
         granted = [number for number, refused in enumerate(refusals) if refused is None]
         if not granted:
             return
-        await frames.tell(pb.DataResponse(save_ready=pb.SaveReady(items=granted)))
+        await frames.tell(pb.FramedResponse(save_ready=pb.SaveReady(items=granted)))
         frames.in_step = False
         receiving = Receiving(frames.stream, [incoming.write_of(number) for number in granted])
         blocking = self._core.stores[receiving.tier].blocking

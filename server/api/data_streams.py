@@ -1,5 +1,5 @@
-"""Connections of the data socket as bytes, plain or under TLS, and as requests and responses
-(proto.frames).
+"""Connections of the local and the data socket as bytes, plain or under TLS, and as requests and
+responses (proto.frames).
 
 Nothing here blocks. A call that can't go on raises BlockingIOError, and `lacks` says what it waits
 for. Under TLS that may be either direction, whichever way the bytes go.
@@ -16,20 +16,25 @@ import socket
 import ssl
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, suppress
 from typing import Final
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached
+from ...proto.errors import LimitReached, MalformedMessage
+from ..core.shares import Holder
 from ..runtime.pace import Pace
-from .calls import to_its_end
+from ..runtime.quota import Quota
+from .calls import Process, to_its_end
 from .messages import parse
 
 _HEAD: Final = frames.HEAD
-_BACKLOG: Final = 128
+#: Connections that may wait to be accepted.
+BACKLOG: Final = 128
 #: One call moves at most this much under TLS: its checksum is computed while it is in the cache.
 _TURN_BYTES: Final = 256 * 2**10
+#: Answers that a client may leave unread before its next request is taken, in bytes.
+_UNREAD_BYTES: Final = 64 * 2**10
 #: Most bytes in one TLS record.
 _RECORD_BYTES: Final = 16 * 2**10
 
@@ -37,10 +42,11 @@ _RECORD_BYTES: Final = 16 * 2**10
 class Stream:
     """A connection without TLS."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        """Owns `sock`."""
+    def __init__(self, sock: socket.socket, process: Process | None = None) -> None:
+        """Owns `sock`. `process`: the one at the other end of a Unix socket."""
         sock.setblocking(False)
         self._sock = sock
+        self.process: Final = process
         #: What the last call that blocked waits for: `select.POLLIN` or `select.POLLOUT`.
         self.lacks = select.POLLIN
 
@@ -52,6 +58,15 @@ class Stream:
         with the same bytes. Raises BlockingIOError, OSError."""
         try:
             return self._sock.sendmsg(buffers)
+        except BlockingIOError:
+            self.lacks = select.POLLOUT
+            raise
+
+    def send_with(self, message: bytes, fds: list[int]) -> int:
+        """Send the beginning of a message together with descriptors, to a process on this host;
+        returns how many bytes. Raises BlockingIOError, OSError, and then neither was sent."""
+        try:
+            return socket.send_fds(self._sock, [message], fds)
         except BlockingIOError:
             self.lacks = select.POLLOUT
             raise
@@ -207,7 +222,7 @@ def listening_at(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, frames.SOCKET_BYTES)
         listening.setblocking(False)
         listening.bind(address)
-        listening.listen(_BACKLOG)
+        listening.listen(BACKLOG)
     except OSError:
         listening.close()
         raise
@@ -231,12 +246,17 @@ class HungUp(Exception):  # no failure: a client may hang up
 class DataFrames:
     """Requests out of a stream, responses into it. Methods that end with `_now` never wait."""
 
-    def __init__(self, stream: Stream, stall_timeout_s: float) -> None:
+    #: Whose memory large requests count to.
+    holder = Holder()
+
+    def __init__(self, stream: Stream, stall_timeout_s: float, quota: Quota) -> None:
+        """`quota`: memory for large requests."""
         self.stream: Final = stream
+        self._quota = quota
         self._stall_s = stall_timeout_s
         self._loop = asyncio.get_running_loop()
         #: Received bytes that are not parsed yet lie from `_start` to `_end`.
-        self._buffer = memoryview(bytearray(_HEAD.size + frames.DATA_SMALL_REQUEST_BYTES))
+        self._buffer = memoryview(bytearray(_HEAD.size + frames.SMALL_REQUEST_BYTES))
         self._start = self._end = 0
         #: Whether the last receive filled the buffer: TLS may then hold bytes that no poll reports.
         self.filled = False
@@ -259,7 +279,7 @@ class DataFrames:
         self._make_room()
         self._came(self._received(self._buffer[self._end :]))
 
-    def next_now(self) -> pb.DataRequest | None:
+    def next_now(self) -> pb.FramedRequest | None:
         """The next request, if it is small and has arrived whole. Raises MalformedMessage."""
         start = self._start + _HEAD.size
         if start > self._end:
@@ -269,7 +289,20 @@ class DataFrames:
             return None
         raw = bytes(self._buffer[start:end])
         self._start = end
-        return parse(pb.DataRequest, raw)
+        return parse(pb.FramedRequest, raw)
+
+    def next_small_now(self) -> pb.FramedRequest | None:
+        """The next request, if it is small and has arrived whole, also when it was not received
+        yet. None as well while the client leaves many answers unread. Raises MalformedMessage,
+        HungUp, OSError."""
+        if len(self._unsent) > _UNREAD_BYTES:
+            return None
+        request = self.next_now()
+        if request is None and self.ahead_bytes <= _HEAD.size:
+            with suppress(BlockingIOError):
+                self.receive_now()
+                request = self.next_now()
+        return request
 
     async def head(self) -> int:
         """The length of the next request, however late that begins. Raises HungUp, OSError,
@@ -279,15 +312,30 @@ class DataFrames:
         await self._whole(_HEAD.size)
         return int(_HEAD.unpack_from(self._buffer, self._start)[0])
 
-    async def small(self, size_bytes: int) -> pb.DataRequest:
-        """The next request, of DATA_SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
+    async def small(self, size_bytes: int) -> pb.FramedRequest:
+        """The next request, of SMALL_REQUEST_BYTES at most, after its `head`. Raises HungUp,
         OSError, LimitReached, MalformedMessage."""
         await self._whole(_HEAD.size + size_bytes)
         request = self.next_now()
         assert request is not None
         return request
 
-    async def large(self, size_bytes: int) -> pb.DataRequest:
+    async def next(self, rooms: AsyncExitStack) -> pb.FramedRequest:
+        """The next request, of any length. A large one has memory until `rooms` is closed. Raises
+        HungUp, OSError, LimitReached, MalformedMessage."""
+        if len(self._unsent) > _UNREAD_BYTES:
+            await self.flush()
+        size_bytes = await self.head()
+        if size_bytes <= frames.SMALL_REQUEST_BYTES:
+            return await self.small(size_bytes)
+        if size_bytes > frames.MAX_MESSAGE_BYTES:
+            raise MalformedMessage(
+                f"a message of {size_bytes} bytes, {frames.MAX_MESSAGE_BYTES} is the most"
+            )
+        await rooms.enter_async_context(self._quota.room(size_bytes, self.holder))
+        return await self._large(size_bytes)
+
+    async def _large(self, size_bytes: int) -> pb.FramedRequest:
         """The next request, of any length, after its `head`. Raises as `small`."""
         request = bytearray(size_bytes)
         came_bytes = self.ahead_bytes - _HEAD.size
@@ -301,7 +349,7 @@ class DataFrames:
                         more_bytes = await self._receive(room[came_bytes:])
                 came_bytes += more_bytes
                 pace.moved(more_bytes)
-        return parse(pb.DataRequest, bytes(request))
+        return parse(pb.FramedRequest, bytes(request))
 
     async def _whole(self, size_bytes: int) -> None:
         """Wait until so many bytes of the next request are there. Raises HungUp, OSError,
@@ -343,7 +391,7 @@ class DataFrames:
 
     # ---- out
 
-    def tell_now(self, response: pb.DataResponse) -> bool:
+    def tell_now(self, response: pb.FramedResponse) -> bool:
         """Send as much of a response as the socket takes. False: the rest has to be flushed before
         anything else. Raises OSError."""
         rest = memoryview(frames.frame(response))
@@ -353,13 +401,46 @@ class DataFrames:
         self.may_tell = not rest
         return self.may_tell
 
-    async def tell(self, response: pb.DataResponse) -> None:
+    async def tell(self, response: pb.FramedResponse) -> None:
         """Send a response. Raises OSError, LimitReached."""
         if not self.tell_now(response):
             await self.flush()
 
+    async def tell_with(self, response: pb.FramedResponse, fds: list[int]) -> None:
+        """Send a response together with descriptors. Raises OSError, LimitReached."""
+        await self.flush()
+        data = frames.frame(response)
+        while True:
+            with suppress(BlockingIOError):
+                self._unsent = memoryview(data)[self.stream.send_with(data, fds) :]
+                break
+            await self.until_ready()
+        await self.flush()
+
+    def tell_soon(self, response: pb.FramedResponse) -> None:
+        """Send a response behind those that the socket has not taken yet. Never waits: what is
+        left goes as soon as the socket takes it, also while the next request is awaited. Raises
+        OSError."""
+        if not self._unsent:
+            if self.tell_now(response):
+                return
+            self._loop.add_writer(self.stream.fileno(), self._send_some)
+        else:
+            self._unsent = memoryview(bytes(self._unsent) + frames.frame(response))
+
+    def _send_some(self) -> None:
+        try:
+            self._unsent = self._unsent[self.stream.send([self._unsent]) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._loop.remove_writer(self.stream.fileno())  # the next call raises it
+        if not self._unsent:
+            self._loop.remove_writer(self.stream.fileno())
+            self.may_tell = True
+
     async def flush(self) -> None:
-        """Send what is left of the last response. Raises OSError, LimitReached."""
+        """Send what is left of the last responses. Raises OSError, LimitReached."""
         while self._unsent:
             await self.until_ready()
             with suppress(BlockingIOError):

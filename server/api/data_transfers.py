@@ -1,4 +1,4 @@
-"""Payload bytes between arenas and the data socket, without a copy in between: the work of threads.
+"""Payload bytes between arenas and a socket, without a copy in between: the work of threads.
 
 A turn sends or receives until the socket blocks for a millisecond, until it has moved `TURN_BYTES`
 or begun `_TURN_PARTS`, or until everything is done. So a slow peer occupies no thread: the event
@@ -168,7 +168,7 @@ class Sending(_Waits):
             part.length_bytes = length_bytes
             self._next += length_bytes
             self.sent_bytes[tier] = self.sent_bytes.get(tier, 0) + length_bytes
-        frame = frames.frame(pb.DataResponse(part=part))
+        frame = frames.frame(pb.FramedResponse(part=part))
         self._queue.append(frame)
         self._queue.extend(views)
         self._queued_bytes += len(frame) + part.length_bytes

@@ -4,7 +4,7 @@ data socket, and the two gRPC servers, for workers and for operators."""
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
 from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
 from .admin import AdminService
+from .connections import Connections
 from .data_socket import DataServer
 from .grpc_adapter import Ends, Method, OneMessage, add_service, methods_of
 from .grpc_connections import GrpcConnections
@@ -60,8 +61,9 @@ _IDLE_MS: Final = 60_000
 _MAX_ARRIVING: Final = 1_024
 #: This rpc is not traced: its stream lasts as long as its client.
 _UNTRACED = "Session"
-#: Requests that no client waits for an answer to: they are not traced either.
-_UNANSWERED = ("give_back",)
+#: Requests that are not traced either: no client waits for an answer to one of them, and the other
+#: belongs to the start of a session.
+_UNTRACED_KINDS = ("give_back", "hand_over")
 
 
 class Front:
@@ -81,10 +83,11 @@ class Front:
         self.service: Final = CacheService(core, self.sessions, config)
         self.saves: Final = Saves(core, self.sessions, self.stagings, config)
         self.hand_over: Final = Handoff(core, self.stagings)
-        self.local: Final = LocalServer(self.service, self.saves, self.hand_over)
-        self.data: Final = DataServer(core, self.service, self.saves)
+        self.local: Final = LocalServer(core, self.service, self.saves, self.hand_over)
+        self.data: Final = DataServer(core, self.service, self.saves, config.max_remote)
         if core.tracing is not None:
-            _trace_sockets(self.local, self.data, core.tracing)
+            for server in (self.local, self.data):
+                _trace_socket(server, core.tracing)
         #: Scrubs nothing before it is started.
         self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
         self.admin: Final = AdminService(
@@ -154,7 +157,7 @@ class Front:
         return {
             "read_stream_bytes": self.service.reads.used_bytes,
             "save_stream_bytes": self.saves.arriving.used_bytes,
-            "local_request_bytes": self.local.buffered_bytes,
+            "local_request_bytes": self.local.large.used_bytes,
             "local_connections": len(self.local.connections),
             "data_request_bytes": self.data.large.used_bytes,
             "data_connections": len(self.data.connections),
@@ -279,21 +282,11 @@ def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method
     return traced
 
 
-def _trace_sockets(local: LocalServer, data: DataServer, tracing: Tracing) -> None:
-    """Make a span for each call over the local and the data socket."""
-    _trace_methods(local.methods, "local", tracing)
-    _trace_methods(local.at_once, "local", tracing)
-    _trace_methods(data.methods, "data", tracing)
-    _trace_methods(data.at_once, "data", tracing)
-    _trace_methods(data.moving, "data", tracing)
-    local.save_staged = tracing.rpc("SaveStaged", "local", local.save_staged, caller_at=2)
-
-
-def _trace_methods(
-    methods: dict[str, Callable[..., Any]], transport: str, tracing: Tracing
-) -> None:
-    for kind, method in methods.items():
-        if kind in _UNANSWERED:
-            continue
-        name = "".join(word.title() for word in kind.split("_"))
-        methods[kind] = tracing.rpc(name, transport, method, caller_at=1)
+def _trace_socket(server: Connections, tracing: Tracing) -> None:
+    """Make a span for each call over a socket."""
+    for methods in (server.methods, server.at_once, server.streaming):
+        for kind, method in methods.items():
+            if kind in _UNTRACED_KINDS:
+                continue
+            name = "".join(word.title() for word in kind.split("_"))
+            methods[kind] = tracing.rpc(name, server.name, method, caller_at=1)

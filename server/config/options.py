@@ -120,8 +120,8 @@ class Server(Section):
     """Memory for saves that arrive over gRPC, 16MiB each (the largest message), or over the data
     socket, 4MiB each, in fair shares."""
     max_local_bytes: Size = Field(256 * 2**20, alias="max_local", ge=16 * 2**20)
-    """Memory for unanswered requests on the local socket, and the same amount for those on the data
-    socket."""
+    """Memory for requests above 16KiB on the local socket, and the same amount for those on the
+    data socket."""
     max_connections: int = Field(1024, ge=1)
     """Most connections to the local socket, to the data socket, and to `tcp`; those that prove no
     session, or no token, are closed."""

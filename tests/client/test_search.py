@@ -400,7 +400,7 @@ def transport(daemon: FakeDaemon) -> Noting:
 
 @pytest.fixture
 def restoring(transport: Noting) -> Iterator[Client]:
-    with Client(transport=transport, counters=transport._counters) as client:
+    with Client(transport=transport, counters=transport.counters) as client:
         yield client
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import socket
 import time
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +24,9 @@ from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
 from prefixd.proto.index import packed_rows
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.api.data_streams import DataFrames, HungUp
 from prefixd.server.api.messages import fields_of, parse
+from prefixd.server.runtime.quota import Quota
 from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
 from prefixd.server.sharing.resp import Connection, Request, Result, exchange
 from prefixd.server.sharing.resp import Refused as EngineRefused
@@ -64,48 +68,69 @@ def entries() -> st.SearchStrategy[EntryRecord]:
 # ---- frames
 
 
+class Pieces:
+    """A stream that brings these bytes, and then hangs up."""
+
+    process = None
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        self._left = [piece for piece in pieces if piece]
+
+    def receive(self, buffers: list[memoryview]) -> int:
+        if not self._left:
+            return 0
+        came, rest = self._left[0][: len(buffers[0])], self._left[0][len(buffers[0]) :]
+        self._left[:1] = [rest] if rest else []
+        buffers[0][: len(came)] = came
+        return len(came)
+
+
+def taken(pieces: list[bytes]) -> list[pb.FramedRequest]:
+    """The requests that the daemon takes out of a stream. Raises MalformedMessage."""
+
+    async def take() -> list[pb.FramedRequest]:
+        stream: Any = Pieces(pieces)
+        requests = DataFrames(stream, 1.0, Quota("requests", 2**30, 1.0))
+        found = []
+        async with AsyncExitStack() as rooms:
+            with contextlib.suppress(HungUp):
+                while True:
+                    found.append(await requests.next(rooms))
+        return found
+
+    return asyncio.run(take())
+
+
 @FUZZ
-@given(st.data(), st.lists(messages(pb.LocalRequest.DESCRIPTOR, 2), max_size=3))
+@given(st.data(), st.lists(messages(pb.FramedRequest.DESCRIPTOR, 2), max_size=3))
 def test_frames_come_out_as_they_went_in_however_they_are_cut(
     draw: st.DataObject, sent: list[Any]
 ) -> None:
     stream = b"".join(map(frames.frame, sent))
-    parser = frames.Frames(pb.LocalRequest.FromString)
-    found = []
-    for piece in draw.draw(pieces(stream)):
-        parser.feed(piece)
-        while (message := parser.next()) is not None:
-            found.append(message)
-    assert found == [pb.LocalRequest.FromString(one.SerializeToString()) for one in sent]
-    assert not parser.buffered_bytes
+    found = taken(draw.draw(pieces(stream)))
+    assert found == [pb.FramedRequest.FromString(one.SerializeToString()) for one in sent]
 
 
 @FUZZ
-@given(st.data(), messages(pb.LocalRequest.DESCRIPTOR, 2))
+@given(st.data(), messages(pb.FramedRequest.DESCRIPTOR, 2))
 def test_damaged_frames_are_messages_or_malformed(draw: st.DataObject, sent: Any) -> None:
     stream = draw.draw(damaged(frames.frame(sent)))
-    parser = frames.Frames(pb.LocalRequest.FromString)
-    try:
-        for at in range(len(stream)):
-            parser.feed(stream[at : at + 1])
-            parser.next()
-    except MalformedMessage:
-        return
-    assert parser.buffered_bytes <= len(stream)
+    with contextlib.suppress(MalformedMessage):
+        assert len(taken([stream[at : at + 1] for at in range(len(stream))])) <= len(stream)
 
 
 @FUZZ
-@given(st.data(), messages(pb.DataRequest.DESCRIPTOR, 2))
+@given(st.data(), messages(pb.FramedRequest.DESCRIPTOR, 2))
 def test_damaged_requests_are_requests_or_malformed(draw: st.DataObject, sent: Any) -> None:
     raw = draw.draw(damaged(sent.SerializeToString()))
     with contextlib.suppress(MalformedMessage):
-        parse(pb.DataRequest, raw)
+        parse(pb.FramedRequest, raw)
     with contextlib.suppress(MalformedMessage):
         frames.response_of(raw)
 
 
 @FUZZ
-@given(st.data(), st.sampled_from((pb.SaveRequest, pb.LocalRequest, pb.SessionRequest)))
+@given(st.data(), st.sampled_from((pb.SaveRequest, pb.FramedRequest, pb.SessionRequest)))
 def test_all_parsed_objects_are_counted_before_parsing(draw: st.DataObject, kind: Any) -> None:
     whole = draw.draw(messages(kind.DESCRIPTOR, 2)).SerializeToString()
     assert objects_in(parse(kind, whole)) <= fields_of(kind, whole)

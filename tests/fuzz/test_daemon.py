@@ -113,7 +113,7 @@ class Daemon(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         """Send a frame, whole or damaged and in pieces, on a connection to the local socket."""
         reader, writer = data.draw(st.sampled_from(self._local))
-        request = data.draw(requests(pb.LocalRequest.DESCRIPTOR, self._session.ref))
+        request = data.draw(requests(pb.FramedRequest.DESCRIPTOR, self._session.ref))
         raw = data.draw(damaged(frames.frame(request)))  # type: ignore[arg-type]
         self._do(self._sent(reader, writer, data.draw(pieces(raw))))
 
@@ -126,9 +126,9 @@ class Daemon(RuleBasedStateMachine):
     def send_data(self, data: st.DataObject, attach: bool) -> None:
         """Send a frame to the data socket, perhaps followed by payload bytes."""
         reader, writer = data.draw(st.sampled_from(self._remote))
-        request = data.draw(requests(pb.DataRequest.DESCRIPTOR, self._session.ref))
+        request = data.draw(requests(pb.FramedRequest.DESCRIPTOR, self._session.ref))
         if attach:
-            request = pb.DataRequest(attach=self._session.ref)
+            request = pb.FramedRequest(attach=self._session.ref)
         raw = data.draw(damaged(_framed(request)))
         raw += data.draw(st.sampled_from([b"", b"", b"a" * 104, b"b" * 5004]))
         self._do(self._sent(reader, writer, data.draw(pieces(raw))))

@@ -22,7 +22,7 @@ import pytest
 
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.wire import security
-from prefixd.client.wire.data_socket import DataConnection, Place
+from prefixd.client.wire.framed_connection import FramedConnection, TcpPlace
 from prefixd.client.wire.security import Security
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
@@ -181,15 +181,15 @@ class Attackers:
 
     def dripping_readers(self, chance: random.Random, large: Key, client: Client) -> None:
         link = client._transport.current  # type: ignore[attr-defined]
-        place = Place("127.0.0.1", self.ports["data"], link.ref, self._security("a"))
+        place = TcpPlace("127.0.0.1", self.ports["data"], link.ref, self._security("a"))
         with ExitStack() as opened:
             for _ in range(8):
-                connection = DataConnection(place, 5)
+                connection = FramedConnection(place, 5)
                 opened.callback(connection.close)
                 fetch = pb.FetchRequest(
                     session=link.ref, keys=[large], mode=pb.CLAIM_MODE_ANY, room_bytes=[8 * MIB]
                 )
-                connection.begin(pb.DataRequest(fetch=fetch), 5)
+                connection.begin(pb.FramedRequest(fetch=fetch), 5)
             self.over.wait(chance.random())
 
     def _security(self, name: str) -> Security:

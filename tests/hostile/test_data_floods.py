@@ -43,7 +43,7 @@ def daemon() -> Iterator[PrivateDaemon]:
 
 
 def frame(**kind: Any) -> bytes:
-    return frames.frame(pb.DataRequest(**kind))
+    return frames.frame(pb.FramedRequest(**kind))
 
 
 @contextmanager

@@ -38,6 +38,7 @@ from tests.support.daemon import (
 )
 from tests.support.entries import key_of, restore, save
 from tests.support.event_loop import in_loop
+from tests.support.framing import Frames
 from tests.support.outside import DaemonProcess
 from tests.support.running import OpenSession, Outside, Refused, answer, item, key, part
 
@@ -54,8 +55,8 @@ daemon.main(sys.argv[1:])
 """
 #: The same, which also closes connections without a session sooner.
 IMPATIENT: Final = f"""
-from prefixd.server.api import local_socket
-local_socket._PATIENCE_S = 2.0
+from prefixd.server.api import connections
+connections._PATIENCE_S = 2.0
 {EAGER}"""
 
 
@@ -201,7 +202,7 @@ def local_connection(link: Link) -> socket.socket:
 
 
 def frame(**kind: Any) -> bytes:
-    return frames.frame(pb.LocalRequest(**kind))
+    return frames.frame(pb.FramedRequest(**kind))
 
 
 def pour(connection: socket.socket, data: bytes, bytes_at_most: int) -> int:
@@ -240,7 +241,7 @@ def test_requests_that_are_sent_ahead_stay_in_the_kernel() -> None:
                 sent = threads.map(lambda c: pour(c, ahead, 64 * MIB), connections)
                 assert max(sent) < 64 * MIB, "the daemon does not read it"
         # A connection may hold one more chunk, read before its first request waited.
-        assert 0 < watch.most["local_request_bytes"] <= bound_bytes
+        assert watch.most["local_request_bytes"] <= bound_bytes
         open_.close()
         eventually(lambda: in_flight(daemon)["local_request_bytes"] == 0)
         eventually(lambda: in_flight(daemon)["local_connections"] == 0)
@@ -256,7 +257,7 @@ def test_large_requests_wait_for_memory_and_strangers_are_refused() -> None:
     ):
         link = open_.enter_context(session_at(daemon))
         huge = (MAX_MESSAGE_BYTES).to_bytes(4, "little") + bytes(MAX_MESSAGE_BYTES - 1)
-        bound_bytes = 32 * MIB + 40 * 2 * frames.LOCAL_SMALL_REQUEST_BYTES
+        bound_bytes = 32 * MIB + 40 * 2 * frames.SMALL_REQUEST_BYTES
         with watching(daemon, bound_bytes) as watch, ThreadPoolExecutor(8) as threads:
 
             def hold(_: int) -> None:
@@ -267,7 +268,7 @@ def test_large_requests_wait_for_memory_and_strangers_are_refused() -> None:
             list(threads.map(hold, range(40)))
             stranger = open_.enter_context(local_connection(link))
             stranger.sendall(huge[: 2**16])
-            assert b"attach it first" in stranger.recv(2**16)
+            assert b"the first request proves a session" in stranger.recv(2**16)
         assert watch.most["local_request_bytes"] <= bound_bytes
         open_.close()
         eventually(lambda: in_flight(daemon)["local_request_bytes"] == 0)
@@ -355,8 +356,9 @@ def test_staging_memory_of_all_sessions_is_bounded() -> None:
             for _ in range(40):
                 link = open_.enter_context(session_at(daemon))
                 with local_connection(link) as connection:
-                    connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
-                    parser = frames.Frames(pb.LocalResponse.FromString)
+                    asked = frame(hand_over=pb.HandOverRequest(session=link.ref))
+                    connection.sendall(frame(attach=link.ref) + asked)
+                    parser = Frames(pb.FramedResponse.FromString)
                     data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
                     for fd in fds:
                         open_.callback(socket.close, fd)

@@ -46,17 +46,12 @@ def contains_a_session(message: Descriptor) -> bool:
     )
 
 
+#: Requests that have a place on the local socket only.
+LOCAL_KINDS = ["hand_over", "save_staged", "save_lent"]
 RPCS = [method.name for method in CACHE.methods if contains_a_session(method.input_type)]
 KINDS = [
     field.name
-    for field in pb.LocalRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
-    if contains_a_session(field.message_type)
-]
-
-
-DATA_KINDS = [
-    field.name
-    for field in pb.DataRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
+    for field in pb.FramedRequest.DESCRIPTOR.oneofs_by_name["kind"].fields
     if contains_a_session(field.message_type)
 ]
 
@@ -146,10 +141,9 @@ def forgeries(session: OpenSession, other: OpenSession) -> Iterator[tuple[str, p
 
 
 def test_every_request_of_the_contract_is_tried() -> None:
-    assert {*RPCS, *KINDS, *DATA_KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is used
+    assert {*RPCS, *KINDS} == Victim(None, None).requests(pb.SessionRef()).keys()  # type: ignore[arg-type]  # neither is used
     assert len(RPCS) >= 8
     assert len(KINDS) >= 8
-    assert len(DATA_KINDS) >= 8
 
 
 async def over_grpc(daemon: Running, name: str, request: Any) -> None:
@@ -176,52 +170,56 @@ async def test_no_rpc_acts_for_a_session_without_its_secret(tmp_path: Path, name
         await over_grpc(daemon, name, victim.requests(session.ref)[name])
 
 
+async def forge(daemon: Running, kind: str, *, local: bool) -> None:
+    """On a connection of the thief's own session, not even the victim's secret helps."""
+    session, other = await daemon.open("victim"), await daemon.open("thief")
+    victim = Victim(daemon, session)
+    await victim.open()
+    for forgery, ref in (*forgeries(session, other), ("the right secret", session.ref)):
+        own = None if kind == "attach" else other
+        if kind == "attach" and ref is session.ref:
+            continue
+        async with data_connection(daemon, own, local=local) as thief:
+            await thief.send(**{kind: victim.requests(ref)[kind]})
+            if kind == "give_back":
+                await thief.ask(lookup=pb.LookupRequest(keys=[MINE]))
+                continue
+            with pytest.raises(Refused) as refused:
+                await thief.response()
+            assert refused.value.name == "unknown_session", forgery
+    server = daemon.front.local if local else daemon.front.data
+    await daemon.until(lambda: not server.attached)
+    await victim.assert_unharmed()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @in_loop
 async def test_the_local_socket_acts_for_no_session_without_its_secret(
     tmp_path: Path, kind: str
 ) -> None:
     async with running(tmp_path) as daemon:
-        session, other = await daemon.open("victim"), await daemon.open("thief")
-        victim = Victim(daemon, session)
-        await victim.open()
-        for forgery, ref in forgeries(session, other):
-            thief = await daemon.connect_locally()
-            await thief.send(**{kind: victim.requests(ref)[kind]})
-            if kind in ("give_back", "attach"):
-                await thief.ask(lookup=pb.LookupRequest(keys=[MINE]))
-            else:
-                with pytest.raises(Refused) as refused:
-                    await thief.response()
-                assert refused.value.name == "unknown_session", forgery
-            thief.close()
-        assert not daemon.local_server.attached
-        await victim.assert_unharmed()
+        await forge(daemon, kind, local=True)
 
 
-@pytest.mark.parametrize("kind", DATA_KINDS)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in LOCAL_KINDS])
 @in_loop
 async def test_the_data_socket_acts_for_no_session_without_its_secret(
     tmp_path: Path, kind: str
 ) -> None:
-    """On a connection of the thief's own session, not even with the victim's secret."""
     async with running(tmp_path) as daemon:
-        session, other = await daemon.open("victim"), await daemon.open("thief")
-        victim = Victim(daemon, session)
+        await forge(daemon, kind, local=False)
+
+
+@pytest.mark.parametrize("kind", LOCAL_KINDS)
+@in_loop
+async def test_nobody_elsewhere_shares_memory_with_the_daemon(tmp_path: Path, kind: str) -> None:
+    async with running(tmp_path) as daemon:
+        victim = Victim(daemon, await daemon.open("victim"))
         await victim.open()
-        for forgery, ref in (*forgeries(session, other), ("the right secret", session.ref)):
-            own = None if kind == "attach" else other
-            if kind == "attach" and ref is session.ref:
-                continue
-            async with data_connection(daemon, own) as thief:
-                await thief.send(**{kind: victim.requests(ref)[kind]})
-                if kind == "give_back":
-                    await thief.ask(lookup=pb.LookupRequest(keys=[MINE]))
-                    continue
-                with pytest.raises(Refused) as refused:
-                    await thief.response()
-                assert refused.value.name == "unknown_session", forgery
-        await daemon.until(lambda: not daemon.front.data.attached)
+        async with data_connection(daemon, victim.session) as connection:
+            with pytest.raises(Refused, match="no place here"):
+                await connection.ask(**{kind: victim.requests(victim.session.ref)[kind]})
+            await connection.hung_up()
         await victim.assert_unharmed()
 
 
@@ -229,17 +227,15 @@ async def test_the_data_socket_acts_for_no_session_without_its_secret(
 THIEF = """
 import socket, sys
 from prefixd.proto import frames, prefixd_pb2 as pb
-path, *stolen = sys.argv[1:]
+path, ref, *stolen = sys.argv[1:]
 for request in map(bytes.fromhex, stolen):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(path)
-        look = pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)]))
-        # At once: a refused staged save ends its connection.
-        connection.sendall(len(request).to_bytes(4, "little") + request + frames.frame(look))
+        attach = frames.frame(pb.FramedRequest(attach=pb.SessionRef.FromString(bytes.fromhex(ref))))
+        connection.sendall(attach + len(request).to_bytes(4, "little") + request)
         data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
-        parser = frames.Frames(pb.LocalResponse.FromString)
-        parser.feed(data)
-        answer = parser.next()
+        length, = frames.HEAD.unpack_from(data)
+        answer = frames.response_of(data[frames.HEAD.size : frames.HEAD.size + length])
         print(answer.WhichOneof("kind"), answer.failure.error or "-", len(fds))
 """
 
@@ -258,17 +254,16 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
             claim=pb.ClaimRequest(session=session.ref, keys=[key(77)], mode=pb.CLAIM_MODE_RUN)
         )
         requests = victim.requests(session.ref)
-        stolen = [pb.LocalRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
+        stolen = [pb.FramedRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
         thief = await asyncio.create_subprocess_exec(
             *(*WARM, "-c", THIEF, daemon.config.local_socket),
+            session.ref.SerializeToString().hex(),
             *(each.hex() for each in stolen),
             stdout=asyncio.subprocess.PIPE,
         )
         output, _ = await thief.communicate()
         for kind, line in zip(KINDS, output.decode().splitlines(), strict=True):
-            unanswered = kind in ("give_back", "attach")
-            expected = "lookup - 0" if unanswered else "failure unknown_session 0"
-            assert (kind, line) == (kind, expected)
+            assert (kind, line) == (kind, "failure unknown_session 0")
         await victim.assert_unharmed()
 
 

@@ -186,15 +186,17 @@ def test_whoever_changes_state_says_whose_call_it_is() -> None:
         assert header.message_type.fields_by_name["session"].message_type.name == "SessionRef"
 
 
-def test_local_calls_are_answered_in_kind() -> None:
-    """And messages with the name of an rpc are those of gRPC."""
-    asked = FILE.message_types_by_name["LocalRequest"].oneofs_by_name["kind"].fields
+def test_framed_calls_are_answered_in_kind() -> None:
+    """And messages with the name of an rpc are those of gRPC. Reads are answered by parts, and
+    saves have messages of their own, because their payloads are outside."""
+    asked = FILE.message_types_by_name["FramedRequest"].oneofs_by_name["kind"].fields
     asked = {field.name: field for field in asked}
-    answered = FILE.message_types_by_name["LocalResponse"].fields_by_name
-    unanswered, failure = {"give_back", "attach"}, {"failure"}
-    assert set(asked) - unanswered == set(answered) - failure
+    answered = FILE.message_types_by_name["FramedResponse"].fields_by_name
+    unanswered, by_parts = {"give_back", "attach"}, {"read", "fetch"}
+    assert set(asked) - set(answered) == unanswered | by_parts
+    assert set(answered) - set(asked) == {"failure", "part", "read_end", "save_ready"}
     rpcs = {method.name: method for method in METHODS}
-    for name in set(asked) - unanswered:
+    for name in set(asked) - unanswered - by_parts - {"save"}:
         kind = "".join(word.capitalize() for word in name.split("_"))
         messages = asked[name].message_type.name, answered[name].message_type.name
         assert messages == (f"{kind}Request", f"{kind}Response")

@@ -1,4 +1,4 @@
-"""Frames of the local socket, and the trace context in them."""
+"""Frames of the local and the data socket, and the trace context in them."""
 
 from __future__ import annotations
 
@@ -14,100 +14,31 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES
 
 # ---- frames
 
-MESSAGES = [
-    pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(32)], wait_ms=7)),
-    pb.LocalRequest(cancel=pb.CancelRequest(tokens=[1, 2])),
-    pb.LocalRequest(give_back=pb.ReleaseRequest(claim_ids=[3])),
-]
-
-
-def parser() -> frames.Frames[pb.LocalRequest]:
-    return frames.Frames(pb.LocalRequest.FromString)
-
-
-def everything(of: frames.Frames[pb.LocalRequest]) -> list[pb.LocalRequest]:
-    messages = []
-    while (message := of.next()) is not None:
-        messages.append(message)
-    return messages
-
 
 def length(length_bytes: int) -> bytes:
     return length_bytes.to_bytes(4, "little")
 
 
 def test_a_frame_is_a_length_and_a_message() -> None:
-    (message, *_) = MESSAGES
+    message = pb.FramedRequest(lookup=pb.LookupRequest(keys=[bytes(32)], wait_ms=7))
     data = message.SerializeToString()
     assert frames.frame(message) == length(len(data)) + data
 
 
-def test_messages_come_in_order_wherever_the_bytes_are_cut() -> None:
-    data = b"".join(map(frames.frame, MESSAGES))
-    for cut in range(len(data) + 1):
-        cutting = parser()
-        cutting.feed(data[:cut])
-        came = everything(cutting)
-        assert came == MESSAGES[: len(came)]
-        cutting.feed(data[cut:])
-        assert came + everything(cutting) == MESSAGES
-
-
-def test_a_message_is_given_with_its_last_byte_and_not_before() -> None:
-    (message, *_) = MESSAGES
-    slowly = parser()
-    for byte in frames.frame(message):
-        assert slowly.next() is None
-        slowly.feed(bytes([byte]))
-    assert everything(slowly) == [message]
-
-
-def test_a_message_of_no_bytes_is_one() -> None:
-    empty = parser()
-    empty.feed(length(0))
-    assert everything(empty) == [pb.LocalRequest()]
-
-
-def test_a_length_above_the_most_is_refused_before_its_bytes_come() -> None:
-    largest = parser()
-    largest.feed(length(MAX_MESSAGE_BYTES))
-    assert largest.next() is None
-    too_large = parser()
-    too_large.feed(length(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(MalformedMessage, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
-        too_large.next()
-
-
 def test_a_message_above_the_most_is_not_made() -> None:
-    def of(payload_bytes: int) -> pb.LocalRequest:
-        return pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(payload_bytes)]))
+    def of(payload_bytes: int) -> pb.FramedRequest:
+        return pb.FramedRequest(lookup=pb.LookupRequest(keys=[bytes(payload_bytes)]))
 
     around_bytes = of(MAX_MESSAGE_BYTES).ByteSize() - MAX_MESSAGE_BYTES
     largest = of(MAX_MESSAGE_BYTES - around_bytes)
-    there = parser()
-    there.feed(frames.frame(largest))
-    assert there.next() == largest
+    assert frames.frame(largest) == length(MAX_MESSAGE_BYTES) + largest.SerializeToString()
     with pytest.raises(InvalidSize, match=f"of {MAX_MESSAGE_BYTES + 1} bytes"):
         frames.frame(of(MAX_MESSAGE_BYTES - around_bytes + 1))
 
 
 def test_bytes_that_are_no_message_are_refused() -> None:
-    rubbish = parser()
-    rubbish.feed(length(3) + b"\xff\xff\xff")
-    with pytest.raises(MalformedMessage, match="3 bytes that are no message"):
-        rubbish.next()
-
-
-def test_whatever_is_asked_is_answered_in_kind() -> None:
-    """Except for kinds without an answer. Only a response can be a failure."""
-
-    def kinds(message: type[pb.LocalRequest] | type[pb.LocalResponse]) -> dict[str, int]:
-        return {each.name: each.number for each in message.DESCRIPTOR.oneofs_by_name["kind"].fields}
-
-    asked, answered = kinds(pb.LocalRequest), kinds(pb.LocalResponse)
-    assert asked.keys() - answered.keys() == {"give_back", "attach"}
-    assert answered.keys() - asked.keys() == {"failure"}
-    assert all(asked[name] == answered[name] for name in asked.keys() & answered.keys())
+    with pytest.raises(MalformedMessage, match="3 bytes that are no response"):
+        frames.response_of(b"\xff\xff\xff")
 
 
 def test_descriptors_of_a_whole_hand_over_fit_into_it() -> None:

@@ -74,8 +74,7 @@ class World:
         for identity in IDENTITIES:
             session = self.sessions[identity] = await self.clients[identity].open()
             self.claims[identity] = (await session.claim([COMMON])).claim_id
-            self.locals[identity] = await self.daemon.connect_locally()
-            await self.locals[identity].send(attach=session.ref)
+            self.locals[identity] = await self.daemon.connect_locally(session)
             data = data_connection(self.daemon, session)
             self.datas[identity] = await stack.enter_async_context(data)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
+from tests.support.framing import Frames
 from tests.support.running import OpenSession, Running, key
 
 
@@ -18,12 +19,12 @@ class Bare:
 
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
-        self._frames = frames.Frames(pb.LocalResponse.FromString)
+        self._frames = Frames(pb.FramedResponse.FromString)
 
     async def send(self, data: bytes) -> None:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
-    async def response(self) -> pb.LocalResponse:
+    async def response(self) -> pb.FramedResponse:
         """The next response. Raises EOFError."""
         while (response := self._frames.next()) is None:
             try:
@@ -35,7 +36,7 @@ class Bare:
             self._frames.feed(data)
         return response
 
-    async def rest(self) -> list[pb.LocalResponse]:
+    async def rest(self) -> list[pb.FramedResponse]:
         """Every response until the daemon closes the connection."""
         responses = []
         try:
@@ -49,15 +50,21 @@ class Bare:
 
 
 @contextmanager
-def bare(daemon: Running) -> Iterator[Bare]:
+def bare(
+    daemon: Running, session: OpenSession | None = None, *, attach: bool = True
+) -> Iterator[Bare]:
+    """`attach`: the connection belongs to `session`, or to the one that was opened last."""
+    session = session or daemon.latest
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.connect(daemon.config.local_socket)
+        if attach and session is not None:
+            connection.sendall(frame(attach=session.ref))
         connection.setblocking(False)
         yield Bare(connection)
 
 
 def frame(**kind: Any) -> bytes:
-    return frames.frame(pb.LocalRequest(**kind))
+    return frames.frame(pb.FramedRequest(**kind))
 
 
 def served(daemon: Running) -> Any:

@@ -31,16 +31,16 @@ class DataConnection:
         self._loop = asyncio.get_running_loop()
 
     async def send(self, **kind: Any) -> None:
-        await self.send_bytes(frames.frame(pb.DataRequest(**kind)))
+        await self.send_bytes(frames.frame(pb.FramedRequest(**kind)))
 
     async def send_bytes(self, raw: bytes) -> None:
         await self._loop.sock_sendall(self.sock, raw)
 
-    async def ask(self, **kind: Any) -> pb.DataResponse:
+    async def ask(self, **kind: Any) -> pb.FramedResponse:
         await self.send(**kind)
         return await self.response()
 
-    async def response(self) -> pb.DataResponse:
+    async def response(self) -> pb.FramedResponse:
         """The next response. Raises Refused, EOFError, ConnectionError."""
         (size_bytes,) = frames.HEAD.unpack(await self.exactly(frames.HEAD.size))
         response = frames.response_of(await self.exactly(size_bytes))
@@ -135,7 +135,7 @@ async def secured_connection(
     try:
         if session is not None:
             await connection.send_bytes(
-                frames.frame(pb.DataRequest(attach=session.ref, token=token))
+                frames.frame(pb.FramedRequest(attach=session.ref, token=token))
             )
         yield connection
     finally:
@@ -144,17 +144,22 @@ async def secured_connection(
 
 @asynccontextmanager
 async def data_connection(
-    daemon: Running, session: OpenSession | None = None, *, receive_bytes: int = 0
+    daemon: Running,
+    session: OpenSession | None = None,
+    *,
+    receive_bytes: int = 0,
+    local: bool = False,
 ) -> AsyncIterator[DataConnection]:
     """A connection, attached to `session` if there is one. `receive_bytes`: limits the kernel's
-    receive buffer on this side."""
-    server = daemon.front.data
-    port = daemon.front.sessions.data_port or server.start(HOST, 0)
-    with socket.socket() as sock:
+    receive buffer on this side. `local`: to the local socket instead."""
+    address: Any = daemon.config.local_socket
+    if not local:
+        address = HOST, daemon.front.sessions.data_port or daemon.front.data.start(HOST, 0)
+    with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as sock:
         if receive_bytes:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_bytes)
         sock.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(sock, (HOST, port))
+        await asyncio.get_running_loop().sock_connect(sock, address)
         connection = DataConnection(sock)
         if session is not None:
             await connection.send(attach=session.ref)

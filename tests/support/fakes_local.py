@@ -15,13 +15,14 @@ from typing import Any, Final
 
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
+from tests.support.framing import Frames
 
 #: How long a test waits before it fails.
 PATIENCE_S: Final = 60.0
 
 
 def response(**kind: Any) -> bytes:
-    return frames.frame(pb.LocalResponse(**kind))
+    return frames.frame(pb.FramedResponse(**kind))
 
 
 def failure(name: str, *, retry: bool = False) -> bytes:
@@ -34,9 +35,9 @@ class Peer:
     def __init__(self, connection: socket.socket) -> None:
         self.socket = connection
         self.attached = pb.SessionRef()
-        self._frames = frames.Frames(pb.LocalRequest.FromString)
+        self._frames = Frames(pb.FramedRequest.FromString)
 
-    def receive(self) -> pb.LocalRequest | None:
+    def receive(self) -> pb.FramedRequest | None:
         """The next request that is not an `attach`, or None if the client closed the connection."""
         request = self._receive()
         if request is not None and request.HasField("attach"):
@@ -44,7 +45,7 @@ class Peer:
             request = self._receive()
         return request
 
-    def _receive(self) -> pb.LocalRequest | None:
+    def _receive(self) -> pb.FramedRequest | None:
         while (request := self._frames.next()) is None:
             try:
                 data = self.socket.recv(2**16)
@@ -55,7 +56,7 @@ class Peer:
             self._frames.feed(data)
         return request
 
-    def requests(self) -> Iterator[pb.LocalRequest]:
+    def requests(self) -> Iterator[pb.FramedRequest]:
         while (request := self.receive()) is not None:
             yield request
 

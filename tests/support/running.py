@@ -49,6 +49,7 @@ from prefixd.server.runtime.recovery import Recovery
 from prefixd.server.runtime.resizing import fit
 from prefixd.tiers.store import Store
 from tests.support.columns import Item, columns
+from tests.support.framing import Frames
 
 SLAB: Final = 4096
 STAGING_BYTES: Final = 2**20
@@ -290,17 +291,17 @@ class LocalConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._frames = frames.Frames(pb.LocalResponse.FromString)
+        self._frames = Frames(pb.FramedResponse.FromString)
 
-    async def ask(self, **kind: Any) -> pb.LocalResponse:
+    async def ask(self, **kind: Any) -> pb.FramedResponse:
         await self.send(**kind)
         return await self.response()
 
     async def send(self, **kind: Any) -> None:
-        self._writer.write(frames.frame(pb.LocalRequest(**kind)))
+        self._writer.write(frames.frame(pb.FramedRequest(**kind)))
         await self._writer.drain()
 
-    async def response(self) -> pb.LocalResponse:
+    async def response(self) -> pb.FramedResponse:
         """The next response. Raises Refused, EOFError."""
         while (response := self._frames.next()) is None:
             data = await self._reader.read(2**16)
@@ -415,12 +416,21 @@ class Running(Outside):
         self.front = front
         self.local_server = front.local
         self.local_connections: list[LocalConnection] = []
+        #: The session that was opened last.
+        self.latest: OpenSession | None = None
         self.config = front.config
 
-    async def connect_locally(self) -> LocalConnection:
-        """A connection to the local socket, which is closed with the daemon at the latest."""
+    async def open(self, name: str = "tester", label: str = "") -> OpenSession:
+        self.latest = await super().open(name, label)
+        return self.latest
+
+    async def connect_locally(self, session: OpenSession | None = None) -> LocalConnection:
+        """A connection to the local socket, which is closed with the daemon at the latest. It
+        belongs to `session`, or to the one that was opened last."""
+        session = session or self.latest or await self.open()
         opened = await asyncio.open_unix_connection(self.config.local_socket)
         connection = LocalConnection(*opened)
+        await connection.send(attach=session.ref)
         self.local_connections.append(connection)
         return connection
 

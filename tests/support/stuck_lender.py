@@ -18,9 +18,9 @@ from contextlib import closing
 from fcntl import ioctl
 
 from prefixd.client import Client
-from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 
@@ -69,7 +69,9 @@ def main() -> None:
         page = page_that_never_comes()
         held = []
         for _ in range(connections):
-            connection = LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)
+            connection = FramedConnection(
+                UnixPlace(link.welcome.local_socket, link.ref), PATIENCE_S
+            )
             held.append(closing(connection))
             header = pb.SaveHeader(
                 session=link.ref,
@@ -86,7 +88,7 @@ def main() -> None:
                 lengths_bytes=[100],
                 pieces=[1],
             )
-            connection.send(pb.LocalRequest(save_lent=lent), PATIENCE_S)
+            connection.begin(pb.FramedRequest(save_lent=lent), PATIENCE_S)
         print("lent", flush=True)
         sys.stdin.read()
 

@@ -9,10 +9,10 @@ import pytest
 from prefixd.client import Client, Key, ReserveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local import local_socket
-from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.wire import framed_calls
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.framed_connection import FramedConnection
 from tests.support.daemon import eventually
 from tests.support.entries import items_of, key_of, payload_of, restore, rpcs, save
 from tests.support.small_staging import (
@@ -141,12 +141,12 @@ def test_without_a_connection_to_be_had_saves_go_over_grpc(
 ) -> None:
     memory_of(client)
 
-    def refuse(*_: object) -> LocalConnection:
+    def refuse(*_: object) -> FramedConnection:
         raise OSError("no descriptors left")
 
     calls = client._transport._node.calls  # type: ignore[attr-defined]
     monkeypatch.setattr(calls, "_idle", [])
-    monkeypatch.setattr(local_socket, "LocalConnection", refuse)
+    monkeypatch.setattr(framed_calls, "FramedConnection", refuse)
     keys = save(client, ["no line"], PAYLOAD_BYTES, Tier.RAM)
     assert rpcs(client)["Save"] == 1
     with client.claim(keys) as hit:

@@ -11,8 +11,8 @@ import pytest
 from prefixd.client import Client, ReserveItem, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
-from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.local.local_transport import LocalTransport
+from prefixd.client.wire.framed_connection import FramedConnection
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DeadlineExceeded, LimitReached, UnreadableMemory
 from prefixd.proto.keys import Key
@@ -113,15 +113,15 @@ def test_what_cant_be_lent_is_staged(
     """Lending is tried again if the daemon was busy, but not if it may not read this process."""
     asked = []
 
-    real_send = LocalConnection.send
+    real_send = FramedConnection.begin
 
-    def send(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send(line: FramedConnection, request: pb.FramedRequest, timeout_s: float) -> None:
         if request.HasField("save_lent"):
             asked.append(1)
             raise problem("no")
         real_send(line, request, timeout_s)
 
-    monkeypatch.setattr(LocalConnection, "send", send)
+    monkeypatch.setattr(FramedConnection, "begin", send)
     for _ in range(2):
         wanted = items(2)
         outcomes = client.save_many(wanted, tier=Tier.RAM)
@@ -138,9 +138,9 @@ def test_memory_is_taken_back_before_a_save_that_gave_up_returns(
     """The daemon reads the token again after its copy, and finds that the caller has the buffer."""
     lent: list[bytes] = []
     tokens: list[bytearray] = []
-    real_send, real_address_of = LocalConnection.send, staging.address_of
+    real_send, real_address_of = FramedConnection.begin, staging.address_of
 
-    def send(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send(line: FramedConnection, request: pb.FramedRequest, timeout_s: float) -> None:
         if not request.HasField("save_lent"):
             real_send(line, request, timeout_s)
             return
@@ -152,7 +152,7 @@ def test_memory_is_taken_back_before_a_save_that_gave_up_returns(
         tokens.append(token)
         return real_address_of(token)
 
-    monkeypatch.setattr(LocalConnection, "send", send)
+    monkeypatch.setattr(FramedConnection, "begin", send)
     monkeypatch.setattr(staging, "address_of", address_of)
     (outcome,) = client.save_many(items(1), tier=Tier.RAM, reason=SaveReason.EVICT)
     assert outcome.status is SaveStatus.DEADLINE

@@ -19,9 +19,9 @@ import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.link import Link
 from prefixd.proto import frames
@@ -68,10 +68,12 @@ def link_of(client: Client) -> Link:
 
 
 @contextmanager
-def line_of(client: Client) -> Iterator[LocalConnection]:
+def line_of(client: Client) -> Iterator[FramedConnection]:
     """Another connection to the client's daemon."""
     link = link_of(client)
-    with closing(LocalConnection(link.welcome.local_socket, link.ref, PATIENCE_S)) as line:
+    with closing(
+        FramedConnection(UnixPlace(link.welcome.local_socket, link.ref), PATIENCE_S)
+    ) as line:
         yield line
 
 
@@ -216,14 +218,14 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """With the same results, and it says what it can't do in place."""
-    send = LocalConnection.send
+    send = FramedConnection.begin
 
-    def send_changed(line: LocalConnection, request: pb.LocalRequest, timeout_s: float) -> None:
+    def send_changed(line: FramedConnection, request: pb.FramedRequest, timeout_s: float) -> None:
         if request.HasField("hand_over"):
-            request = pb.LocalRequest(hand_over=changed(request.hand_over, case))
+            request = pb.FramedRequest(hand_over=changed(request.hand_over, case))
         send(line, request, timeout_s)
 
-    monkeypatch.setattr(LocalConnection, "send", send_changed)
+    monkeypatch.setattr(FramedConnection, "begin", send_changed)
     with Client(daemon.address) as client:
         keys = save(client, [f"{case} {n}" for n in range(2)], 700_000, Tier.SHM)
         assert set(client._transport.refused()) == {frames.INDEX, frames.STAGING}
@@ -240,15 +242,17 @@ def test_a_client_that_is_refused_goes_on_over_grpc(
         assert "SaveStaged" not in rpcs(client)
 
 
-@pytest.mark.parametrize("data", [b"rubbish", bytes(4), b"\x01\0\0\0\xff"], ids=repr)
+@pytest.mark.parametrize("data", [b"GET / HT", bytes(4), b"\x01\0\0\0\xff"], ids=repr)
 def test_rubbish_is_no_request(client: Client, data: bytes) -> None:
     """The daemon hangs up and keeps serving."""
     with line_of(client) as line:
-        line._socket.sendall(data)
+        line.begin(pb.FramedRequest(lookup=pb.LookupRequest(keys=[bytes(32)])), PATIENCE_S)
+        assert line.response().lookup.results
+        line._wire._socket.sendall(data)
         with pytest.raises(MalformedMessage):
-            line.receive(PATIENCE_S)
+            line.response()
         with pytest.raises(DaemonUnavailable):
-            line.receive(PATIENCE_S)
+            line.response()
     with handed_over(client) as handed:
         assert handed.keys() == EVERYTHING
 
@@ -271,7 +275,7 @@ def test_a_hand_over_that_fails(
     def hand_over(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(LocalConnection, "hand_over", hand_over)
+    monkeypatch.setattr(FramedConnection, "hand_over", hand_over)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -283,7 +287,7 @@ def test_nobody_at_the_local_socket(
     def connect(*_: object) -> None:
         raise problem
 
-    monkeypatch.setattr(LocalConnection, "__init__", connect)
+    monkeypatch.setattr(FramedConnection, "__init__", connect)
     with Client(daemon.address) as client:
         goes_on_over_grpc(client)
 
@@ -295,14 +299,14 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
     asked: list[float] = []
 
     def hand_over(
-        _line: LocalConnection, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
+        _line: FramedConnection, _session: pb.SessionRef, timeout_s: float, _wanted: Sequence[str]
     ) -> None:
         asked.append(timeout_s)
         raise DeadlineExceeded("not yet")
 
     with Client(daemon.address) as client:
         with monkeypatch.context() as patch:
-            patch.setattr(LocalConnection, "hand_over", hand_over)
+            patch.setattr(FramedConnection, "hand_over", hand_over)
             for _ in range(3):
                 assert client.exists([key_of("nobody")], deadline_ms=400) == [False]
         assert len(asked) == 1
@@ -318,14 +322,14 @@ def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = LocalConnection.hand_over
+    hand_over = FramedConnection.hand_over
 
-    def slow(line: LocalConnection, *asking: Any) -> Any:
+    def slow(line: FramedConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(LocalConnection, "hand_over", slow)
+    monkeypatch.setattr(FramedConnection, "hand_over", slow)
     with Client(daemon.address) as client:
         assert client.wait_connected()
         transport = transport_of(client)
@@ -345,14 +349,14 @@ def test_closing_waits_for_no_hand_over(
     daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, may_go_on = threading.Event(), threading.Event()
-    hand_over = LocalConnection.hand_over
+    hand_over = FramedConnection.hand_over
 
-    def slow(line: LocalConnection, *asking: Any) -> Any:
+    def slow(line: FramedConnection, *asking: Any) -> Any:
         asked.set()
         assert may_go_on.wait(PATIENCE_S)
         return hand_over(line, *asking)
 
-    monkeypatch.setattr(LocalConnection, "hand_over", slow)
+    monkeypatch.setattr(FramedConnection, "hand_over", slow)
     client = Client(daemon.address)
     assert client.wait_connected()
     transport = transport_of(client)
@@ -419,7 +423,7 @@ def test_a_save_without_a_slot_takes_no_connection(client: Client) -> None:
     assert outcome.status is SaveStatus.DEADLINE
     node.staging.give(slot)
     assert node.calls._idle == [line]
-    assert line._socket.fileno() >= 0
+    assert line._wire._socket.fileno() >= 0
 
 
 def test_a_claim_is_held_on_when_its_connection_ends_with_another_call(
@@ -435,7 +439,7 @@ def test_a_claim_is_held_on_when_its_connection_ends_with_another_call(
         there = descriptors_of(daemon)
         with pytest.raises(DeadlineExceeded), node.calls.connection(60.0):
             raise DeadlineExceeded("a test took it")
-        assert line._socket.fileno() == -1
+        assert line._wire._socket.fileno() == -1
         assert node.calls._idle == []
         eventually(lambda: descriptors_of(daemon) < there)
         admin.evict(2**40, [Tier.RAM])
@@ -475,10 +479,10 @@ def test_refusals_leave_no_descriptor(daemon: PrivateDaemon, client: Client) -> 
     for _ in range(50):
         with line_of(client) as line:
             for case in REFUSALS:
-                request = pb.LocalRequest(hand_over=changed(asked, case))
-                line.send(request, PATIENCE_S)
+                request = pb.FramedRequest(hand_over=changed(asked, case))
+                line.begin(request, PATIENCE_S)
                 with pytest.raises((UnknownSession, StaleIncarnation)):
-                    line.receive(PATIENCE_S)
+                    line.response()
     assert descriptors() == here
     eventually(lambda: descriptors_of(daemon) <= there)
 

@@ -12,13 +12,15 @@ from typing import cast
 
 import pytest
 
+from prefixd.client.counters import Counters
 from prefixd.client.local.arenas import Arena, FileArena, MappedArena
 from prefixd.client.local.disk_reads import DiskReads
-from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.node import LocalNode
 from prefixd.client.results import NO_ENTRIES, Entries, Entry
 from prefixd.client.wire.connection import Calls
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.framed_calls import FramedCalls
+from prefixd.client.wire.framed_connection import UnixPlace
 from prefixd.client.wire.transport import Copied
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -32,7 +34,7 @@ from prefixd.server.runtime.index import IndexWriter
 
 INCARNATION = b"i" * 16
 REF = pb.SessionRef(incarnation=INCARNATION, session_id=7)
-CALLS = LocalCalls("/nowhere", REF, cast(Calls, None))
+CALLS = FramedCalls(UnixPlace("/nowhere", REF), cast(Calls, None), Counters())
 LATER = Deadline(600_000)
 READS = DiskReads()
 

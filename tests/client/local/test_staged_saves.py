@@ -14,8 +14,8 @@ import pytest
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.local.local_socket import LocalConnection
 from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import frames
@@ -61,21 +61,21 @@ class Call:
     """One save through staging memory."""
 
     def __init__(self, link: Link, header: pb.SaveHeader) -> None:
-        self._line = LocalConnection(link.welcome.local_socket, link.ref, 60)
+        self._line = FramedConnection(UnixPlace(link.welcome.local_socket, link.ref), 60)
         self._header: pb.SaveHeader | None = header
 
     def send(self, *parts: StagedPart, last: bool = False) -> None:
         request = pb.SaveStagedRequest(header=self._header, **staged(parts), last=last)
-        self._line.send(pb.LocalRequest(save_staged=request), 60)
+        self._line.begin(pb.FramedRequest(save_staged=request), 60)
         self._header = None
 
     def copied(self) -> int:
-        return self._line.receive(60).save_staged.parts_copied
+        return self._line.response().save_staged.parts_copied
 
     def result(self) -> SaveStatus:
         """The result, after which nothing more comes."""
         self.send(last=True)
-        while not (results := results_of(self._line.receive(60).save_staged)):
+        while not (results := results_of(self._line.response().save_staged)):
             pass
         self._line.close()
         (result,) = results
@@ -84,7 +84,7 @@ class Call:
     def error(self) -> str:
         try:
             while True:
-                self._line.receive(60)
+                self._line.response()
         except PrefixdError as error:
             return error.name
         finally:
@@ -115,7 +115,7 @@ def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
 
 
 def staging_of(link: Link) -> mmap.mmap:
-    line = LocalConnection(link.welcome.local_socket, link.ref, 60)
+    line = FramedConnection(UnixPlace(link.welcome.local_socket, link.ref), 60)
     handed, _ = line.hand_over(link.ref, 60)
     memory = mmap.mmap(handed[frames.STAGING][0], STAGING_BYTES)
     for fd, _ in handed.values():
@@ -284,10 +284,10 @@ def test_what_was_never_reserved_is_lost(
     assert unharmed
     reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
     request = pb.SaveStagedRequest(reserved=reserved, **staged([part(0, 1000)]), last=True)
-    line = LocalConnection(raw.link.welcome.local_socket, raw.link.ref, 60)
-    line.send(pb.LocalRequest(save_staged=request), 60)
-    assert line.receive(60).save_staged.parts_copied == 1
-    results = results_of(line.receive(60).save_staged)
+    line = FramedConnection(UnixPlace(raw.link.welcome.local_socket, raw.link.ref), 60)
+    line.begin(pb.FramedRequest(save_staged=request), 60)
+    assert line.response().save_staged.parts_copied == 1
+    results = results_of(line.response().save_staged)
     assert {result.status for result in results} == {pb.SAVE_STATUS_LOST}
     assert len(results) == len(tokens)
     line.close()

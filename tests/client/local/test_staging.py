@@ -12,12 +12,11 @@ from typing import cast
 import pytest
 
 from prefixd.client.local import staging
-from prefixd.client.local.local_socket import LocalCalls
 from prefixd.client.local.staging import StagingMemory
 from prefixd.client.wire.deadline import Deadline
+from prefixd.client.wire.framed_calls import FramedCalls
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
-    DaemonUnavailable,
     DeadlineExceeded,
     LimitReached,
     PrefixdError,
@@ -86,23 +85,23 @@ class Daemon:
             responses.append(pb.SaveStagedResponse(results=[RESULT]))
         return [*responses]
 
-    # ---- as LocalCalls and LocalConnection
+    # ---- as FramedCalls and FramedConnection
 
     @contextmanager
     def connection(self, _timeout_s: float) -> Iterator[Daemon]:
         yield self
 
-    def send(self, request: pb.LocalRequest, _timeout_s: float) -> None:
+    def begin(self, request: pb.FramedRequest, _timeout_s: float) -> None:
         self.requests.append(request.save_staged)
         self._responses.extend(self._answer(request.save_staged))
 
-    def receive(self, _timeout_s: float) -> pb.LocalResponse:
+    def response(self) -> pb.FramedResponse:
         if not self._responses:
             raise DeadlineExceeded("nothing came")
         response = self._responses.popleft()
         if isinstance(response, PrefixdError):
             raise response
-        return pb.LocalResponse(save_staged=response)
+        return pb.FramedResponse(save_staged=response)
 
 
 Answer = Callable[[pb.SaveStagedRequest], "list[pb.SaveStagedResponse | PrefixdError]"]
@@ -112,7 +111,7 @@ def save(
     daemon: Daemon, memory: StagingMemory, *payloads: bytes, deadline_ms: int = 60_000
 ) -> list[pb.SaveResult]:
     views = [memoryview(payload) for payload in payloads]
-    calls = cast(LocalCalls, daemon)
+    calls = cast(FramedCalls, daemon)
     opening = pb.SaveStagedRequest(header=HEADER)
     return staging.save_staged(memory, calls, opening, views, Deadline(deadline_ms))
 
@@ -288,21 +287,6 @@ def test_a_refusal_gives_every_slot_back(memory: StagingMemory) -> None:
     refusal = UnknownSession("it ended")
     with pytest.raises(UnknownSession):
         save(Daemon(memory, lambda _: [refusal]), memory, bytes(10 * SLOT))
-    assert free(memory) == [0, SLOT]
-
-
-def test_who_is_hung_up_on_says_why(memory: StagingMemory) -> None:
-    """The daemon refuses the first request and hangs up, which the second request notices."""
-    refusal = UnknownSession("it ended")
-
-    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
-        if len(daemon.requests) == 1:
-            return [pb.SaveStagedResponse(parts_copied=1), refusal]
-        raise DaemonUnavailable("broken pipe")
-
-    daemon = Daemon(memory, answer)
-    with pytest.raises(UnknownSession):
-        save(daemon, memory, bytes(10 * SLOT))
     assert free(memory) == [0, SLOT]
 
 

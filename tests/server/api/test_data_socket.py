@@ -12,7 +12,7 @@ from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
 from prefixd.proto.payload import crc32c
-from prefixd.server.api import data_socket
+from prefixd.server.api import connections
 from prefixd.server.api.calls import Caller
 from tests.support.data_client import (
     LARGE,
@@ -74,11 +74,11 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order(tmp_path
         await session.save({key(n): DATA for n in range(3)})
         async with data_connection(daemon, session) as line:
             asked = [pb.LookupRequest(keys=[key(n)], brief=True) for n in (0, 9, 1)]
-            await line.send_bytes(b"".join(frames.frame(pb.DataRequest(lookup=a)) for a in asked))
+            await line.send_bytes(b"".join(frames.frame(pb.FramedRequest(lookup=a)) for a in asked))
             answers = [(await line.response()).lookup.presences[0] for _ in asked]
             assert answers == [pb.PRESENCE_PRESENT, pb.PRESENCE_ABSENT, pb.PRESENCE_PRESENT]
             # The same, sent byte by byte.
-            for byte in frames.frame(pb.DataRequest(lookup=asked[0])):
+            for byte in frames.frame(pb.FramedRequest(lookup=asked[0])):
                 await line.send_bytes(bytes([byte]))
             assert (await line.response()).lookup.presences == [pb.PRESENCE_PRESENT]
 
@@ -89,7 +89,7 @@ async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
         session = await daemon.open()
         async with data_connection(daemon, session) as line:
             asked = pb.LookupRequest(keys=[key(n) for n in range(4096)], brief=True)
-            assert asked.ByteSize() > 2 * frames.DATA_SMALL_REQUEST_BYTES
+            assert asked.ByteSize() > 2 * frames.SMALL_REQUEST_BYTES
             for _ in range(2):
                 assert len((await line.ask(lookup=asked)).lookup.presences) == 4096
             assert not daemon.front.data.large.used_bytes
@@ -99,7 +99,7 @@ async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
 async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
-        lookup = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+        lookup = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         wrong = pb.SessionRef()
         wrong.CopyFrom(session.ref)
         wrong.secret = bytes(16)
@@ -108,7 +108,7 @@ async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path
             (frames.HEAD.pack(2**32 - 1), "invalid_size"),
             (frames.HEAD.pack(frames.MAX_ATTACH_BYTES + 1), "invalid_size"),
             (frames.HEAD.pack(3) + b"\xff\xff\xff", "malformed_message"),
-            (frames.frame(pb.DataRequest(attach=wrong)), "unknown_session"),
+            (frames.frame(pb.FramedRequest(attach=wrong)), "unknown_session"),
         ):
             async with data_connection(daemon) as line:
                 await line.send_bytes(first)
@@ -162,7 +162,7 @@ async def test_it_ends_with_its_session(tmp_path: Path) -> None:
 async def test_connections_that_prove_nothing_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_socket, "_MAX_UNPROVED", 2)
+    monkeypatch.setattr(connections, "_MAX_UNPROVED", 2)
     async with running(tmp_path, "--server.max_connections_per_session=1") as daemon:
         session = await daemon.open()
         async with (
@@ -186,7 +186,7 @@ async def test_connections_that_prove_nothing_make_room(
 async def test_one_that_proves_nothing_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_socket, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
     async with (
         running(tmp_path) as daemon,
         data_connection(daemon) as silent,
@@ -206,13 +206,13 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
 ) -> None:
     """The task of the connection wakes for requests that may wait, and for no others."""
     served: list[str | None] = []
-    serve = data_socket.DataConnection._serve
+    serve = connections.Connection._serve
 
-    async def noted(self: data_socket.DataConnection) -> None:
+    async def noted(self: connections.Connection) -> None:
         served.append(self._next.WhichOneof("kind") if self._next else None)
         await serve(self)
 
-    monkeypatch.setattr(data_socket.DataConnection, "_serve", noted)
+    monkeypatch.setattr(connections.Connection, "_serve", noted)
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
@@ -253,9 +253,9 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
                 session=session.ref, keys=[key(2)], wait_ms=60_000, mode=pb.CLAIM_MODE_RUN
             )
             asked = (
-                pb.DataRequest(lookup=brief),
-                pb.DataRequest(claim=claim),
-                pb.DataRequest(lookup=brief),
+                pb.FramedRequest(lookup=brief),
+                pb.FramedRequest(claim=claim),
+                pb.FramedRequest(lookup=brief),
             )
             await line.send_bytes(b"".join(map(frames.frame, asked)))
             assert (await line.response()).lookup.presences[1] == pb.PRESENCE_IN_FLIGHT
@@ -270,7 +270,7 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
 async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(data_socket, "AT_ONCE", 2)
+    monkeypatch.setattr(connections, "AT_ONCE", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         happened: list[str] = []
@@ -289,7 +289,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
                 await asyncio.sleep(0)
 
         async with data_connection(daemon, session) as line:
-            asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+            asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)])))
             ticking = asyncio.ensure_future(others())
             await line.send_bytes(asked * 100)
             for _ in range(100):
@@ -316,8 +316,8 @@ async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> N
             return response
 
         daemon.front.data.at_once["lookup"] = noted
-        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
-        assert len(asked) < frames.DATA_SMALL_REQUEST_BYTES
+        asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        assert len(asked) < frames.SMALL_REQUEST_BYTES
         async with (
             data_connection(daemon, session) as other,
             data_connection(daemon, session, receive_bytes=2**16) as flood,
@@ -330,7 +330,7 @@ async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> N
             )
             await daemon.until(lambda: not flooded._frames.may_tell)
             held = answered
-            assert flooded._frames.ahead_bytes <= frames.HEAD.size + frames.DATA_SMALL_REQUEST_BYTES
+            assert flooded._frames.ahead_bytes <= frames.HEAD.size + frames.SMALL_REQUEST_BYTES
             for _ in range(10):
                 assert (await other.ask(lookup=pb.LookupRequest(keys=[key(1)]))).HasField("lookup")
             assert answered <= held + 2
@@ -343,7 +343,7 @@ async def test_who_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
         async with data_connection(daemon, session, receive_bytes=2**16) as flood:
             with pytest.raises(ConnectionError):
                 await flood.send_bytes(asked * 2000)
@@ -356,8 +356,8 @@ async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
-        large = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
-        small = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
+        large = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
+        small = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)], brief=True)))
         async with data_connection(daemon, session, receive_bytes=2**16) as line:
             sending = asyncio.ensure_future(line.send_bytes(large * 500 + small))
             await daemon.until(lambda: daemon.front.data.attached)
@@ -445,7 +445,7 @@ async def test_who_stands_still_in_a_request_is_cut_off(tmp_path: Path, sent_byt
     """A client that has not begun a request may take as long as it likes."""
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
-        asked = frames.frame(pb.DataRequest(lookup=pb.LookupRequest(keys=[key(1)])))
+        asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         async with (
             data_connection(daemon, session) as patient,
             data_connection(daemon, session) as line,

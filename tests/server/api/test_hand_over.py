@@ -28,6 +28,7 @@ from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.arena import SEALS, Arena
 from tests.support.event_loop import in_loop
 from tests.support.fakes_local import open_descriptors
+from tests.support.framing import Frames
 from tests.support.running import (
     STAGING_BYTES,
     OpenSession,
@@ -59,7 +60,8 @@ async def handed_over(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(60)
             connection.connect(daemon.config.local_socket)
-            connection.sendall(frames.frame(pb.LocalRequest(hand_over=request)))
+            connection.sendall(frames.frame(pb.FramedRequest(attach=request.session)))
+            connection.sendall(frames.frame(pb.FramedRequest(hand_over=request)))
             data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
             return data, fds
 
@@ -67,7 +69,7 @@ async def handed_over(
     try:
         if not data:
             raise EOFError
-        parser = frames.Frames(pb.LocalResponse.FromString)
+        parser = Frames(pb.FramedResponse.FromString)
         parser.feed(data)
         answer = parser.next()
         assert answer is not None
@@ -244,12 +246,10 @@ from prefixd.proto import frames, prefixd_pb2 as pb
 path, ref = sys.argv[1], pb.SessionRef.FromString(bytes.fromhex(sys.argv[2]))
 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
     connection.connect(path)
-    connection.sendall(frames.frame(pb.LocalRequest(attach=ref)))
-    connection.sendall(frames.frame(pb.LocalRequest(hand_over=pb.HandOverRequest(session=ref))))
+    connection.sendall(frames.frame(pb.FramedRequest(attach=ref)))
+    connection.sendall(frames.frame(pb.FramedRequest(hand_over=pb.HandOverRequest(session=ref))))
     data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
-    parser = frames.Frames(pb.LocalResponse.FromString)
-    parser.feed(data)
-    print(parser.next().failure.error, len(fds))
+    print(frames.response_of(data[frames.HEAD.size :]).failure.error, len(fds))
 """
 
 

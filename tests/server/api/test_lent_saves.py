@@ -204,8 +204,7 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
     monkeypatch.setattr(LentMemory, "prove", prove)
     async with running(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
-        first, second = [await daemon.connect_locally() for _ in range(2)]
-        third = await daemon.connect_locally()
+        first, second, third = [await daemon.connect_locally(session) for _ in range(3)]
         with lent(session, [payload(0)]) as one, lent(session, [payload(0)]) as two:
             held += [one.token_address, two.token_address]
             two.header.keys[0] = key(20)
@@ -232,12 +231,11 @@ async def test_a_thread_that_its_client_keeps_is_that_clients_loss(
             assert len(daemon.tables.reservations) == 2 * copying
             assert daemon.front.local.lent.threads_taken == 2
             go_on.set()
-            await daemon.until(lambda: not daemon.tables.reservations)
+            await daemon.until(lambda: not daemon.front.local.lent.threads_taken)
         # A client that only hung up has lent the memory until then: the copied bytes are right.
-        saved = copying and ends == "connection"
+        saved = ends == "connection"
         found = pb.PRESENCE_PRESENT if saved else pb.PRESENCE_ABSENT
         assert await daemon.presence(key(0), key(20)) == [found] * 2
-        await daemon.until(lambda: not daemon.front.local.lent.threads_taken)
         await daemon.assert_idle()
 
 

@@ -16,7 +16,6 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import calls
-from prefixd.server.api import local_socket as module
 from tests.support.bare import bare, claim_of, frame, make_staging, served
 from tests.support.event_loop import in_loop
 from tests.support.running import (
@@ -153,8 +152,9 @@ async def test_a_failure_of_the_daemon_is_one_of_the_contract(
         connection = await daemon.connect_locally()
         with monkeypatch.context() as patch:
             patch.setattr(daemon.core, "ask", broken)
+            waiting = pb.LookupRequest(keys=[key(1)], wait_ms=1)
             with pytest.raises(Refused, match=r"internal retry=0: .*lookup: RuntimeError"):
-                await connection.ask(lookup=LOOKUP)
+                await connection.ask(lookup=waiting)
         await connection.ask(lookup=LOOKUP)
 
 
@@ -171,7 +171,8 @@ async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
         with bare(daemon) as connection:
             request = pb.ReleaseRequest(session=session.ref, claim_ids=[1])
             await connection.send(frame(give_back=request))
-            assert await connection.rest() == []
+            (told,) = await connection.rest()
+            assert told.failure.error == "internal"
 
 
 @in_loop
@@ -280,6 +281,7 @@ async def test_only_its_own_user_and_root_are_served(
     async with running(tmp_path) as daemon:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         assert Path(daemon.config.local_socket).stat().st_mode & 0o777 == 0o600
+        await daemon.open()
         with bare(daemon) as connection:
             await connection.send(frame(lookup=LOOKUP))
             response = await connection.response()
@@ -299,7 +301,6 @@ async def test_only_its_own_user_and_root_are_served(
 @pytest.mark.parametrize("keys", [1, MAX_BATCH_KEYS], ids=["small", "large"])
 @in_loop
 async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: int) -> None:
-    """Beyond a limit, of requests or of bytes, the daemon reads no more until it has answered."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         (token,) = await session.granted([item(key(1), DATA)])
@@ -307,59 +308,58 @@ async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: i
             min(number % 17 + keys, MAX_BATCH_KEYS) for number in range(200 if keys == 1 else 60)
         ]
         requests = [frame(lookup=pb.LookupRequest(keys=map(key, range(size)))) for size in sizes]
-        server = daemon.local_server
         with bare(daemon) as connection:
             waiting = pb.LookupRequest(keys=[key(1)], wait_ms=60_000)
             await connection.send(frame(lookup=waiting))
             await daemon.until(lambda: daemon.tables.waiting)
-            theirs = served(daemon)
             sending = asyncio.ensure_future(connection.send(b"".join(requests)))
-            await daemon.until(lambda: not theirs._transport.is_reading())
             await let_others_run()
-            assert len(theirs._requests) <= module._MAX_AHEAD
-            ahead_bytes = server.buffered_bytes
-            assert ahead_bytes <= module._MAX_AHEAD_BYTES + module._RECEIVE_BYTES + 2 * len(
-                max(requests, key=len)
-            )
+            assert not daemon.local_server.large.used_bytes, "they wait in the kernel"
             await answer(daemon.cache.Cancel(pb.CancelRequest(session=session.ref, tokens=[token])))
             answers = [await connection.response() for _ in [waiting, *requests]]
             assert [len(each.lookup.results) for each in answers] == [1, *sizes]
             await sending
-            await daemon.until(lambda: not server.buffered_bytes)
-            assert theirs._transport.is_reading()
+            await daemon.until(lambda: not daemon.local_server.large.used_bytes)
 
 
 @in_loop
-async def test_who_has_answers_to_read_gets_no_hand_over(tmp_path: Path) -> None:
+async def test_a_large_request_waits_for_room(tmp_path: Path) -> None:
+    async with running(tmp_path) as daemon:
+        await daemon.open()
+        large = daemon.local_server.large
+        connection = await daemon.connect_locally()
+        async with large.room(large.limit_bytes):
+            await connection.send(lookup=pb.LookupRequest(keys=map(key, range(1000))))
+            await daemon.until(lambda: large._waiting)
+        assert len((await connection.response()).lookup.results) == 1000
+        await daemon.until(lambda: not large.used_bytes)
+
+
+@in_loop
+async def test_a_hand_over_waits_for_the_answers_before_it(tmp_path: Path) -> None:
     """Descriptors are sent with bytes of their own, which would overtake the waiting answers."""
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
         with bare(daemon) as connection:
             counters = daemon.tables.counters
-
-            async def ask() -> None:
+            theirs = None
+            while theirs is None or theirs._frames.may_tell:
                 before = counters.lookups
                 await connection.send(request)
-                await daemon.until(lambda: counters.lookups > before)
-
-            await ask()
-            theirs = served(daemon)
-            while not theirs._transport.get_write_buffer_size():
-                await ask()
+                await daemon.until(lambda before=before: counters.lookups > before)
+                theirs = served(daemon)
             asked = pb.HandOverRequest(session=session.ref)
             await connection.send(frame(hand_over=asked))
-            await daemon.until(theirs._transport.is_closing)
-            *answers, last = await connection.rest()
+            answers = [await connection.response() for _ in range(counters.lookups)]
             assert [each.WhichOneof("kind") for each in answers] == ["lookup"] * counters.lookups
-            assert last.failure.error == "limit_reached"
-            assert last.failure.retry
-        assert not len(daemon.front.stagings)
+            assert (await connection.response()).hand_over.descriptors
 
 
 @in_loop
 async def test_a_client_that_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
     async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
+        await daemon.open()
         request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
         with capture_logs() as logs, bare(daemon) as connection:
 
@@ -370,6 +370,6 @@ async def test_a_client_that_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
             with pytest.raises((BrokenPipeError, ConnectionResetError)):
                 await ask_on()
         await daemon.until(lambda: not daemon.local_server.connections)
-        assert ["read no answer" in entry.get("why", "") for entry in logs].count(True) == 1
-        assert daemon.local_server.buffered_bytes == 0
+        assert ["the client" in entry.get("why", "") for entry in logs].count(True) == 1
+        assert not daemon.local_server.large.used_bytes
         await daemon.assert_idle()

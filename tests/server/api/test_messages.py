@@ -26,7 +26,7 @@ from prefixd.server.api.service import _CLAIM_MODES
 from prefixd.server.core.effects import ClaimAnswer, FlightInfo, LookupAnswer, SaveEnded, WriteOrder
 from prefixd.server.core.entries import Entry
 from prefixd.server.core.events import SaveItem
-from tests.support.bare import bare, frame
+from tests.support.bare import bare
 from tests.support.columns import Item, StagedPart, columns, staged
 from tests.support.data_client import data_connection
 from tests.support.event_loop import in_loop
@@ -332,9 +332,9 @@ FLOODS = [
     (pb.WriteRequest, ["parts"]),
     (pb.ReserveRequest, ["header", "keys"]),
     (pb.SaveRequest, ["header", "token_ids"]),
-    (pb.LocalRequest, ["lookup", "keys"]),
-    (pb.LocalRequest, ["save_staged", "header", "ancestors"]),
-    (pb.DataRequest, ["read", "ranges"]),
+    (pb.FramedRequest, ["lookup", "keys"]),
+    (pb.FramedRequest, ["save_staged", "header", "ancestors"]),
+    (pb.FramedRequest, ["read", "ranges"]),
 ]
 
 
@@ -410,13 +410,12 @@ async def test_every_transport_refuses_too_many_fields(tmp_path: Path) -> None:
         save = daemon.channel.stream_unary("/prefixd.v1.Cache/Save")
         with pytest.raises(Refused, match=f"malformed_message .*{why}"):
             await answer(save(stream([request])))
-        request = nested(pb.LocalRequest.DESCRIPTOR, "lookup", "keys", empties=200_000)
+        request = nested(pb.FramedRequest.DESCRIPTOR, "lookup", "keys", empties=200_000)
         with bare(daemon) as connection:
-            await connection.send(frame(attach=session.ref))
             await connection.send(struct.pack("<I", len(request)) + request)
             (told,) = await connection.rest()
             assert why in told.failure.message
-        request = nested(pb.DataRequest.DESCRIPTOR, "read", "ranges", empties=200_000)
+        request = nested(pb.FramedRequest.DESCRIPTOR, "read", "ranges", empties=200_000)
         async with data_connection(daemon, session) as far:
             await far.send_bytes(frames.HEAD.pack(len(request)) + request)
             with pytest.raises(Refused, match=why):

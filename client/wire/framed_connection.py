@@ -1,48 +1,37 @@
-"""The data socket of a daemon on another host (proto.frames): small calls, and payloads that are
-sent from, and received into, the caller's memory without a copy in between.
+"""A connection that speaks the framed protocol (proto.frames), over TCP or a Unix socket: small
+calls, and payloads that are sent from, and received into, the caller's memory without a copy in
+between.
 
-When a call breaks off, its connection is closed, and the daemon gives back what it granted. The
-sockets block, and the kernel watches the deadline, so a payload of any size takes few system calls.
+The sockets block, and the kernel watches the deadline, so a payload of any size takes few system
+calls.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import socket
-import ssl
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
-    ClaimLost,
-    ConfigError,
     DaemonUnavailable,
     DeadlineExceeded,
     MalformedMessage,
     PrefixdError,
-    StaleIncarnation,
-    UnknownSession,
     from_name,
 )
 from ...proto.payload import FlatBytes, crc32c, views_of
-from ..counters import Counters
-from .connection import Calls
-from .deadline import woken
-from .pool import CONNECT_S, ConnectionPool, NoConnection
+from .greenlets import sockets_switch
+from .reach import connect
 from .security import Security
 from .sinks import Rooms, Sink
 from .trace_context import TRACEPARENT
 
-logger = logging.getLogger("prefixd.client")
-T = TypeVar("T")
-
-#: After a failed attempt to connect, the next one waits this long.
-_AGAIN_AFTER_S: Final = 5.0
 #: Size of the buffer that messages, and perhaps the bytes behind them, are received into.
 _AHEAD_BYTES: Final = 16 * 2**10
 #: Received or sent between two checks of the deadline, and checksummed while in the CPU cache.
@@ -58,22 +47,12 @@ _SLACK_S: Final = 0.01
 _RECORD_BYTES: Final = 16 * 2**10
 
 
-class Place(NamedTuple):
-    """The address of a data socket, and what a connection identifies itself with."""
-
-    host: str
-    port: int
-    session: pb.SessionRef
-    #: Its files are read again for each connection, because they may have been replaced.
-    security: Security = Security()
-
-    def greeting(self) -> pb.DataRequest:
-        """The first request, which has no response. Contains secrets. Raises ConfigError."""
-        return pb.DataRequest(attach=self.session, token=self.security.token())
+class NoConnection(OSError):
+    """No connection could be made, and no request was sent."""
 
 
 class Wire:
-    """A plain TCP socket that blocks until a deadline, which the kernel watches."""
+    """A socket that blocks until a deadline, which the kernel watches."""
 
     def __init__(self, sock: socket.socket) -> None:
         """Takes over `sock`, which is connected."""
@@ -94,6 +73,15 @@ class Wire:
         self._set_timeout(socket.SO_RCVTIMEO, until_s)
         return self._socket.recv_into(room, len(room), socket.MSG_WAITALL if whole else 0)
 
+    def receive_with(self, most_bytes: int, until_s: float) -> tuple[bytes, list[int]]:
+        """Receive some bytes, and the descriptors that come with the first of them, which the
+        caller then owns. Raises as `send` does."""
+        self._set_timeout(socket.SO_RCVTIMEO, until_s)
+        data, fds, _, _ = socket.recv_fds(self._socket, most_bytes, frames.MAX_DESCRIPTORS)
+        for fd in fds:
+            os.set_inheritable(fd, False)  # Python 3.11 does not pass on MSG_CMSG_CLOEXEC
+        return data, fds
+
     def _set_timeout(self, direction: int, until_s: float) -> None:
         left_s = _left_s(until_s)
         if left_s <= self._timeouts_s[direction] <= left_s + _SLACK_S:
@@ -112,10 +100,11 @@ class Wire:
         self._socket.close()
 
 
-class SecuredWire(Wire):
-    """A TLS socket. It sends and receives one record of at most 16 KiB at a time."""
+class TimedWire(Wire):
+    """A socket whose deadline Python watches: one under TLS, or one that gevent has replaced. It
+    sends and receives one TLS record of at most 16 KiB at a time."""
 
-    def __init__(self, sock: ssl.SSLSocket) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         """Takes over `sock`, whose handshake is done."""
         self._socket = sock
 
@@ -132,6 +121,9 @@ class SecuredWire(Wire):
             record += buffer[: _RECORD_BYTES - len(record)]
         return self._socket.send(record)
 
+    def _set_timeout(self, direction: int, until_s: float) -> None:  # noqa: ARG002  # it has one
+        self._socket.settimeout(_left_s(until_s))
+
     def receive(self, room: memoryview, until_s: float, *, whole: bool) -> int:
         received_bytes = 0
         while True:
@@ -142,36 +134,105 @@ class SecuredWire(Wire):
                 return received_bytes
 
 
-def _connected(place: Place, within_s: float) -> Wire:
-    """Connect, under TLS if `place` asks for it. Raises OSError, ConfigError."""
-    context = place.security.context()
-    until_s = time.monotonic() + within_s
-    sock = socket.create_connection((place.host, place.port), within_s)
-    try:
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        # So that no firewall drops an idle connection unnoticed.
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
-        if context is None:
-            return Wire(sock)
-        sock.settimeout(_left_s(until_s))  # for the whole handshake
-        return SecuredWire(context.wrap_socket(sock, server_hostname=place.host))
-    except BaseException:
-        sock.close()
-        raise
+class Place(Protocol):
+    """Where a daemon speaks the framed protocol."""
+
+    @property
+    def again_after_s(self) -> float:
+        """After a failed attempt to connect, the next one waits this long."""
+
+    @property
+    def secured(self) -> bool:
+        """Whether connections are under TLS."""
+
+    def connect(self, within_s: float) -> Wire:
+        """Raises OSError when no daemon listens there, or it can't be trusted; ConfigError when a
+        file that the client was told to use is wrong."""
+
+    def greeting(self) -> pb.FramedRequest:
+        """The first request, which has no response. Contains secrets. Raises ConfigError."""
 
 
-class DataConnection:
+class TcpPlace(NamedTuple):
+    """The address of a data socket, and what a connection identifies itself with."""
+
+    host: str
+    port: int
+    session: pb.SessionRef
+    #: Its files are read again for each connection, because they may have been replaced.
+    security: Security = Security()
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    @property
+    def again_after_s(self) -> float:
+        return 5.0
+
+    @property
+    def secured(self) -> bool:
+        return bool(self.security.ca)
+
+    def connect(self, within_s: float) -> Wire:
+        context = self.security.context()
+        until_s = time.monotonic() + within_s
+        sock = socket.create_connection((self.host, self.port), within_s)
+        try:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # So that no firewall drops an idle connection unnoticed.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEPALIVE_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _KEEPALIVE_S)
+            if context is None:
+                return _wire(sock)
+            sock.settimeout(_left_s(until_s))  # for the whole handshake
+            return TimedWire(context.wrap_socket(sock, server_hostname=self.host))
+        except BaseException:
+            sock.close()
+            raise
+
+    def greeting(self) -> pb.FramedRequest:
+        return pb.FramedRequest(attach=self.session, token=self.security.token())
+
+
+class UnixPlace(NamedTuple):
+    """The path of a local socket. A daemon that may not be relied on gets no connection: what it
+    hands over is read as it is."""
+
+    path: str
+    session: pb.SessionRef
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def again_after_s(self) -> float:
+        return 0.0  # an attempt takes no time
+
+    @property
+    def secured(self) -> bool:
+        return False
+
+    def connect(self, within_s: float) -> Wire:
+        return _wire(connect(self.path, within_s))
+
+    def greeting(self) -> pb.FramedRequest:
+        return pb.FramedRequest(attach=self.session)
+
+
+def _wire(sock: socket.socket) -> Wire:
+    return TimedWire(sock) if sockets_switch() else Wire(sock)
+
+
+class FramedConnection:
     """One connection. Not thread-safe. Calls raise PrefixdError, also for a failure that the daemon
     reports."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        """Raises OSError when no daemon listens there, or it can't be trusted; ConfigError when a
-        file named in `place.security` is wrong."""
+        """Raises what `Place.connect` raises."""
         #: Sent together with the first request.
         self._greeting = frames.frame(place.greeting())
-        self._wire = _connected(place, timeout_s)
+        self._wire = place.connect(timeout_s)
         self._until_s = 0.0
         #: Received bytes that were not read yet: `_ahead[_start:_end]`.
         self._ahead = memoryview(bytearray(_AHEAD_BYTES))
@@ -179,22 +240,29 @@ class DataConnection:
         #: Under TLS, and nothing was received yet. The daemon checks this side's certificate only
         #: after this side has finished its handshake. A connection that ends before the daemon has
         #: sent anything was refused, and no request was read.
-        self._unheard = bool(place.security.ca)
+        self._unheard = place.secured
         #: Whether no payload is expected from this side.
         self.in_step = True
         #: Whether any data came for the last request.
         self.moved = False
 
-    def begin(self, request: pb.DataRequest, timeout_s: float) -> None:
-        """Send a request. The call has this much time, up to its last response."""
+    def begin(self, request: pb.FramedRequest, timeout_s: float) -> None:
+        """Send a request, or the next one of a call that has several. The call has this much time,
+        up to its last response."""
         if parent := TRACEPARENT.get():
             request.traceparent = parent
         self._until_s = time.monotonic() + timeout_s
-        self.moved, self.in_step = False, True
+        self.moved = False
+        self.in_step = not request.HasField("save_staged") or request.save_staged.last
         greeting, self._greeting = self._greeting, b""
-        self._send([memoryview(greeting + frames.frame(request))])
+        data = greeting + frames.frame(request)
+        try:
+            self._send([memoryview(data)])
+        except DaemonUnavailable:
+            while True:  # until one raises what the daemon said before it hung up
+                self.response()
 
-    def response(self) -> pb.DataResponse:
+    def response(self) -> pb.FramedResponse:
         """The next response."""
         self._read_ahead(frames.HEAD.size)
         (size_bytes,) = frames.HEAD.unpack_from(self._ahead, self._start)
@@ -212,6 +280,37 @@ class DataConnection:
             failure = response.failure
             raise from_name(failure.error, failure.message, retryable=failure.retry)
         return response
+
+    def hand_over(
+        self, session: pb.SessionRef, timeout_s: float, names: Sequence[str] = ()
+    ) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+        """Ask a daemon on this host for its descriptors; `names`: of some, or empty for all.
+
+        Returns the descriptors by name, each with its size in bytes, which the caller then owns;
+        and what was refused, with the reasons. Raises PrefixdError.
+        """
+        request = pb.HandOverRequest(session=session, wanted=names)
+        self.begin(pb.FramedRequest(hand_over=request), timeout_s)
+        fds: list[int] = []
+        try:
+            try:
+                data, fds = self._wire.receive_with(_AHEAD_BYTES, self._until_s)
+            except OSError as problem:
+                raise self._error_of(problem) from None
+            self._start, self._end = 0, len(data)
+            self._ahead[: len(data)] = data
+            response = self.response().hand_over
+            # The kernel drops descriptors beyond the limit of this process.
+            if len(response.descriptors) != len(fds):
+                raise MalformedMessage(
+                    f"{len(fds)} descriptors came instead of {len(response.descriptors)}"
+                )
+        except BaseException:
+            for fd in fds:
+                os.close(fd)
+            raise
+        handed = zip(response.descriptors, fds, strict=True)
+        return {each.name: (fd, each.size_bytes) for each, fd in handed}, dict(response.refused)
 
     def parts(self, count: int, sink: Sink) -> None:
         """Hand `sink` everything that the daemon sends for `count` requested ranges."""
@@ -314,126 +413,13 @@ class DataConnection:
             return DeadlineExceeded("the daemon did not answer in time")
         if self._unheard:
             return NoConnection(f"no handshake: {problem}")
-        return DaemonUnavailable(f"the data connection broke: {problem}")
+        return DaemonUnavailable(f"the connection broke: {problem}")
 
     def shut_down(self) -> None:
         self._wire.shut_down()
 
     def close(self) -> None:
         self._wire.close()
-
-
-class DataCalls(ConnectionPool[DataConnection]):
-    """Small calls and transfers of payloads over the data socket. Thread-safe.
-
-    The transfers raise PrefixdError; NoConnection when nothing was sent, so that the call can go
-    over gRPC.
-    """
-
-    def __init__(self, place: Place, fallback: Calls, counters: Counters) -> None:
-        """`counters`: count the calls that go over `fallback`."""
-        super().__init__(fallback)
-        self._place = place
-        self._counters = counters
-        #: No attempt to connect before this moment, on the monotonic clock.
-        self._not_before_s = 0.0
-
-    def _connect(self, timeout_s: float) -> DataConnection:
-        if time.monotonic() < self._not_before_s:
-            self._counters.add("data_fallbacks")
-            raise NoConnection("the daemon took no connection a moment ago")
-        try:
-            # Half of the time is left for gRPC.
-            return DataConnection(self._place, min(timeout_s / 2, CONNECT_S))
-        except (OSError, ConfigError) as problem:
-            self._refused(str(problem))
-            raise NoConnection(str(problem)) from None
-
-    def _refused(self, why: str) -> None:
-        self._counters.add("data_fallbacks")
-        if time.monotonic() >= self._not_before_s:
-            host, port = self._place.host, self._place.port
-            logger.warning("no data connection with %s:%d: %s; over gRPC instead", host, port, why)
-        self._not_before_s = time.monotonic() + _AGAIN_AFTER_S
-
-    def _send(self, connection: DataConnection, kind: str, request: Any, timeout_s: float) -> None:
-        connection.begin(pb.DataRequest(**{kind: request}), timeout_s)
-
-    def _receive(self, connection: DataConnection, timeout_s: float) -> pb.DataResponse:  # noqa: ARG002  # `begin` has it
-        return connection.response()
-
-    def _transfer(
-        self, request: pb.DataRequest, timeout_s: float, receive: Callable[[DataConnection], T]
-    ) -> T:
-        with self.connection(timeout_s) as connection, woken(connection.shut_down):
-            connection.begin(request, timeout_s)
-            return receive(connection)
-
-    # ---- payloads
-
-    def read(self, request: pb.ReadRequest, count: int, sink: Sink, timeout_s: float) -> None:
-        """Read `count` ranges under a claim."""
-        self._transfer(
-            pb.DataRequest(read=request),
-            timeout_s,
-            lambda connection: connection.parts(count, sink),
-        )
-
-    def fetch(self, request: pb.FetchRequest, count: int, sink: Sink, timeout_s: float) -> None:
-        """Read `count` ranges of entries that are not claimed. Raises UnknownEntry, UnknownSession
-        and StaleIncarnation only before `sink` got anything."""
-        self._transfer(
-            pb.DataRequest(fetch=request),
-            timeout_s,
-            lambda connection: _receive_fetched(connection, count, sink),
-        )
-
-    def fetch_found(
-        self, request: pb.FetchRequest, begin: Callable[[pb.ClaimResponse], Sink], timeout_s: float
-    ) -> None:
-        """Look up, claim and read in one call. `begin` gets what was claimed and returns the sink
-        for it. Raises UnknownSession and StaleIncarnation only before `begin` was called."""
-
-        def receive(connection: DataConnection) -> None:
-            response = connection.response()
-            if not response.HasField("claim"):
-                raise PrefixdError("the daemon sent a response that was not requested")
-            connection.moved = True
-            claimed = response.claim
-            count = sum(result.claimed for result in claimed.results)
-            _receive_fetched(connection, count, begin(claimed))
-
-        self._transfer(pb.DataRequest(fetch=request), timeout_s, receive)
-
-    def save(
-        self, request: pb.RawSaveRequest, payloads: Sequence[FlatBytes], timeout_s: float
-    ) -> list[pb.SaveResult]:
-        """Save payloads, or write those of reservations; `request` says which."""
-
-        def send(connection: DataConnection) -> list[pb.SaveResult]:
-            response = connection.response()
-            if response.HasField("save_ready"):
-                items = response.save_ready.items
-                if any(item >= len(payloads) for item in items):
-                    raise PrefixdError("the daemon asked for a payload that does not exist")
-                try:
-                    connection.payloads([payloads[item] for item in items])
-                except DaemonUnavailable:
-                    connection.response()  # raises what the daemon said before it hung up
-                    raise
-                response = connection.response()
-            return list(response.save.results)
-
-        return self._transfer(pb.DataRequest(save=request), timeout_s, send)
-
-
-def _receive_fetched(connection: DataConnection, count: int, sink: Sink) -> None:
-    try:
-        connection.parts(count, sink)
-    except (UnknownSession, StaleIncarnation) as problem:
-        if connection.moved:
-            raise ClaimLost(str(problem)) from None
-        raise
 
 
 def _left_s(until_s: float) -> float:

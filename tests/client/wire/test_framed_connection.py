@@ -21,8 +21,9 @@ from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
 from prefixd.client.wire import grpc_transport, messages
-from prefixd.client.wire.data_socket import DataCalls, DataConnection, NoConnection, Place
 from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.framed_calls import FramedCalls
+from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, TcpPlace
 from prefixd.client.wire.security import Security
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -41,19 +42,19 @@ from tests.support.fakes import PATIENCE_S
 
 PAYLOAD: Final = os.urandom(3 * 2**20 + 5)
 REF: Final = pb.SessionRef(session_id=1, secret=bytes(16))
-END: Final = pb.DataResponse(read_end=pb.ReadEnd())
+END: Final = pb.FramedResponse(read_end=pb.ReadEnd())
 SOON_S: Final = 0.2
 
 Script = Callable[[socket.socket], None]
 
 
-def answer(message: pb.DataResponse, raw: bytes = b"") -> bytes:
+def answer(message: pb.FramedResponse, raw: bytes = b"") -> bytes:
     return frames.frame(message) + raw
 
 
 def part(number: int, offset: int, raw: bytes, **fields: int) -> bytes:
     told = pb.RawPart(range=number, offset_bytes=offset, length_bytes=len(raw), **fields)  # type: ignore[arg-type]
-    return answer(pb.DataResponse(part=told), raw)
+    return answer(pb.FramedResponse(part=told), raw)
 
 
 @contextmanager
@@ -88,14 +89,14 @@ def entry_of(payload: bytes) -> Entry:
     return Entry(Key(bytes(32)), Tier.RAM, len(payload), 1, crc, 0, 0, 1, SaveReason.COLD)
 
 
-def place(port: int) -> Place:
-    return Place("127.0.0.1", port, REF)
+def place(port: int) -> TcpPlace:
+    return TcpPlace("127.0.0.1", port, REF)
 
 
 def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
-    line = DataConnection(place(port), timeout_s)
+    line = FramedConnection(place(port), timeout_s)
     try:
-        line.begin(pb.DataRequest(read=pb.ReadRequest()), timeout_s)
+        line.begin(pb.FramedRequest(read=pb.ReadRequest()), timeout_s)
         line.parts(len(restore.rooms), restore)
     finally:
         line.close()
@@ -130,8 +131,8 @@ VIOLATIONS: Final = {
     "a range that was not asked for": part(2, 0, b"abc"),
     "a part that is not the next": part(0, 5, b"abc"),
     "a part beyond the end": part(1, 0, b"abcd"),
-    "another answer": answer(pb.DataResponse(claim=pb.ClaimResponse())),
-    "an empty message": answer(pb.DataResponse()),
+    "another answer": answer(pb.FramedResponse(claim=pb.ClaimResponse())),
+    "an empty message": answer(pb.FramedResponse()),
     "a message that is none": frames.HEAD.pack(3) + b"\xff\xff\xff",
     "a message without end": frames.HEAD.pack(2**32 - 1),
 }
@@ -176,21 +177,21 @@ def test_what_the_daemon_refuses_is_raised() -> None:
     failure = pb.Failure(error="claim_lost", message="it is gone")
     restore, _ = room_for(PAYLOAD)
     with (
-        daemon_that_says(answer(pb.DataResponse(failure=failure))) as port,
+        daemon_that_says(answer(pb.FramedResponse(failure=failure))) as port,
         pytest.raises(ClaimLost, match="it is gone"),
     ):
         read(port, restore)
 
 
-def calls_to(port: int) -> DataCalls:
-    return DataCalls(place(port), None, Counters())  # type: ignore[arg-type]  # nothing goes there
+def calls_to(port: int) -> FramedCalls:
+    return FramedCalls(place(port), None, Counters())  # type: ignore[arg-type]  # nothing goes there
 
 
 @pytest.mark.parametrize(
     ("said", "error"),
     [
-        (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[1]))), PrefixdError),
-        (answer(pb.DataResponse(save_ready=pb.SaveReady(items=[0]))), DaemonUnavailable),
+        (answer(pb.FramedResponse(save_ready=pb.SaveReady(items=[1]))), PrefixdError),
+        (answer(pb.FramedResponse(save_ready=pb.SaveReady(items=[0]))), DaemonUnavailable),
         (b"", DaemonUnavailable),
         (frames.HEAD.pack(1) + b"\xff", MalformedMessage),
     ],
@@ -203,7 +204,7 @@ def test_a_save_that_is_answered_wrong_is_an_error_of_ours(
 
 
 def test_a_save_that_nobody_takes_costs_the_deadline() -> None:
-    ready = answer(pb.DataResponse(save_ready=pb.SaveReady(items=[0] * 20)))
+    ready = answer(pb.FramedResponse(save_ready=pb.SaveReady(items=[0] * 20)))
     with daemon_that_says(ready, hang_up=False) as port, pytest.raises(DeadlineExceeded):
         calls_to(port).save(pb.RawSaveRequest(), [memoryview(PAYLOAD)], SOON_S)
 
@@ -239,10 +240,10 @@ def claimed(*payloads: bytes, tier: int = pb.TIER_RAM) -> bytes:
         )
         for payload in payloads
     ]
-    return answer(pb.DataResponse(claim=pb.ClaimResponse(results=results)))
+    return answer(pb.FramedResponse(claim=pb.ClaimResponse(results=results)))
 
 
-FAILURE: Final = answer(pb.DataResponse(failure=pb.Failure(error="unknown_session")))
+FAILURE: Final = answer(pb.FramedResponse(failure=pb.Failure(error="unknown_session")))
 #: Responses to a fetch of two keys, each with room for `b"abc"`; the error that they raise; which
 #: entries may count as restored when every checksum is compared.
 FETCHES: Final[dict[str, tuple[bytes, type[PrefixdError] | None, list[bool]]]] = {
@@ -314,7 +315,7 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
             blocked.setblocking(False)
             blocked.connect_ex(address)
         counters = Counters()
-        calls = DataCalls(place(address[1]), Grpc(), counters)  # type: ignore[arg-type]  # no other call is made
+        calls = FramedCalls(place(address[1]), Grpc(), counters)  # type: ignore[arg-type]  # no other call is made
         calls.Lookup(pb.LookupRequest(), SOON_S)
         calls.Lookup(pb.LookupRequest(), SOON_S)
     assert 0 < asked[0] <= SOON_S / 2
@@ -352,7 +353,7 @@ class Opened:
         self.connection = self.calls = self
         self.security = Security()
         self.address = ""
-        self.data: DataCalls | None = None
+        self.data: FramedCalls | None = None
         self.on_end: list[object] = []
 
 

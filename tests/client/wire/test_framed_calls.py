@@ -1,4 +1,5 @@
-"""Calls over the local socket, against a daemon whose responses the test chooses."""
+"""Calls over the framed protocol, on a Unix socket, against a daemon whose responses the test
+chooses."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.local.local_socket import LocalCalls, LocalConnection
+from prefixd.client.counters import Counters
+from prefixd.client.wire.framed_calls import FramedCalls
+from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -108,13 +111,13 @@ def daemon(path: str) -> Iterator[Daemon]:
 
 
 @pytest.fixture
-def calls(daemon: Daemon, fallback: Fallback) -> Iterator[LocalCalls]:
-    made = LocalCalls(daemon.path, SESSION, fallback)
+def calls(daemon: Daemon, fallback: Fallback) -> Iterator[FramedCalls]:
+    made = FramedCalls(UnixPlace(daemon.path, SESSION), fallback, Counters())
     yield made
     made.close()
 
 
-def lookup(calls: LocalCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> int:
+def lookup(calls: FramedCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> int:
     """Make a look-up. Returns how many results came."""
     request = pb.LookupRequest(keys=[bytes(32)] * keys)
     return len(calls.Lookup(request, timeout=timeout_s).results)
@@ -125,10 +128,10 @@ def lookup(calls: LocalCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> i
 
 @CALLS
 def test_a_call_is_one_request_and_its_answer(
-    daemon: Daemon, calls: LocalCalls, fallback: Fallback, name: str
+    daemon: Daemon, calls: FramedCalls, fallback: Fallback, name: str
 ) -> None:
     kind, request, answer = KINDS[name]
-    asked: list[pb.LocalRequest] = []
+    asked: list[pb.FramedRequest] = []
 
     def serve(peer: Peer) -> None:
         for each in peer.requests():
@@ -138,11 +141,11 @@ def test_a_call_is_one_request_and_its_answer(
 
     daemon.serve = serve
     assert getattr(calls, name)(request, timeout=PATIENCE_S) == answer
-    assert asked == [pb.LocalRequest(**{kind: request})]
+    assert asked == [pb.FramedRequest(**{kind: request})]
     assert fallback.asked == []
 
 
-def test_an_answer_may_come_in_pieces(daemon: Daemon, calls: LocalCalls) -> None:
+def test_an_answer_may_come_in_pieces(daemon: Daemon, calls: FramedCalls) -> None:
     def serve(peer: Peer) -> None:
         for request in peer.requests():
             for byte in looked(len(request.lookup.keys)):
@@ -152,7 +155,7 @@ def test_an_answer_may_come_in_pieces(daemon: Daemon, calls: LocalCalls) -> None
     assert [lookup(calls, keys) for keys in range(1, 20)] == [*range(1, 20)]
 
 
-def test_an_answer_may_be_large(calls: LocalCalls) -> None:
+def test_an_answer_may_be_large(calls: FramedCalls) -> None:
     assert lookup(calls, 100_000) == 100_000
 
 
@@ -174,7 +177,7 @@ def test_without_a_connection_the_call_goes_over_grpc(
                 listening.bind(path)
                 listening.listen(0)
                 waiting.connect(path)
-        calls = LocalCalls(path, SESSION, fallback)
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
         _, request, answer = KINDS[name]
         before = open_descriptors(path)
         assert getattr(calls, name)(request, timeout=2.5) == answer
@@ -191,7 +194,7 @@ def test_a_process_without_descriptors_goes_another_way(path: str, fallback: Fal
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        calls = LocalCalls(path, SESSION, fallback)
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
         with room_for(0):
             lookup(calls)
         assert [name for name, _, _ in fallback.asked] == ["Lookup"]
@@ -203,12 +206,12 @@ def test_a_process_without_descriptors_goes_another_way(path: str, fallback: Fal
 # ---- connections
 
 
-def test_calls_one_after_the_other_share_a_connection(daemon: Daemon, calls: LocalCalls) -> None:
+def test_calls_one_after_the_other_share_a_connection(daemon: Daemon, calls: FramedCalls) -> None:
     assert [lookup(calls, keys) for keys in range(1, 30)] == [*range(1, 30)]
     assert daemon.connections == 1
 
 
-def test_calls_at_once_have_a_connection_each(daemon: Daemon, calls: LocalCalls) -> None:
+def test_calls_at_once_have_a_connection_each(daemon: Daemon, calls: FramedCalls) -> None:
     """And later calls use those connections again."""
     at_once = 4
     together = threading.Barrier(at_once)
@@ -226,7 +229,7 @@ def test_calls_at_once_have_a_connection_each(daemon: Daemon, calls: LocalCalls)
     assert daemon.connections == at_once
 
 
-def test_each_of_many_threads_gets_its_own_answers(daemon: Daemon, calls: LocalCalls) -> None:
+def test_each_of_many_threads_gets_its_own_answers(daemon: Daemon, calls: FramedCalls) -> None:
     def ask_on(thread: int) -> list[int]:
         return [lookup(calls, thread) for _ in range(50)]
 
@@ -235,7 +238,7 @@ def test_each_of_many_threads_gets_its_own_answers(daemon: Daemon, calls: LocalC
     assert daemon.connections <= 8
 
 
-def test_a_late_response_is_dropped(daemon: Daemon, calls: LocalCalls) -> None:
+def test_a_late_response_is_dropped(daemon: Daemon, calls: FramedCalls) -> None:
     """The next call would take it for its own."""
     late = threading.Event()
     said: list[object] = []
@@ -272,7 +275,7 @@ def test_a_late_response_is_dropped(daemon: Daemon, calls: LocalCalls) -> None:
     ids=["hangs up", "in the middle", "in the length", "rubbish", "too long"],
 )
 def test_a_malformed_response_ends_the_connection_and_not_the_next_call(
-    daemon: Daemon, calls: LocalCalls, said: bytes, raised: type[PrefixdError]
+    daemon: Daemon, calls: FramedCalls, said: bytes, raised: type[PrefixdError]
 ) -> None:
     def serve(peer: Peer) -> None:
         peer.receive()
@@ -286,7 +289,7 @@ def test_a_malformed_response_ends_the_connection_and_not_the_next_call(
 
 
 def test_a_connection_that_the_daemon_ended_meanwhile_costs_one_call(
-    daemon: Daemon, calls: LocalCalls, fallback: Fallback
+    daemon: Daemon, calls: FramedCalls, fallback: Fallback
 ) -> None:
     """The daemon may have carried the call out, so it is not repeated."""
 
@@ -304,7 +307,7 @@ def test_a_connection_that_the_daemon_ended_meanwhile_costs_one_call(
     assert fallback.asked == []
 
 
-def test_a_daemon_that_reads_nothing(daemon: Daemon, calls: LocalCalls) -> None:
+def test_a_daemon_that_reads_nothing(daemon: Daemon, calls: FramedCalls) -> None:
     enough = threading.Event()
     daemon.serve = lambda _: assert_set(enough)
     with pytest.raises(DeadlineExceeded):
@@ -316,7 +319,7 @@ def assert_set(event: threading.Event) -> None:
     assert event.wait(PATIENCE_S)
 
 
-def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
+def test_a_call_has_its_time_from_its_request_to_its_last_answer(daemon: Daemon) -> None:
     enough = threading.Event()
 
     def serve(peer: Peer) -> None:
@@ -324,25 +327,40 @@ def test_every_wait_has_its_own_time(daemon: Daemon) -> None:
         assert_set(enough)
 
     daemon.serve = serve
-    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
-        line.send(pb.LocalRequest(lookup=pb.LookupRequest()), PATIENCE_S)
-        assert len(line.receive(PATIENCE_S).lookup.results) == 1
+    with closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line:
+        line.begin(pb.FramedRequest(lookup=pb.LookupRequest()), 0.1)
+        assert len(line.response().lookup.results) == 1
         with pytest.raises(DeadlineExceeded):
-            line.receive(0.01)
+            line.response()
         with pytest.raises(DeadlineExceeded):
-            line.send(pb.LocalRequest(lookup=pb.LookupRequest(keys=[bytes(2**22)])), 0.02)
-        assert line._socket.gettimeout() == 0.02
+            line.begin(pb.FramedRequest(lookup=pb.LookupRequest(keys=[bytes(2**22)])), 0.02)
         enough.set()
 
 
-def test_a_message_above_the_most_is_not_sent(calls: LocalCalls) -> None:
+def test_who_is_hung_up_on_says_why(daemon: Daemon) -> None:
+    """The daemon refuses the first request of several and hangs up, which the next one notices."""
+
+    def serve(peer: Peer) -> None:
+        peer.receive()
+        copied = response(save_staged=pb.SaveStagedResponse(parts_copied=1))
+        peer.socket.sendall(copied + failure("unknown_session"))
+
+    daemon.serve = serve
+    with closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line:
+        line.begin(pb.FramedRequest(save_staged=pb.SaveStagedRequest()), PATIENCE_S)
+        assert daemon.ended.acquire(timeout=PATIENCE_S)
+        with pytest.raises(UnknownSession):
+            line.begin(pb.FramedRequest(save_staged=pb.SaveStagedRequest()), PATIENCE_S)
+
+
+def test_a_message_above_the_most_is_not_sent(calls: FramedCalls) -> None:
     """The daemon would hang up before it has read it, which would look like no daemon."""
     with pytest.raises(InvalidSize, match=f"{MAX_MESSAGE_BYTES} is the most"):
         calls.Lookup(pb.LookupRequest(keys=[bytes(MAX_MESSAGE_BYTES)]), timeout=PATIENCE_S)
     assert lookup(calls) == 1
 
 
-def test_whatever_else_ends_a_call_ends_its_connection(daemon: Daemon, calls: LocalCalls) -> None:
+def test_whatever_else_ends_a_call_ends_its_connection(daemon: Daemon, calls: FramedCalls) -> None:
     with pytest.raises(KeyboardInterrupt), calls.connection(PATIENCE_S):
         raise KeyboardInterrupt
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -355,7 +373,7 @@ def test_whatever_else_ends_a_call_ends_its_connection(daemon: Daemon, calls: Lo
     "kind", [UnknownSession, ClaimLost, LimitReached, InvalidBatch, Draining, PrefixdError]
 )
 def test_a_failure_is_what_the_daemon_raised(
-    daemon: Daemon, calls: LocalCalls, kind: type[PrefixdError]
+    daemon: Daemon, calls: FramedCalls, kind: type[PrefixdError]
 ) -> None:
     def serve(peer: Peer) -> None:
         for _ in peer.requests():
@@ -370,7 +388,7 @@ def test_a_failure_is_what_the_daemon_raised(
 
 @pytest.mark.parametrize("retry", [False, True])
 def test_a_failure_of_a_later_version_says_whether_to_repeat_the_call(
-    daemon: Daemon, calls: LocalCalls, retry: bool
+    daemon: Daemon, calls: FramedCalls, retry: bool
 ) -> None:
     def serve(peer: Peer) -> None:
         for _ in peer.requests():
@@ -387,8 +405,8 @@ def test_a_failure_of_a_later_version_says_whether_to_repeat_the_call(
 # ---- giving back
 
 
-def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> None:
-    asked: list[pb.LocalRequest] = []
+def test_giving_back_waits_for_nothing(daemon: Daemon, calls: FramedCalls) -> None:
+    asked: list[pb.FramedRequest] = []
 
     def serve(peer: Peer) -> None:
         for request in peer.requests():
@@ -412,7 +430,7 @@ def test_giving_back_waits_for_nothing(daemon: Daemon, calls: LocalCalls) -> Non
 # ---- the end
 
 
-def test_closing_hangs_up_on_idle_connections(daemon: Daemon, calls: LocalCalls) -> None:
+def test_closing_hangs_up_on_idle_connections(daemon: Daemon, calls: FramedCalls) -> None:
     lookup(calls)
     calls.close()
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -420,7 +438,7 @@ def test_closing_hangs_up_on_idle_connections(daemon: Daemon, calls: LocalCalls)
 
 
 def test_a_call_under_way_is_answered_although_it_was_closed(
-    daemon: Daemon, calls: LocalCalls, fallback: Fallback
+    daemon: Daemon, calls: FramedCalls, fallback: Fallback
 ) -> None:
     """After it the connection is closed as well, and later calls go over gRPC."""
     asked, answering = threading.Event(), threading.Event()
@@ -448,7 +466,7 @@ def test_a_call_under_way_is_answered_although_it_was_closed(
 def test_connections_leave_no_descriptor(daemon: Daemon, path: str, fallback: Fallback) -> None:
     before = open_descriptors(path)
     for _ in range(20):
-        calls = LocalCalls(path, SESSION, fallback)
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
         lookup(calls)
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)

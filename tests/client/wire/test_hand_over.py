@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.local.local_socket import LocalConnection
+from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DeadlineExceeded, MalformedMessage, PrefixdError
 from tests.support.fakes_local import (
@@ -65,7 +65,7 @@ def hand_over_with(
 
 def test_a_hand_over_names_its_descriptors(daemon: Daemon) -> None:
     daemon.serve = hand_over_with(["ram", "index"], ["/dev/null", "/dev/zero"])
-    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line:
         handed, refused = line.hand_over(SESSION, PATIENCE_S)
     assert refused == {}
     files = {
@@ -79,17 +79,17 @@ def test_a_hand_over_names_its_descriptors(daemon: Daemon) -> None:
 
 
 def test_a_hand_over_says_who_asks(daemon: Daemon) -> None:
-    asked: list[pb.LocalRequest | None] = []
+    asked: list[pb.FramedRequest | None] = []
 
     def serve(peer: Peer) -> None:
         asked.append(peer.receive())
         peer.socket.sendall(response(hand_over=pb.HandOverResponse(refused={"ram": "no"})))
 
     daemon.serve = serve
-    with closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line:
+    with closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line:
         assert line.hand_over(SESSION, PATIENCE_S) == ({}, {"ram": "no"})
     expected = pb.HandOverRequest(session=SESSION)
-    assert asked == [pb.LocalRequest(hand_over=expected)]
+    assert asked == [pb.FramedRequest(hand_over=expected)]
 
 
 def refuse(peer: Peer) -> None:
@@ -117,7 +117,7 @@ def test_a_hand_over_that_fails_leaves_no_descriptor(daemon: Daemon, case: str) 
     before = open_descriptors(daemon.path)
     with (
         pytest.raises(PrefixdError, match=words),
-        closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line,
+        closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line,
     ):
         line.hand_over(SESSION, PATIENCE_S)
     assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -135,7 +135,7 @@ def test_a_hand_over_that_comes_in_pieces_and_too_late(daemon: Daemon) -> None:
     before = open_descriptors(daemon.path)
     with (
         pytest.raises(DeadlineExceeded),
-        closing(LocalConnection(daemon.path, SESSION, PATIENCE_S)) as line,
+        closing(FramedConnection(UnixPlace(daemon.path, SESSION), PATIENCE_S)) as line,
     ):
         line.hand_over(SESSION, 0.01)
     enough.set()
@@ -151,7 +151,7 @@ def test_a_process_without_room_for_descriptors_keeps_none(tmp_path: Path, room:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening, ExitStack() as opened:
         listening.bind(path)
         listening.listen()
-        line = opened.enter_context(closing(LocalConnection(path, SESSION, PATIENCE_S)))
+        line = opened.enter_context(closing(FramedConnection(UnixPlace(path, SESSION), PATIENCE_S)))
         peer, _ = listening.accept()
         fds = [opened.enter_context(Path(file).open()).fileno() for file in FILES]
         message = response(hand_over=named(["a", "b", "c"]))
