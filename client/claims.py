@@ -10,7 +10,7 @@ from ..proto.errors import CallerError
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason
 from .results import Entry, as_entries
-from .wire.link import Holding
+from .wire.holdings import Holding
 
 
 class Pins:

@@ -42,7 +42,7 @@ from .results import SaveOutcome
 from .saves import Reservation, SaveItem, Writer
 from .search import Searcher
 from .thread_pool import CallQueue
-from .wire.data_transport import DataTransport
+from .wire.remote_transport import RemoteTransport
 from .wire.session import DEFAULT_CONNECT_TIMEOUT_MS
 from .wire.trace_context import CallSpans
 from .wire.transport import ReserveItem, SaveTerms, Transport
@@ -154,7 +154,7 @@ class Client(Lookups):
         self._recorder = None if record is None else Recorder(record, label or "")
         counters = counters or Counters()
         if transport is None:
-            transport = remote = DataTransport(
+            transport = remote = RemoteTransport(
                 address, name, label=label, counters=counters, connect_timeout_ms=connect_timeout_ms
             )
             remote.spans = spans

@@ -20,7 +20,7 @@ from .restores import Copier, Restore, RestoreFuture, Verify
 from .results import Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.link import Holding
+from .wire.holdings import Holding
 from .wire.sinks import Sink, renumbered
 from .wire.transport import Range
 

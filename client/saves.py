@@ -29,7 +29,7 @@ from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.link import Holding
+from .wire.holdings import Holding
 from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from .policy import MinBenefit
 from .restores import Restore
 from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, as_entries, restore_result
 from .wire.deadline import Deadline
-from .wire.link import Holding
+from .wire.holdings import Holding
 from .wire.sinks import Sink
 from .wire.transport import Claimed
 

@@ -17,8 +17,7 @@ from ..counters import Counters
 from ..local.local_transport import LocalTransport
 from ..restores import Verify
 from ..saves import SaveItem
-from ..wire.data_transport import DataTransport
-from ..wire.grpc_transport import GrpcTransport
+from ..wire.remote_transport import RemoteTransport
 from .samples import Case, Row, interleave
 from .searches import ENTRIES, HASHING, Walks, lookups_of, rpcs_of
 from .transfers import (
@@ -201,37 +200,26 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
     """A client on the daemon's host, and two as on another host: one with the daemon's data socket,
     one with gRPC only."""
     counters = Counters()
-    in_place = LocalTransport(GrpcTransport(address, "bench", counters=counters))
+    in_place = LocalTransport(RemoteTransport(address, "bench", counters=counters))
     with ExitStack() as stack:
         local = stack.enter_context(_client(in_place, counters, plan.verify))
         counters = Counters()
-        over_grpc = GrpcTransport(address, "bench-grpc", counters=counters)
+        over_grpc = RemoteTransport(address, "bench-grpc", counters=counters, wire="grpc")
         remote = stack.enter_context(_client(over_grpc, counters, plan.verify))
         counters = Counters()
-        with_data = OverData(address, "bench-data", counters=counters)
+        with_data = RemoteTransport(address, "bench-data", counters=counters, wire="data")
         over_data = stack.enter_context(_client(with_data, counters, plan.verify))
         if not all(client.wait_connected() for client in (local, remote, over_data)):
             raise PrefixdError(f"the daemon at {address} takes no session")
-        if "data" in plan.parts and not with_data.has_data:
+        if "data" in plan.parts and not with_data.framed:
             raise PrefixdError("this daemon has no data socket; name the parts to measure")
         for feature, why in in_place.refused().items():
             note(f"not in place, {feature}: {why}")
         yield local, over_data, remote
 
 
-class OverData(DataTransport):
-    """Uses this host's loopback as if it were the network to another host."""
-
-    data_host = "127.0.0.1"
-
-    @property
-    def has_data(self) -> bool:
-        link = self.current
-        return link is not None and link.data is not None
-
-
 def _client(
-    transport: LocalTransport | GrpcTransport, counters: Counters, verify: Verify
+    transport: LocalTransport | RemoteTransport, counters: Counters, verify: Verify
 ) -> Client:
     return Client(
         transport=transport,

@@ -28,9 +28,9 @@ from ...proto.vocabulary import ClaimMode, Presence, Tier
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
-from ..wire.framed_connection import UnixPlace
-from ..wire.grpc_transport import GrpcTransport, Stage
-from ..wire.link import Holding, Link
+from ..wire.holdings import Holding
+from ..wire.link import Link
+from ..wire.remote_transport import RemoteTransport, Stage
 from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
@@ -67,7 +67,7 @@ MAX_PENDING_TOUCHES: Final = 512
 class LocalTransport:
     """`transport.Transport` that uses shared memory where it can. Thread-safe."""
 
-    def __init__(self, remote: GrpcTransport) -> None:
+    def __init__(self, remote: RemoteTransport) -> None:
         """Takes over `remote`."""
         self._remote = remote
         # As the remote transport does it.
@@ -195,7 +195,6 @@ class LocalTransport:
         """Called with the lock."""
         old, self._node, self._link = self._node, None, None
         if old is not None:
-            old.calls.close()
             old.let_go()
             self._take_touches()  # dropped: they are of an earlier session
             self._not_before_s = 0.0
@@ -210,24 +209,18 @@ class LocalTransport:
         if now_s >= until_s or now_s < self._not_before_s:
             return
         try:
-            node = None
-            if path := link.welcome.local_socket:
-                place = UnixPlace(path, link.ref)
-                calls = FramedCalls(place, link.connection, self._remote.counters)
-                node = _hand_over(link, calls, until_s - now_s, self._reads)
+            calls = self._remote.local_calls(link)
+            node = None if calls is None else _hand_over(link, calls, until_s - now_s, self._reads)
         except DeadlineExceeded:
             logger.info("no local fast path yet: the daemon took too long to hand it over")
             self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
             return
         if self._closed:
-            if node is not None:
-                node.calls.close()
             return
         self._node, self._link = node, link
         link.before_heartbeat = self._report_touches
-        if node is not None:
-            link.calls = node.calls
-            link.on_end.append(node.calls.hang_up)
+        if node is not None and link.framed is not node.calls:
+            link.go_over(node.calls)
 
     def refused(self) -> dict[str, str]:
         node = self._current()
@@ -498,9 +491,7 @@ class LocalTransport:
         self._report_touches()
         self._remote.close(within_s)
         self._reads.close()
-        node, self._node, self._link = self._node, None, None
-        if node is not None:
-            node.calls.close()
+        self._node = self._link = None
 
 
 # ---- the hand-over

@@ -94,6 +94,11 @@ class FramedCalls:
         connection.close()
         raise NoConnection("these connections were closed")
 
+    @property
+    def local(self) -> bool:
+        """Whether they go over a local socket, which also hands over descriptors."""
+        return self._place.local
+
     def _connect(self, timeout_s: float) -> FramedConnection:
         """Raises NoConnection."""
         if time.monotonic() < self._not_before_s:
@@ -110,7 +115,9 @@ class FramedCalls:
         """The daemon took no connection, or ended one before it read a request."""
         self._counters.add("data_fallbacks")
         if time.monotonic() >= self._not_before_s:
-            logger.warning("no connection at %s: %s; over gRPC instead", self._place, why)
+            # A daemon may well keep its local socket from this user, and serve it over gRPC.
+            level = logging.INFO if self._place.local else logging.WARNING
+            logger.log(level, "no connection at %s: %s; over gRPC instead", self._place, why)
         self._not_before_s = time.monotonic() + self._place.again_after_s
 
     def _failed(self, connection: FramedConnection, problem: BaseException) -> None:

@@ -138,6 +138,10 @@ class Place(Protocol):
     """Where a daemon speaks the framed protocol."""
 
     @property
+    def local(self) -> bool:
+        """Whether the daemon is on this host, so that it can hand over memory."""
+
+    @property
     def again_after_s(self) -> float:
         """After a failed attempt to connect, the next one waits this long."""
 
@@ -164,6 +168,10 @@ class TcpPlace(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
+
+    @property
+    def local(self) -> bool:
+        return False
 
     @property
     def again_after_s(self) -> float:
@@ -204,6 +212,10 @@ class UnixPlace(NamedTuple):
 
     def __str__(self) -> str:
         return self.path
+
+    @property
+    def local(self) -> bool:
+        return True
 
     @property
     def again_after_s(self) -> float:

@@ -21,11 +21,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final
-from weakref import WeakValueDictionary
 
 import grpc
 
@@ -33,9 +32,9 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, from_grpc
 from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import Counters, Report
-from ..results import Entry
 from .connection import Calls, Connection
 from .framed_calls import FramedCalls
+from .holdings import Holdings
 
 #: Heartbeats sent per interval of the daemon, so that one late heartbeat loses no session.
 BEATS_PER_INTERVAL: Final = 2
@@ -44,60 +43,6 @@ MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
 #: Marks in the outbox: send a heartbeat now, and send the last one.
 _BEAT: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
 _FAREWELL: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
-
-
-class Holding:
-    """A claim or a reservation: valid until it is given back, lost, or its session ends."""
-
-    __slots__ = ("__weakref__", "entries", "in_place", "link", "number", "why_lost")
-
-    def __init__(self, link: Link, number: int, why_lost: str | None) -> None:
-        self.link = link
-        #: The claim id, or the token of the reservation.
-        self.number = number
-        #: Why it was lost, as a sentence; None while it is held.
-        self.why_lost = why_lost
-        #: The entries that a claim pins.
-        self.entries: Sequence[Entry] = ()
-        #: What validates a claim that was made or viewed in place; see `local.node.InPlace`.
-        self.in_place: object | None = None
-
-
-class Holdings:
-    """The claims or reservations of a session that are still referenced. Thread-safe."""
-
-    def __init__(self) -> None:
-        # Re-entrant: the finalizer of a forgotten client may run while this thread holds it.
-        self._lock = threading.RLock()
-        self._held: WeakValueDictionary[int, Holding] = WeakValueDictionary()
-        self._why_ended: str | None = None
-
-    def hold(self, link: Link, number: int) -> Holding:
-        """Record what the daemon granted. It is lost already if the session has ended meanwhile."""
-        with self._lock:
-            holding = Holding(link, number, self._why_ended)
-            self._held[number] = holding
-            return holding
-
-    def lose(self, number: int, why: str) -> bool:
-        """The daemon took it back. False: it is not held here."""
-        with self._lock:
-            holding = self._held.pop(number, None)
-            if holding is None:
-                return False
-            holding.why_lost = why
-            return True
-
-    def __bool__(self) -> bool:
-        """Whether anything is held."""
-        return bool(self._held)
-
-    def end(self, why: str) -> None:
-        """The session has ended: everything in it is lost."""
-        with self._lock:
-            self._why_ended = why
-            for holding in self._held.values():
-                holding.why_lost = holding.why_lost or why
 
 
 class Link:
@@ -113,7 +58,7 @@ class Link:
         """Says hello at once; `open` waits for the welcome. Heartbeats carry the reports of
         `counters`."""
         self.connection = connection
-        #: Makes the small calls: over gRPC, until a local or data socket takes over.
+        #: Makes the small calls: over gRPC, unless `framed` makes them.
         self.calls: Calls = connection
         #: The daemon's description of itself and its limits.
         self.welcome = pb.Welcome()
@@ -128,8 +73,8 @@ class Link:
         #: Called when the session has ended, in any thread, to make calls in progress on other
         #: connections fail.
         self.on_end: list[Callable[[], None]] = []
-        #: The data socket of a daemon on another host, if it has one.
-        self.data: FramedCalls | None = None
+        #: The daemon's local or data socket, if this client uses one.
+        self.framed: FramedCalls | None = None
         #: Why the session ended; empty while it lasts.
         self.why_ended = ""
         #: A call got no answer, and the heartbeat sent then has none yet.
@@ -192,6 +137,11 @@ class Link:
             self.close("the daemon ended the session")
         except grpc.RpcError as problem:
             self.close(str(from_grpc(problem)))
+
+    def go_over(self, framed: FramedCalls) -> None:
+        """Make small calls and move payloads over these connections from now on."""
+        self.framed = self.calls = framed
+        self.on_end.append(framed.hang_up)
 
     def send(self, request: pb.SessionRequest) -> None:
         """Send a message on the session stream, soon. Callable from a finalizer."""

@@ -16,7 +16,7 @@ from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
 from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
-from .link import Holding
+from .holdings import Holding
 from .sinks import Sink as Sink
 
 

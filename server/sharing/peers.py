@@ -25,7 +25,7 @@ from typing import Final
 
 from ...client import ClaimMode, Client, MissReason
 from ...client.counters import Counters
-from ...client.wire.data_transport import DataTransport
+from ...client.wire.remote_transport import RemoteTransport
 from ...client.wire.security import Security
 from ...proto.errors import ClientClosed
 from ...proto.keys import Key
@@ -68,7 +68,7 @@ class DaemonPeer:
     def __init__(self, address: str, security: Security) -> None:
         """Connects in the background. Raises ConfigError for an invalid address."""
         counters = Counters()
-        self._transport = DataTransport(
+        self._transport = RemoteTransport(
             address,
             "a peer",
             counters=counters,

@@ -27,12 +27,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
-from prefixd.client.bench.run import OverData, wait_until_secured
+from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.bench.transfers import Batch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport, Wire
 from prefixd.client.wire.security import Security
 from prefixd.proto.vocabulary import Tier
 
@@ -48,11 +48,12 @@ BESIDE_S = 1.0
 #: Another client, in a process of its own: small calls for a time, and their median and p99.
 OTHER = """
 import sys, time
-from prefixd.client.bench.run import OverData
+from prefixd.client.wire.remote_transport import RemoteTransport, Wire
 from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 counters = Counters()
-with Client(transport=OverData(sys.argv[1], counters=counters), counters=counters) as client:
+over_data = RemoteTransport(sys.argv[1], counters=counters, wire="data")
+with Client(transport=over_data, counters=counters) as client:
     client.wait_connected()
     taken = []
     end = time.perf_counter() + float(sys.argv[2])
@@ -252,10 +253,11 @@ def subjects(
     address: str, stack: ExitStack, suffix: str = "", security: Security | None = None
 ) -> list[Subject]:
     found = []
-    for kind, way in (("grpc", GrpcTransport), ("data", OverData)):
+    kinds: tuple[Wire, ...] = ("grpc", "data")
+    for kind in kinds:
         name = kind + suffix
         counters = Counters()
-        transport = way(address, name, counters=counters, security=security)
+        transport = RemoteTransport(address, name, counters=counters, security=security, wire=kind)
         client = Client(transport=transport, counters=counters, save_timeout_ms=600_000)
         stack.enter_context(client)
         client.wait_connected()

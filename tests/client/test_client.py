@@ -22,7 +22,7 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.counters import Counters
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.session import Backoff
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
 from prefixd.proto.errors import CallerError, ClientClosed, ConfigError, InvalidSize
@@ -110,7 +110,7 @@ def test_threads_share_a_client(daemon: FakeDaemon) -> None:
 def make_client(address: str, **options: Any) -> Client:
     """A client that reconnects almost at once."""
     counters = Counters()
-    transport = GrpcTransport(address, counters=counters, backoff=Backoff(1, 4))
+    transport = RemoteTransport(address, counters=counters, backoff=Backoff(1, 4), wire="grpc")
     return Client(transport=transport, counters=counters, **options)
 
 

@@ -18,7 +18,7 @@ from prefixd.client import (
 )
 from prefixd.client.counters import Counters
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.proto.errors import (
     DeadlineExceeded,
     InvalidKey,
@@ -366,7 +366,7 @@ def test_what_is_not_to_be_counted_is_not(daemon: FakeDaemon, client: Client) ->
 # ---- restores by key that search first; tests/contract has the others
 
 
-class Noting(GrpcTransport):
+class Noting(RemoteTransport):
     """Records its calls, and can't restore by key in one trip."""
 
     shared = False

@@ -68,11 +68,11 @@ request
   prefixd.view
 {READ}
 {RELEASED}""",
-    "grpc": f"""\
+    "unix": f"""\
 request
   prefixd.save
     prefixd.call.Save
-      prefixd.rpc.SaveWhole
+      prefixd.rpc.Save
 {SAVED}
 {CLAIMED}
   prefixd.view
@@ -144,7 +144,8 @@ def test_one_tree_from_the_walk_to_the_store(traced: Traced, transport: str) -> 
         assert not span.failed
         assert set(span.attributes) <= ATTRIBUTES, name
         if kind == "rpc":
-            assert span.attributes == {"prefixd.transport": transport}
+            over = "local" if transport == "unix" else transport
+            assert span.attributes == {"prefixd.transport": over}
     assert by_name["prefixd.longest_run"].attributes == {
         "prefixd.keys": 3,
         "prefixd.found": 3,
@@ -218,7 +219,7 @@ def test_what_is_done_in_another_thread_is_below_the_span_that_asked(traced: Tra
 
 
 def test_a_miss_and_a_refusal_are_told_in_the_words_of_the_contract(traced: Traced) -> None:
-    with traced.client("grpc") as client:
+    with traced.client("unix") as client:
         exporter().clear()
         assert not client.longest_run(KEYS)
         traced.daemon.kill()

@@ -1,4 +1,4 @@
-"""The contract of every transport: the same suite in place, over gRPC and over the data socket,
+"""The contract of every transport: the same suite in place, over both sockets and over gRPC,
 plain and under TLS, each on a real daemon.
 
 If two transports behave differently, one of them has a bug. What only one transport does, to be
@@ -29,11 +29,13 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
+from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.results import ReserveStatus
 from prefixd.client.wire import security
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.proto.errors import CallerError, ClientClosed, InvalidBatch, InvalidKey, InvalidSize
 from prefixd.proto.keys import Key, prefix_key
 from prefixd.proto.vocabulary import Presence
@@ -50,7 +52,7 @@ LEASE_MS = 100
 EVICT = SaveReason.EVICT
 
 
-@pytest.fixture(scope="module", params=["local", "lending", "grpc", "data", "tls"])
+@pytest.fixture(scope="module", params=["local", "lending", "unix", "grpc", "data", "tls"])
 def transport(request: pytest.FixtureRequest) -> str:
     """The transport that is being tested."""
     return str(request.param)
@@ -84,6 +86,12 @@ def make(transport: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
 
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
         address = tcp_address(daemon) if transport in ("data", "tls") else daemon.address
+        if transport == "grpc":
+            counters = Counters()
+            over_grpc = RemoteTransport(
+                address, options.pop("name", None), counters=counters, wire="grpc"
+            )
+            options |= {"transport": over_grpc, "counters": counters}
         client = Client(address, local=transport in ("local", "lending"), policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))

@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.counters import Counters
-from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import CA, CERT, KEY, TOKEN, Security
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key
@@ -111,10 +111,10 @@ class RemoteClient:
             shutil.copy(source, target)
 
     @contextmanager
-    def client(self, daemon: DaemonProcess) -> Iterator[tuple[Client, DataTransport]]:
+    def client(self, daemon: DaemonProcess) -> Iterator[tuple[Client, RemoteTransport]]:
         counters = Counters()
         security = Security(str(self._ca), str(self._cert), str(self._key))
-        transport = DataTransport(tcp_address(daemon), counters=counters, security=security)
+        transport = RemoteTransport(tcp_address(daemon), counters=counters, security=security)
         with Client(transport=transport, counters=counters) as client:
             yield client, transport
 
@@ -161,8 +161,8 @@ def test_new_connections_get_new_certificates_and_old_ones_live_on(
         # An open session makes new connections with the current files of its client.
         moved.write(new)
         assert transport.current is not None
-        assert transport.current.data is not None
-        with transport.current.data.connection(1.0):
+        assert transport.current.framed is not None
+        with transport.current.framed.connection(1.0):
             save_and_restore(moving)
 
 

@@ -18,7 +18,6 @@ from prefixd.client.bench.run import (
     OPS,
     PARTS,
     Evictions,
-    OverData,
     Plan,
     measure,
     measure_evictions,
@@ -38,7 +37,7 @@ from prefixd.client.client import Client
 from prefixd.client.counters import Counters
 from prefixd.client.ctl.bench import bench
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.proto.errors import InvalidSize, PrefixdError
 from prefixd.proto.vocabulary import SaveReason, Tier
 from tests.support.daemon import private_daemon, problems_of
@@ -64,7 +63,7 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
 @pytest.fixture
 def remote(daemon: PrivateDaemon) -> Iterator[Client]:
     counters = Counters()
-    transport = GrpcTransport(daemon.address, counters=counters)
+    transport = RemoteTransport(daemon.address, counters=counters, wire="grpc")
     with Client(transport=transport, counters=counters) as connected:
         yield connected
 
@@ -106,7 +105,7 @@ def test_the_same_over_grpc(remote: Client) -> None:
 def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> None:
     """A restore takes two round trips: the search, then claim and bytes. By key it takes one."""
     counters = Counters()
-    transport = OverData(daemon.address, counters=counters)
+    transport = RemoteTransport(daemon.address, counters=counters, wire="data")
     with Client(transport=transport, counters=counters) as client:
         assert client.wait_connected()
         subject = Subject("me", client, Tier.RAM, local=False, by_key=by_key)

@@ -22,8 +22,8 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
-from prefixd.client.wire.grpc_transport import GrpcTransport
 from prefixd.client.wire.link import Link
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
@@ -495,7 +495,7 @@ class _Session:
 
 
 def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
-    next_session = Mock(GrpcTransport, shares=True)
+    next_session = Mock(RemoteTransport, shares=True)
     transport = LocalTransport(next_session)
     assert transport.shares
     session = _Session()

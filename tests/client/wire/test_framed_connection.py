@@ -16,14 +16,14 @@ from typing import Final
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
-from prefixd.client.bench.run import OverData
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
-from prefixd.client.wire import grpc_transport, messages
-from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire import messages, remote_transport
 from prefixd.client.wire.framed_calls import FramedCalls
 from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, TcpPlace
+from prefixd.client.wire.link import Link
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import Security
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -353,8 +353,11 @@ class Opened:
         self.connection = self.calls = self
         self.security = Security()
         self.address = ""
-        self.data: FramedCalls | None = None
+        self.framed: FramedCalls | None = None
         self.on_end: list[object] = []
+
+    def go_over(self, framed: FramedCalls) -> None:
+        Link.go_over(self, framed)  # type: ignore[arg-type]  # it has what this sets
 
 
 @pytest.mark.parametrize(
@@ -364,7 +367,7 @@ class Opened:
         ("dns:///cache.example:7", 8, "cache.example"),
         ("[::1]:7", 8, "::1"),
         ("cache.example:7", 0, None),
-        ("/run/d.sock", 8, None),
+        ("/run/d.sock", 8, None),  # it has a local socket or none
     ],
 )
 def test_the_data_socket_is_where_the_daemon_was_reached(
@@ -379,16 +382,16 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
         (opened.connection.address,) = addresses
         when_opened(opened)
 
-    monkeypatch.setattr(grpc_transport, "SessionKeeper", keeper)
-    DataTransport(address, counters=Counters())
+    monkeypatch.setattr(remote_transport, "SessionKeeper", keeper)
+    RemoteTransport(address, counters=Counters())
     if host is None:
-        assert opened.data is None
+        assert opened.framed is None
         assert opened.calls is opened.connection
     else:
-        assert opened.data is not None
-        assert opened.data._place[:2] == (host, data_port)
-        assert opened.calls is opened.data
-        assert opened.on_end == [opened.data.hang_up]
+        assert opened.framed is not None
+        assert opened.framed._place[:2] == (host, data_port)
+        assert opened.calls is opened.framed
+        assert opened.on_end == [opened.framed.hang_up]
 
 
 # ---- on real daemons
@@ -397,25 +400,26 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
 def test_without_a_data_socket_all_goes_over_grpc() -> None:
     with private_daemon() as daemon:
         counters = Counters()
-        transport = OverData(daemon.address, counters=counters)
+        transport = RemoteTransport(daemon.address, counters=counters, wire="data")
         with Client(transport=transport, counters=counters) as client:
             assert client.wait_connected()
-            assert not transport.has_data
+            assert not transport.framed
             moves(client)
 
 
-def test_one_that_cannot_be_reached_is_done_without() -> None:
+def test_one_that_cannot_be_reached_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """For example behind a firewall that lets only gRPC through."""
 
-    class Elsewhere(OverData):
-        data_host = "127.0.0.77"  # nothing listens there
+    def elsewhere(link: Link, **_: bool) -> TcpPlace:
+        return TcpPlace("127.0.0.77", link.welcome.data_port, link.ref)  # nothing listens there
 
+    monkeypatch.setattr(remote_transport, "place_of", elsewhere)
     with private_daemon("--server.tcp=127.0.0.1:0") as daemon:
         counters = Counters()
-        transport = Elsewhere(daemon.address, counters=counters)
+        transport = RemoteTransport(daemon.address, counters=counters)
         with Client(transport=transport, counters=counters) as client:
             assert client.wait_connected()
-            assert transport.has_data
+            assert transport.framed
             moves(client)
             with daemon.admin() as admin:
                 assert not admin.stats().in_flight["data_connections"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.transport import Transport
 
 
@@ -13,7 +13,7 @@ def test_the_remote_transport_has_every_method_as_declared() -> None:
     names = [name for name in vars(Transport) if not name.startswith("_")]
     assert {"claim", "read", "save", "close", "max_batch_keys"} <= set(names)
     for name in names:
-        declared, made = getattr(Transport, name), getattr(GrpcTransport, name)
+        declared, made = getattr(Transport, name), getattr(RemoteTransport, name)
         assert isinstance(declared, property) == isinstance(made, property), name
         if not isinstance(declared, property):
             assert shape(made) == shape(declared), name

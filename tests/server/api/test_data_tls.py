@@ -18,7 +18,7 @@ import pytest
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.counters import Counters
 from prefixd.client.wire import security
-from prefixd.client.wire.data_transport import DataTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import Security
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -363,7 +363,7 @@ async def test_a_client_that_cannot_have_it_goes_over_grpc_and_counts(
             counters = Counters()
 
             def use() -> None:
-                transport = DataTransport(address, counters=counters, security=client_side)
+                transport = RemoteTransport(address, counters=counters, security=client_side)
                 with Client(transport=transport, counters=counters) as client:
                     assert client.wait_connected(deadline_ms=30_000)
                     moves(client)
@@ -388,7 +388,7 @@ async def test_a_certificate_that_is_wrong_everywhere_is_a_miss_with_its_reason(
         async with over_tcp(daemon, flags) as address:
 
             def use() -> None:
-                transport = DataTransport(
+                transport = RemoteTransport(
                     address, security=wrong, counters=(counters := Counters())
                 )
                 with Client(transport=transport, counters=counters) as client:

@@ -11,7 +11,7 @@ import pytest
 from prefixd.client.counters import Counters
 from prefixd.client.results import ReserveStatus
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.grpc_transport import GrpcTransport
+from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.session import Backoff
 from prefixd.client.wire.transport import Range, ReserveItem, SaveTerms, Saving
 from prefixd.proto import prefixd_pb2 as pb
@@ -54,9 +54,14 @@ def counters() -> Counters:
 
 
 @pytest.fixture
-def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[GrpcTransport]:
-    remote = GrpcTransport(
-        daemon.address, "tester", counters=counters, backoff=Backoff(0, 0), connect_timeout_ms=5_000
+def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[RemoteTransport]:
+    remote = RemoteTransport(
+        daemon.address,
+        "tester",
+        counters=counters,
+        backoff=Backoff(0, 0),
+        connect_timeout_ms=5_000,
+        wire="grpc",
     )
     assert remote.wait(long())
     yield remote
@@ -70,7 +75,7 @@ def saving(key: Key, payload: bytes, **item: Any) -> Saving:
 # ---- the session
 
 
-def test_a_client_has_a_name(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_a_client_has_a_name(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     assert remote.connected
     assert daemon.hellos[0].client_name == "tester"
     assert daemon.hellos[0].pid > 0
@@ -79,16 +84,16 @@ def test_a_client_has_a_name(daemon: FakeDaemon, remote: GrpcTransport) -> None:
 @pytest.mark.parametrize("name", ["", "n" * 121])
 def test_a_name_has_a_length(name: str, counters: Counters) -> None:
     with pytest.raises(InvalidSize, match="name"):
-        GrpcTransport("/tmp/x.sock", name, counters=counters)
+        RemoteTransport("/tmp/x.sock", name, counters=counters, wire="grpc")
 
 
 def test_an_address_is_checked(counters: Counters) -> None:
     with pytest.raises(ConfigError):
-        GrpcTransport("nonsense", counters=counters)
+        RemoteTransport("nonsense", counters=counters, wire="grpc")
 
 
 #: Calls that need nothing but a session.
-CALLS: dict[str, Callable[[GrpcTransport], object]] = {
+CALLS: dict[str, Callable[[RemoteTransport], object]] = {
     "Lookup": lambda remote: remote.lookup([ONE], 0, long()),
     "Claim": lambda remote: remote.claim([ONE], ClaimMode.ANY, 0, 0, long()),
     "Reserve": lambda remote: remote.reserve([ReserveItem(TWO, 5)], TERMS, long()),
@@ -100,7 +105,7 @@ CALLS: dict[str, Callable[[GrpcTransport], object]] = {
 @pytest.mark.parametrize("error", [UnknownSession, StaleIncarnation])
 def test_a_lost_session_is_renewed_and_the_call_repeated_once(
     daemon: FakeDaemon,
-    remote: GrpcTransport,
+    remote: RemoteTransport,
     counters: Counters,
     name: str,
     error: type[PrefixdError],
@@ -115,7 +120,7 @@ def test_a_lost_session_is_renewed_and_the_call_repeated_once(
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("error", [LimitReached, UnknownTier, DaemonUnavailable])
 def test_no_other_failure_is_repeated(
-    daemon: FakeDaemon, remote: GrpcTransport, name: str, error: type[PrefixdError]
+    daemon: FakeDaemon, remote: RemoteTransport, name: str, error: type[PrefixdError]
 ) -> None:
     daemon.fail(name, error("no"))
     with pytest.raises(error, match="no"):
@@ -125,7 +130,7 @@ def test_no_other_failure_is_repeated(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_every_call_ends_by_its_deadline(
-    daemon: FakeDaemon, remote: GrpcTransport, name: str, monkeypatch: pytest.MonkeyPatch
+    daemon: FakeDaemon, remote: RemoteTransport, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.long", lambda: Deadline(20))
     daemon.hold(name)
@@ -135,7 +140,7 @@ def test_every_call_ends_by_its_deadline(
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_call_fails_when_the_daemon_goes_away_meanwhile(
-    daemon: FakeDaemon, remote: GrpcTransport, name: str
+    daemon: FakeDaemon, remote: RemoteTransport, name: str
 ) -> None:
     def leave(message: Any) -> Any:
         daemon.end_sessions()  # the client closes its connection during the call
@@ -160,7 +165,7 @@ def test_a_call_fails_when_the_daemon_goes_away_meanwhile(
     ],
 )
 def test_an_answer_against_the_contract_is_a_failed_call(
-    daemon: FakeDaemon, remote: GrpcTransport, name: str, answer: object
+    daemon: FakeDaemon, remote: RemoteTransport, name: str, answer: object
 ) -> None:
     daemon.mangle(name, lambda _: answer)
     with pytest.raises(PrefixdError, match="does not follow the contract") as caught:
@@ -171,7 +176,7 @@ def test_an_answer_against_the_contract_is_a_failed_call(
 # ---- reading
 
 
-def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(ONE, b"12345", tier=pb.TIER_DISK, token_count=7, layer_count=5)
     remote.reserve([ReserveItem(TWO, 5)], TERMS, long())
     present, in_flight, absent = remote.lookup([ONE, TWO, THREE], 0, long())
@@ -199,7 +204,7 @@ def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: GrpcTransport) -
 )
 def test_claims_say_where_each_entry_stood(
     daemon: FakeDaemon,
-    remote: GrpcTransport,
+    remote: RemoteTransport,
     mode: ClaimMode,
     there: list[Key],
     positions: list[int],
@@ -214,7 +219,7 @@ def test_claims_say_where_each_entry_stood(
 
 
 def test_reads_come_in_parts_of_the_ranges_asked_for(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     daemon.chunk_bytes = 100
     one, two = payloads([250, 120])
@@ -238,7 +243,7 @@ def test_reads_come_in_parts_of_the_ranges_asked_for(
     ]
 
 
-def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(ONE, b"bytes")
     daemon.mangle(
         "Read",
@@ -252,7 +257,7 @@ def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: GrpcTra
     assert received == [None]
 
 
-def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(ONE, b"bytes")
     claimed = remote.claim([ONE], ClaimMode.ANY, 0, 0, long())
     assert claimed.holding is not None
@@ -263,7 +268,7 @@ def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: GrpcTransport) -> 
     assert daemon.rpcs["Read"] == 0
 
 
-def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     for key in (ONE, TWO):
         daemon.put(key, b"bytes")
     old = remote.claim([ONE], ClaimMode.ANY, 0, 0, long()).holding
@@ -278,7 +283,9 @@ def test_releases_of_this_and_earlier_sessions(daemon: FakeDaemon, remote: GrpcT
     assert remote.release([new], long()) == [False]  # the daemon had taken it back before
 
 
-def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_more_than_a_call_takes_goes_in_several(
+    daemon: FakeDaemon, remote: RemoteTransport
+) -> None:
     """Releases, and messages on the session stream."""
     daemon.put(ONE, b"bytes")
     link = remote.current
@@ -298,7 +305,7 @@ def test_more_than_a_call_takes_goes_in_several(daemon: FakeDaemon, remote: Grpc
 # ---- writing
 
 
-def test_saves_carry_everything(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_saves_carry_everything(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     terms = SaveTerms(Tier.SHM, SaveReason.EVICT, ancestors=[THREE], wait_ms=3, ttl_ms=9)
     outcomes = remote.save(
         [
@@ -321,7 +328,7 @@ def test_saves_carry_everything(daemon: FakeDaemon, remote: GrpcTransport) -> No
 
 
 def test_messages_stay_below_what_the_daemon_takes(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     daemon.max_message_bytes, daemon.chunk_bytes = 50_000, 20_000
     daemon.fail("Lookup", UnknownSession("learn the new limits"))
@@ -339,7 +346,7 @@ def test_messages_stay_below_what_the_daemon_takes(
         remote.save([saving(ONE, b"1", token_ids=bytes(60_000))], TERMS, long())
 
 
-def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: GrpcTransport) -> None:
+def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(THREE, b"there")
     one, two, three = remote.reserve(
         [ReserveItem(ONE, 3), ReserveItem(TWO, 4), ReserveItem(THREE, 5)], TERMS, long()
@@ -360,7 +367,7 @@ def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: GrpcT
 
 
 def test_a_reservation_of_an_earlier_session_is_unknown(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     daemon.fail("Lookup", UnknownSession("who?"))
@@ -372,7 +379,7 @@ def test_a_reservation_of_an_earlier_session_is_unknown(
     assert daemon.rpcs["Write"] == daemon.rpcs["Cancel"] == 0
 
 
-def test_somebody_elses_save_in_flight_is_named(remote: GrpcTransport) -> None:
+def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None:
     remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
     assert granted.status is ReserveStatus.IN_FLIGHT
@@ -383,7 +390,7 @@ def test_somebody_elses_save_in_flight_is_named(remote: GrpcTransport) -> None:
 
 
 def test_a_claim_that_is_granted_too_late_is_given_back(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     """Otherwise it would be held as long as the session, because no caller knows its number."""
     daemon.put(ONE, b"abc")
@@ -400,7 +407,7 @@ def test_a_claim_that_is_granted_too_late_is_given_back(
 
 
 def test_a_reservation_that_is_granted_too_late_is_given_back(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     gate = daemon.hold("Reserve")
     with pytest.raises(DeadlineExceeded):
@@ -410,7 +417,7 @@ def test_a_reservation_that_is_granted_too_late_is_given_back(
 
 
 def test_what_is_granted_too_late_ends_with_the_session(
-    daemon: FakeDaemon, remote: GrpcTransport
+    daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
     daemon.put(ONE, b"abc")
     gate = daemon.hold("Claim")

@@ -1,21 +1,26 @@
-"""The transport over gRPC: a Unix socket or TCP, to any host."""
+"""The transport over sockets: sessions and rare calls over gRPC, small calls and payloads over the
+daemon's local or data socket. What can't be reached there goes over gRPC, too.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, Final, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import grpc
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.endpoints import default_addresses, normalize_address
+from ...proto.endpoints import UNIX_SCHEME, default_addresses, normalize_address
 from ...proto.errors import (
     ClaimLost,
     DaemonUnavailable,
     DeadlineExceeded,
     PrefixdError,
     StaleIncarnation,
+    UnknownEntry,
     UnknownReservation,
     UnknownSession,
     UnknownStaging,
@@ -28,10 +33,13 @@ from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
 from ..results import Entries, Found, SaveOutcome
 from . import messages
-from .connection import unanswered
+from .connection import Connection, unanswered
 from .deadline import Deadline
+from .framed_calls import FramedCalls
+from .framed_connection import NoConnection, Place, TcpPlace, UnixPlace
 from .greenlets import prepare_grpc
-from .link import Holding, Link
+from .holdings import Holding
+from .link import Link
 from .security import Security
 from .session import (
     DEFAULT_CONNECT_TIMEOUT_MS,
@@ -63,8 +71,14 @@ Stage: TypeAlias = Callable[
 ]
 
 
-class GrpcTransport(Transport):
-    """`transport.Transport` over one connection, which is opened again when it breaks.
+#: What small calls and payloads go over. "fast": the local socket of a daemon on this host, the
+#: data socket of one on another. "data": the data socket of a daemon on this host, to measure it.
+#: "grpc": gRPC alone.
+Wire: TypeAlias = Literal["fast", "data", "grpc"]
+
+
+class RemoteTransport(Transport):
+    """`transport.Transport` over one session, which is opened again when it breaks.
 
     When the daemon refuses a call because it does not know the session, the call is repeated once
     in a new session: the first attempt had no effect. No other failure is retried.
@@ -80,11 +94,13 @@ class GrpcTransport(Transport):
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         backoff: Backoff | None = None,
         security: Security | None = None,
+        wire: Wire = "fast",
     ) -> None:
         """`address` None: the default ones, in their order. `name` None: that of the program.
         `label`: see `Client`. `security`: see `security.open_channel`. Raises ConfigError for a
         malformed address, InvalidSize for a malformed name or label."""
         prepare_grpc()
+        self._wire = wire
         self.counters: Final = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
@@ -103,12 +119,12 @@ class GrpcTransport(Transport):
     when_renewed: Callable[[], None] | None = None
 
     def _session_opened(self, link: Link) -> None:
-        self._opened(link)
+        """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""
+        place = None if self._wire == "grpc" else place_of(link, near=self._wire == "data")
+        if place is not None:
+            link.go_over(FramedCalls(place, link.connection, self.counters))
         if self.when_renewed is not None:
             self.when_renewed()
-
-    def _opened(self, link: Link) -> None:
-        """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""
 
     @property
     def max_batch_keys(self) -> int:
@@ -125,9 +141,30 @@ class GrpcTransport(Transport):
         return self._keeper.connected
 
     @property
+    def why_down(self) -> str:
+        """Why there is no session at this moment; empty: there is one."""
+        return self._keeper.why_down
+
+    @property
     def under_pressure(self) -> bool:
         link = self._keeper.current
         return link is not None and link.under_pressure
+
+    @property
+    def framed(self) -> bool:
+        """Whether the session in use has a local or data socket to go over."""
+        link = self._keeper.current
+        return link is not None and link.framed is not None
+
+    def local_calls(self, link: Link) -> FramedCalls | None:
+        """Calls over the daemon's local socket, however it was reached. None: it is not on this
+        host, or has none for this client."""
+        if link.framed is not None and link.framed.local:
+            return link.framed
+        path = link.welcome.local_socket
+        if not path or not Path(path).is_socket():
+            return None
+        return FramedCalls(UnixPlace(path, link.ref), link.connection, self.counters)
 
     @property
     def current(self) -> Link | None:
@@ -234,12 +271,59 @@ class GrpcTransport(Transport):
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)
         request = messages.read_request(claim, ranges)
-        timeout_s = deadline.left_s()
-        self._call_held(
-            "Read", link, lambda: link.connection.read(request, len(ranges), sink, timeout_s)
-        )
+
+        def read(over: FramedCalls | Connection) -> None:
+            timeout_s = deadline.left_s()
+            self._call_held("Read", link, lambda: over.read(request, len(ranges), sink, timeout_s))
+
+        try:
+            read(_framed(link))
+        except NoConnection:
+            read(link.connection)
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
+
+    def fetch(self, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> bool:
+        def fetch(link: Link, framed: FramedCalls, timeout_s: float) -> None:
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=[each.entry.key for each in ranges],
+                generations=[each.entry.generation for each in ranges],
+                ranges=map(messages.range_of, ranges),
+            )
+            framed.fetch(request, len(ranges), sink, timeout_s)
+
+        try:
+            self._call_framed("Fetch", deadline, fetch)
+        except (NoConnection, UnknownEntry):
+            return False
+        return True
+
+    def fetch_found(
+        self,
+        keys: Sequence[Key],
+        mode: ClaimMode,
+        room_bytes: Sequence[int],
+        begin: Callable[[Claimed], Sink],
+        deadline: Deadline,
+    ) -> bool:
+        def begin_with(response: pb.ClaimResponse) -> Sink:
+            return begin(Claimed(None, *messages.claimed_of(keys, response)))
+
+        def fetch(link: Link, framed: FramedCalls, timeout_s: float) -> None:
+            request = pb.FetchRequest(
+                session=link.ref,
+                keys=keys,
+                mode=pb.ClaimMode.ValueType(mode),
+                room_bytes=room_bytes,
+            )
+            framed.fetch_found(request, begin_with, timeout_s)
+
+        try:
+            self._call_framed("Fetch", deadline, fetch)
+        except NoConnection:
+            return False
+        return True
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         link = self._keeper.current
@@ -354,22 +438,39 @@ class GrpcTransport(Transport):
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
+        with suppress(NoConnection):
+            framed, timeout_s = _framed(link), deadline.left_s()
+            framed_request = pb.RawSaveRequest(
+                reserved=messages.reserved_of(link.ref, reservations)
+            )
+            results = self._call_held(
+                "Write", link, lambda: framed.save(framed_request, payloads, timeout_s)
+            )
+            return messages.outcomes_of([key for _, key in reservations], results)
         opening = pb.WriteRequest(session=link.ref).SerializeToString()
         labels = [pb.WritePart(token=holding.number) for holding, _ in reservations]
         packed = _packed(link, opening, labels, payloads)
         timeout_s = deadline.left_s()
         response = self._call_held("Write", link, lambda: link.connection.write(packed, timeout_s))
         with messages.understanding():
-            results = dict(zip(response.tokens, response.results, strict=True))
+            written = dict(zip(response.tokens, response.results, strict=True))
             return [
-                messages.outcome_of(key, results[holding.number]) for holding, key in reservations
+                messages.outcome_of(key, written[holding.number]) for holding, key in reservations
             ]
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
-        labels = [pb.WritePart(item=index) for index in range(len(items))]
+        keys = [saving.item.key for saving in items]
         payloads = [saving.payload for saving in items]
+
+        def send_framed(link: Link, framed: FramedCalls, timeout_s: float) -> list[pb.SaveResult]:
+            request = pb.RawSaveRequest(header=messages.header_in(link, items, terms))
+            return framed.save(request, payloads, timeout_s)
+
+        with suppress(NoConnection):
+            return messages.outcomes_of(keys, self._call_framed("Save", deadline, send_framed))
+        labels = [pb.WritePart(item=index) for index in range(len(items))]
 
         def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
             header = messages.header_in(link, items, terms)
@@ -377,7 +478,7 @@ class GrpcTransport(Transport):
             return link.connection.save(_packed(link, opening, labels, payloads), timeout_s)
 
         _, response = self._call("Save", deadline, send)
-        return messages.outcomes_of([saving.item.key for saving in items], response.results)
+        return messages.outcomes_of(keys, response.results)
 
     def save_staged(
         self,
@@ -442,6 +543,17 @@ class GrpcTransport(Transport):
         timeout_s = deadline.left_s()
         return link, self._call_held(name, link, lambda: ask(link, timeout_s))
 
+    def _call_framed(
+        self, name: str, deadline: Deadline, ask: Callable[[Link, FramedCalls, float], T]
+    ) -> T:
+        """`_call` over the local or data socket. Raises NoConnection, before the call is counted,
+        when this session uses none."""
+        _framed(self.link(deadline))
+        _, result = self._call(
+            name, deadline, lambda link, timeout_s: ask(link, _framed(link), timeout_s)
+        )
+        return result
+
     def _call_as_session(
         self,
         name: str,
@@ -460,11 +572,12 @@ class GrpcTransport(Transport):
     def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
         """Make a call that only this session can make. Raises PrefixdError."""
         check_answering(link)
-        self.counters.rpc(name)
         silent = False
         try:
             with link.calling():
-                return ask() if self.spans is None else self.spans.call(name, ask)
+                answer = ask() if self.spans is None else self.spans.call(name, ask)
+        except NoConnection:  # it goes another way, and is counted there
+            raise
         except grpc.RpcError as problem:
             error, silent = from_grpc(problem), unanswered(problem)
         except PrefixdError as problem:  # from the local or data socket
@@ -472,6 +585,10 @@ class GrpcTransport(Transport):
         except ValueError as problem:
             # Another thread closed the channel after this one had looked it up.
             error = DaemonUnavailable(f"the connection closed: {problem}")
+        else:
+            self.counters.rpc(name)
+            return answer
+        self.counters.rpc(name)
         if isinstance(error, UnknownSession | StaleIncarnation):
             self._keeper.renew(link, str(error))
         elif silent:
@@ -481,7 +598,8 @@ class GrpcTransport(Transport):
     def _holder(self, claim: Holding) -> Link:
         if claim.why_lost is not None:
             raise ClaimLost(claim.why_lost)
-        return claim.link
+        link: Link = claim.link
+        return link
 
 
 def _packed(
@@ -499,3 +617,23 @@ def _packed(
 def _check_same(link: Link, ref: pb.SessionRef) -> None:
     if link.ref != ref:
         raise UnknownStaging("the session that it was handed to has ended")
+
+
+def _framed(link: Link) -> FramedCalls:
+    """Raises NoConnection."""
+    if link.framed is None:
+        raise NoConnection("this session uses no local or data socket")
+    return link.framed
+
+
+def place_of(link: Link, *, near: bool = False) -> Place | None:
+    """Where the daemon of this session speaks the framed protocol: on this host on its local
+    socket, unless `near` asks for its data socket; elsewhere on its data socket. None: nowhere."""
+    address, welcome = link.connection.address, link.welcome
+    here = address.startswith(UNIX_SCHEME)
+    if here and not near:
+        return UnixPlace(welcome.local_socket, link.ref) if welcome.local_socket else None
+    host = "127.0.0.1" if near else address.rpartition(":")[0].rpartition("/")[2].strip("[]")
+    if not welcome.data_port or not host:
+        return None
+    return TcpPlace(host, welcome.data_port, link.ref, link.connection.security)
