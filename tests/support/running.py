@@ -420,8 +420,8 @@ class Running(Outside):
         self.latest: OpenSession | None = None
         self.config = front.config
 
-    async def open(self, name: str = "tester", label: str = "") -> OpenSession:
-        self.latest = await super().open(name, label)
+    async def open(self, name: str = "tester", label: str = "", **hello: Any) -> OpenSession:
+        self.latest = await super().open(name, label, **hello)
         return self.latest
 
     async def connect_locally(self, session: OpenSession | None = None) -> LocalConnection:

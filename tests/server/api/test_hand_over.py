@@ -60,8 +60,8 @@ async def handed_over(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(60)
             connection.connect(daemon.config.local_socket)
-            connection.sendall(frames.frame(pb.FramedRequest(attach=request.session)))
-            connection.sendall(frames.frame(pb.FramedRequest(hand_over=request)))
+            attach = frames.frame(pb.FramedRequest(attach=request.session))
+            connection.sendall(attach + frames.frame(pb.FramedRequest(hand_over=request)))
             data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
             return data, fds
 
@@ -246,8 +246,8 @@ from prefixd.proto import frames, prefixd_pb2 as pb
 path, ref = sys.argv[1], pb.SessionRef.FromString(bytes.fromhex(sys.argv[2]))
 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
     connection.connect(path)
-    connection.sendall(frames.frame(pb.FramedRequest(attach=ref)))
-    connection.sendall(frames.frame(pb.FramedRequest(hand_over=pb.HandOverRequest(session=ref))))
+    asked = pb.FramedRequest(hand_over=pb.HandOverRequest(session=ref))
+    connection.sendall(frames.frame(pb.FramedRequest(attach=ref)) + frames.frame(asked))
     data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
     print(frames.response_of(data[frames.HEAD.size :]).failure.error, len(fds))
 """
