@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
-from prefixd.server.api.metrics import PRESSURE, SHARED, StateCollector
+from prefixd.server.api.metrics import PRESSURE, SHARED, SHARED_GAUGES, StateCollector
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.memory import memory_parts
@@ -154,9 +154,7 @@ NOT_ALWAYS = {
     "prefixd_notices",
     "prefixd_certificate_ends_timestamp_seconds",
     # Where entries are shared.
-    "prefixd_shared_nodes",
-    "prefixd_shared_nodes_serving",
-    "prefixd_shared_refused_total",
+    *(f"prefixd_shared_{name}{'' if name in SHARED_GAUGES else '_total'}" for name in SHARED),
 }
 
 

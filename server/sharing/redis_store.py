@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
 from typing import Any, Final
@@ -32,6 +33,8 @@ _THREAD_BYTES: Final = 2**20
 _THREADS: Final = 16
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
 _MIN_SAMPLES: Final = 10
+#: Between the clocks of a node and of ours: as much as a use is worth (`TOUCH_EVERY_MS`).
+_MAX_CLOCK_SKEW_S: Final = 10.0
 
 
 class RedisStore(SharedStore):
@@ -124,6 +127,7 @@ class RedisStore(SharedStore):
         for address in self.nodes.all():
             with contextlib.closing(self.nodes.client(address)) as client:
                 try:
+                    found += clock_problems(name_of(address), client.time, time.time)
                     settings = client.config_get("*")
                 except (redis.RedisError, OSError) as error:
                     found.append(f"{name_of(address)}: its settings can't be read: {error}")
@@ -256,6 +260,26 @@ def _fetched(want: Wanted, header: memoryview, results: Sequence[object]) -> Out
     same = decode_header(want.entry.key, header) == want.entry
     whole = same and crc32c(want.room) == want.entry.payload_crc32c
     return Outcome.DONE if whole else Outcome.DAMAGED
+
+
+def clock_problems(
+    name: str, theirs: Callable[[], tuple[int, int]], ours: Callable[[], float]
+) -> list[str]:
+    """What is wrong with the clock of a node. `theirs` asks it: seconds since 1970, and
+    microseconds. Expiries are moments of our clock, which the engine compares with its own."""
+    asked_s = ours()
+    seconds, microseconds = theirs()
+    answered_s = ours()
+    told_s = seconds + microseconds / 1e6
+    # It was told at some moment between question and answer.
+    ahead_s = min(told_s - asked_s, 0) + max(told_s - answered_s, 0)
+    if abs(ahead_s) <= _MAX_CLOCK_SKEW_S:
+        return []
+    how, when = ("ahead of", "earlier") if ahead_s > 0 else ("behind", "later")
+    return [
+        f"{name}: its clock is {abs(ahead_s):.0f} s {how} that of this node, so entries expire "
+        f"that much {when}; set both by NTP"
+    ]
 
 
 def bad_settings(settings: dict[str, Any]) -> list[str]:

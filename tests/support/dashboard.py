@@ -20,8 +20,12 @@ from tests.support.daemon import eventually, private_daemon
 ROOT = Path(__file__).resolve().parents[2]
 DASHBOARD = json.loads((ROOT / "deploy/grafana/prefixd.json").read_text())
 METRIC = re.compile(r"\b(?:prefixd|process)_[a-z_]+")
+#: Panels that show nothing of a daemon that shares nothing.
+OF_SHARING = {
+    "Nodes of the engine", "Fetched / s", "Offered / s", "Not fetched / s", "Waiting for the engine"
+}  # fmt: skip
 #: Panels that show nothing while nothing is wrong.
-WHEN_SOMETHING_IS_WRONG = {"Ill parts", "Failed reads / s", "Damage", "Lost / s"}
+WHEN_SOMETHING_IS_WRONG = {"Ill parts", "Notices", "Failed reads / s", "Damage", "Lost / s"}
 
 
 def targets() -> Iterator[tuple[str, str]]:

@@ -30,6 +30,8 @@ class FakeRedis:
             "maxmemory-policy": "volatile-ttl",
             "maxmemory-samples": "10",
         }
+        #: How far its clock is ahead.
+        self.ahead_s = 0.0
         #: Called with each command: may return another answer, or raise `HangUp`.
         self.fault: Callable[[list[bytes]], bytes | None] = lambda _: None
         #: Answers are held back while this is cleared.
@@ -104,6 +106,9 @@ class FakeRedis:
                 return b"+OK\r\n"
             case b"CLUSTER", [b"SLOTS"]:
                 return self._slots()
+            case b"TIME", []:
+                seconds, part = divmod(time() + self.ahead_s, 1)
+                return b"*2\r\n" + bulk(b"%d" % seconds) + bulk(b"%d" % (part * 1e6))
             case b"CONFIG", [b"GET", _]:
                 pairs = [text.encode() for pair in self.settings.items() for text in pair]
                 return b"*%d\r\n" % len(pairs) + b"".join(map(bulk, pairs))

@@ -11,7 +11,7 @@ import pytest
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
-from prefixd.server.sharing.redis_store import RedisStore, bad_settings
+from prefixd.server.sharing.redis_store import RedisStore, bad_settings, clock_problems
 from prefixd.server.sharing.store import NodeState, Offer, Outcome, SharedEntry, Wanted
 
 from ...support.daemon import eventually
@@ -278,6 +278,31 @@ def test_settings_that_make_a_bad_cache_are_named(nodes: list[FakeRedis]) -> Non
         problems = store.problems()
     assert len(problems) == 3
     assert all("noeviction" in problem and "volatile-ttl" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "told"), [(3600, "3600 s ahead of"), (-90, "90 s behind"), (0, None)]
+)
+def test_a_clock_that_is_wrong_is_named(ahead_s: float, told: str | None) -> None:
+    node = FakeRedis()
+    node.ahead_s = ahead_s
+    with closing(node), closing(RedisStore([node.url], "t", 1)) as store:
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        problems = store.problems()
+    if told is None:
+        assert problems == []
+    else:
+        (problem,) = problems
+        assert problem.startswith(f"127.0.0.1:{node.port}: its clock is")
+        assert told in problem
+
+
+def test_a_slow_answer_is_no_wrong_clock() -> None:
+    ours = iter([1000.0, 1060.0])
+    assert clock_problems("node", lambda: (1030, 0), lambda: next(ours)) == []
+    ours = iter([1000.0, 1060.0])
+    (problem,) = clock_problems("node", lambda: (1080, 0), lambda: next(ours))
+    assert "20 s ahead" in problem
 
 
 def test_each_setting_is_looked_at() -> None:
