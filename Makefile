@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures manifests sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs check format proto clean
+.PHONY: dev demo test quick pictures manifests sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs release-check check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install '.[server]'`.
@@ -137,6 +137,15 @@ $(VENV)/.docs: pyproject.toml
 docs: $(VENV)/.docs ## build the pages and the reference in build/docs; a link without a target fails
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+# Its tools have an environment of their own: none of them is needed to work on prefixd.
+$(VENV)-release/.done: pyproject.toml
+	@test -x $(VENV)-release/bin/python || $(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install --quiet --disable-pip-version-check '.[release]'
+	@touch $@
+
+release-check: $(VENV)-release/.done ## build wheel and sdist in build/release, and use both in empty environments of PYTHONS
+	PATH="$(CURDIR)/$(VENV)-release/bin:$$PATH" $(VENV)-release/bin/python -m tests.support.release build/release $(PYTHONS)
+
 check: $(VENV)/.dev ## lint, check types, generated code, and that the contract only grew since the last release
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -156,4 +165,4 @@ proto: $(VENV)/.dev ## generate proto/*_pb2* from proto/prefixd.proto
 	$(BIN)/python proto/generate.py
 
 clean:
-	rm -rf $(VENV) $(ENGINES) $(ENGINES)-* build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VENV)-release $(ENGINES) $(ENGINES)-* build dist .pytest_cache .mypy_cache .ruff_cache

@@ -7,11 +7,13 @@ import runpy
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
+from tests.support import release
 from tests.support.lengths import LONG
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -79,6 +81,58 @@ def test_the_readme_of_an_index_has_no_relative_link(monkeypatch: pytest.MonkeyP
     assert all(each.startswith(("https://", "#")) for each in found)
     pages = [each.partition("/main/")[2] for each in found if "/main/" in each]
     assert all((ROOT / page.partition("#")[0]).exists() for page in pages)
+
+
+def a_wheel() -> list[str]:
+    own = ["client/client.py", "server/daemon.py", "server/api/page.html", "py.typed"]
+    return [*(f"prefixd/{each}" for each in own), "prefixd-0.1.0.dist-info/RECORD"]
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("tests/conftest.py", "outside the package"),
+        ("prefixd/client/test_client.py", "is a test"),
+        ("prefixd/server/notes.md", "of no kind"),
+    ],
+)
+def test_a_release_finds_what_does_not_belong_into_a_wheel(added: str, told: str) -> None:
+    good = [*a_wheel(), "prefixd/proto/_native.abi3.so"]
+    assert list(release.wheel_problems(good)) == []
+    assert any(told in each for each in release.wheel_problems([*good, added]))
+
+
+@pytest.mark.parametrize("missing", range(4))
+def test_a_release_finds_what_a_wheel_lacks(missing: int) -> None:
+    names = a_wheel()
+    gone = names.pop(missing)
+    assert list(release.wheel_problems(names)) == [f"{gone} is missing"]
+
+
+def test_a_release_finds_what_a_source_distribution_lacks(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name in release.IN_SOURCES[1:]:
+            archive.addfile(tarfile.TarInfo(f"prefixd-0.1.0/{name}"))
+        link = tarfile.TarInfo("prefixd-0.1.0/deploy/link")
+        link.type, link.linkname = tarfile.SYMTYPE, "../elsewhere"
+        archive.addfile(link)
+    with tarfile.open(tmp_path / "a.tar") as archive:
+        problems = list(release.source_problems(archive))
+    assert problems == [
+        f"{release.IN_SOURCES[0]} is missing", "deploy/link is a link to ../elsewhere"
+    ]  # fmt: skip
+
+
+def test_every_file_names_the_same_version(tmp_path: Path) -> None:
+    version = release.version_of(ROOT)
+    names = "pyproject.toml", "CHANGELOG.md", "deploy/Dockerfile"
+    for name in (*names, "deploy/helm/Chart.yaml", "deploy/kubernetes/kustomization.yaml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    chart = tmp_path / "deploy/helm/Chart.yaml"
+    chart.write_text(chart.read_text().replace(f"appVersion: {version}", "appVersion: 9.9"))
+    with pytest.raises(SystemExit, match=r"Chart\.yaml names version .*9\.9"):
+        release.version_of(tmp_path)
 
 
 @pytest.mark.skipif(not LONG, reason="builds two wheels and installs them; set PREFIXD_LONG")
