@@ -303,6 +303,8 @@ def command(
     common = [_option("as_json", JsonOption, default=False)]
     if needs_daemon:
         common = [_option("address", AddressOption), *common, _option("timeout", TimeoutOption)]
+    if name in FLEET_COMMANDS:
+        common.append(_option("targets", TargetsOption))
 
     def invoke(ctx: typer.Context, **given: Any) -> None:
         ctl = _merged(ctx, given)
@@ -350,9 +352,10 @@ def _merged(ctx: typer.Context, given: dict[str, Any]) -> Ctl:
     found = ctx.find_root().obj
     before = found if isinstance(found, Ctl) else Ctl()
     address, timeout_s = given.pop("address", None), given.pop("timeout", None)
+    targets = parse_targets(given.pop("targets", None))
     return Ctl(
         before.given_address if address is None else address,
         given.pop("as_json", False) or before.as_json,
         before.timeout_s if timeout_s is None else timeout_s,
-        before.targets,
+        targets or before.targets,
     )

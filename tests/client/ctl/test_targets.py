@@ -55,6 +55,8 @@ def test_each_is_a_line_and_all_are_a_sum(daemons: list[PrivateDaemon]) -> None:
     whole = json.loads(ctl([*daemons], "--json", "stats").stdout)
     assert [*whole] == [daemon.address for daemon in daemons]
     assert [int(each["tiers"][0]["entries"]) for each in whole.values()] == [1, 1]
+    behind = ["stats", "--json", "--targets", ",".join(whole)]
+    assert [*json.loads(CliRunner().invoke(app, behind).stdout)] == [*whole]
 
 
 def test_one_that_is_not_there_is_a_line_too(daemons: list[PrivateDaemon]) -> None:
@@ -124,6 +126,8 @@ def test_rates_are_of_what_came_between_two_looks(daemons: list[PrivateDaemon]) 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["stats", "--targets", "/a,b"], "'b' is no address"),
+        (["stats", "--targets", "/a,/b", "--address", "/c"], "without --address"),
         (["--targets", "/a,b", "stats"], "'b' is no address"),
         (["--targets", "/a,/b", "ls"], "--targets goes with stats, check, top"),
         (["--targets", "/a,/b", "stats", "--address", "/c"], "without --address"),
