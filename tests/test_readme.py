@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import doctest
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from prefixd.client import Client, Namespace, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
 from tests.support.daemon import private_daemon
+from tests.support.warm import WARM
 
 README = Path(__file__).resolve().parents[1] / "README.md"
 BLOCK_TOKENS, BLOCK_BYTES, BLOCKS = 512, 4096, 5
@@ -188,3 +192,76 @@ def test_the_session_on_the_first_screen_is_a_real_one(daemon: PrivateDaemon) ->
         test = doctest.DocTestParser().get_doctest(session, names, "README.md", None, None)
         assert len(test.examples) == 3
         assert doctest.DocTestRunner().run(test).failed == 0
+
+
+# ---- pasted into a file
+
+GIVEN = """
+import json, sys
+rank, size = int(sys.argv[1]), 2
+tokens = list(range(2_148))
+sha256_of_the_weights, sha256_of_the_context = b"w" * 32, b"c" * 32
+"""
+BLOCKS_GIVEN = """
+def prefill(rest):
+    first = len(tokens) - len(rest)
+    return [payload(start) for start in range(first, len(tokens) - 511, 512)]
+
+def payload(start):
+    return f"rank {rank}, from token {start}".encode().ljust(4096)
+
+kv_buffers = [bytearray(4096) for _ in range(4)]
+"""
+BLOCKS_SEEN = """
+right = kv_buffers[: restored.run] == [payload(512 * block) for block in range(restored.run)]
+print(json.dumps([restored.token_count, right, restored.miss and restored.miss.label]))
+"""
+WHOLE_GIVEN = """
+from prefixd.client import Client, Namespace, Tier
+
+model = Namespace(sha256_of_the_weights, "q4_k_m", sha256_of_the_context)
+seen = []
+
+def prefill(tokens, state, known):
+    seen.append(state)
+    return f"rank {rank}, of {len(tokens)} tokens".encode()
+"""
+WHOLE_SEEN = """
+right = seen == [state if known else None]
+print(json.dumps([known, right, hit.miss and hit.miss.label]))
+"""
+
+
+def pasted(recipe: str, *, ranks: bool) -> str:
+    """A program that is the recipe and what it leaves to its reader."""
+    blocks, _, whole, of_ranks = examples()
+    if recipe == "blocks":
+        if ranks:
+            assert 'shard=""' in blocks
+            blocks = blocks.replace('shard=""', 'shard=f"tp {rank}/{size}"')
+        return GIVEN + BLOCKS_GIVEN + blocks + BLOCKS_SEEN
+    of_ranks = of_ranks + "\nmodel = mine\n" if ranks else ""
+    return GIVEN + WHOLE_GIVEN + of_ranks + whole + WHOLE_SEEN
+
+
+@pytest.mark.parametrize("ranks", [False, True])
+@pytest.mark.parametrize(("recipe", "known"), [("blocks", 2_048), ("whole", 2_148)])
+def test_a_recipe_gives_right_bytes_or_says_why_not(
+    daemon: PrivateDaemon, recipe: str, known: int, ranks: bool
+) -> None:
+    def run(rank: int, python: Sequence[str] = WARM) -> tuple[object, str]:
+        command = [*python, "-c", pasted(recipe, ranks=ranks), str(rank)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout), done.stderr
+
+    assert run(0) == ([0, True, "absent"], "")
+    assert run(0) == ([known, True, None], "")
+    if ranks:
+        assert run(1) == ([0, True, "absent"], "")
+        assert run(1) == ([known, True, None], "")
+    daemon.kill()
+    # Its own interpreter: in the warm one, prefixctl has set up the log.
+    result, said = run(0, [sys.executable])
+    assert result == [0, True, "unavailable"]
+    assert said.count("\n") == said.count(f"no daemon at {daemon.address}") == 1, said

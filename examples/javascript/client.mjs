@@ -1,9 +1,12 @@
 // A client of prefixd in JavaScript, made from proto/prefixd.proto and docs/other-languages.md only:
-// opens a session, saves a state, claims, reads and checks it, releases and deletes it.
+// opens a session, saves a state, claims, reads and checks it, releases and deletes it, and watches its
+// key come and go.
 //
 //     npm install @grpc/grpc-js @grpc/proto-loader
 //     node client.mjs ../../proto/prefixd.proto unix:/run/prefixd/prefixd.sock
+//     PREFIXD_TLS_CA=ca.pem PREFIXD_TOKEN_FILE=token node client.mjs ../../proto/prefixd.proto 10.0.0.5:7070
 import { createHash } from "node:crypto";
+import { readFileSync } from "node:fs";
 import { createRequire } from "node:module";
 
 const require = createRequire(import.meta.url);
@@ -48,8 +51,23 @@ export function crc32c(data) {
 // ---- calls
 
 const definition = protoLoader.loadSync(protoFile, { keepCase: true, longs: String, enums: String });
-const { Cache } = grpc.loadPackageDefinition(definition).prefixd.v1;
-const cache = new Cache(address, grpc.credentials.createInsecure());
+const { Admin, Cache } = grpc.loadPackageDefinition(definition).prefixd.v1;
+
+/** Over TCP: TLS, and the token with each call. */
+function credentials() {
+  const { PREFIXD_TLS_CA: ca, PREFIXD_TOKEN_FILE: file } = process.env;
+  if (!ca) return grpc.credentials.createInsecure();
+  const channel = grpc.credentials.createSsl(readFileSync(ca));
+  if (!file) return channel;
+  const metadata = new grpc.Metadata();
+  metadata.set("authorization", `Bearer ${readFileSync(file, "utf8").trim()}`);
+  const token = grpc.credentials.createFromMetadataGenerator((_, callback) => callback(null, metadata));
+  return grpc.credentials.combineChannelCredentials(channel, token);
+}
+
+const cache = new Cache(address, credentials());
+// Operators are served on a socket beside that of the workers. With TLS and a token: at the same address.
+const admin = new Admin(address.startsWith("unix:") ? `${address}.admin` : address, credentials());
 const call = (name, request) => new Promise((resolve, reject) =>
   cache[name](request, { deadline: Date.now() + 10_000 }, (error, response) => error ? reject(error) : resolve(response)));
 
@@ -81,7 +99,24 @@ const read = (session, claim, entry) => new Promise((resolve, reject) => {
   });
 });
 
+/** Follow which keys are published. Resolves when all that were there are known, to what waits for an event. */
+const openWatch = () => new Promise((resolve, reject) => {
+  const seen = [], waiting = [];
+  const stream = admin.Watch({});
+  const event = (kind, key) => new Promise((found) => {
+    waiting.push(() => seen.some((each) => each.kind === kind && each.key.equals(key)) && found(kind));
+    waiting.at(-1)();
+  });
+  stream.on("error", (error) => error.code === grpc.status.CANCELLED || reject(error));
+  stream.on("data", ({ events }) => {
+    seen.push(...events);
+    if (events.some(({ kind }) => kind === "WATCH_KIND_SYNCED")) resolve({ event, close: () => stream.cancel() });
+    waiting.forEach((look) => look());
+  });
+});
+
 if (process.argv[1].endsWith("client.mjs")) {
+  const watch = await openWatch();
   const session = await openSession();
   const namespace = { fingerprint: sha256("weights"), quantisation: "q4_0", contextParams: sha256("context") };
   const tokens = Array.from({ length: 700 }, (_, number) => number);
@@ -91,13 +126,16 @@ if (process.argv[1].endsWith("client.mjs")) {
                    payload_bytes: [payload.length], token_counts: [tokens.length], layer_counts: [0], token_ids: [] };
   const parts = [{ item: 0, offset_bytes: 0, data: payload, last: true, payload_crc32c: crc32c(payload) }];
   const saved = await call("SaveWhole", { header, parts });
+  const watched = [await watch.event("WATCH_KIND_PUBLISHED", key)];
   const claim = await call("Claim", { session: session.ref, keys: [key], mode: "CLAIM_MODE_FIRST" });
   const bytes = await read(session, claim, claim.results[0].entry);
   const released = await call("Release", { session: session.ref, claim_ids: [claim.claim_id] });
   const deleted = await call("Delete", { session: session.ref, keys: [key] });
+  watched.push(await watch.event("WATCH_KIND_EVICTED", key));
   console.log(JSON.stringify({
     key: key.toString("hex"), blocks: blockKeys(namespace, tokens, 300).map((each) => each.toString("hex")),
     saved: saved.results[0].status, read: bytes.toString(), released: released.results[0],
-    deleted: deleted.results[0], version: session.version }));
+    deleted: deleted.results[0], watched, version: session.version }));
   session.close();
+  watch.close();
 }
