@@ -73,8 +73,10 @@ def read_rows(path: Path) -> Rows:
     rows = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CallerError(f"{path}: can't be read: {error}") from None
+    except OSError as error:
+        raise CallerError(f"{path}: can't be read: {(error.strerror or '').lower()}") from None
+    except UnicodeDecodeError:
+        raise CallerError(f"{path}: can't be read: it is no text in UTF-8") from None
     for number, line in enumerate(lines, start=1):
         # The file may also have log lines of the peers.
         if not line.startswith("{"):

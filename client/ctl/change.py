@@ -12,6 +12,7 @@ import typer
 from ...proto.vocabulary import Tier
 from .command import (
     LONG_TIMEOUT_S,
+    MAX_NUMBER,
     TIER_NAMES,
     Ctl,
     NamedTiersOption,
@@ -109,6 +110,7 @@ def delete(
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         found = find_key(daemon, key)
         if dry_run:
+            daemon.inspect(found, verify=False)  # is it there?
             ctl.show({"key": found.hex(), "dry_run": True}, lambda: f"{found.hex()} would go")
             return
         (status,) = daemon.drop([found])
@@ -171,7 +173,8 @@ def gc(ctl: Ctl) -> None:
 
 
 def kick(
-    ctl: Ctl, session: Annotated[int, typer.Argument(help="As sessions lists it.", min=1)]
+    ctl: Ctl,
+    session: Annotated[int, typer.Argument(help="As sessions lists it.", min=1, max=MAX_NUMBER)],
 ) -> None:
     """End a session, and release its claims and reservations.
 

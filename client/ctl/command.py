@@ -43,6 +43,8 @@ Member = TypeVar("Member", bound=IntEnum)
 DEFAULT_TIMEOUT_S: Final = 10.0
 #: For calls that read every payload, or drop gigabytes.
 LONG_TIMEOUT_S: Final = 600.0
+#: The largest number that a daemon, or SQLite, takes.
+MAX_NUMBER: Final = 2**63 - 1
 #: Rows of one table of a long list. A list of any length is shown as tables of so many rows.
 TABLE_ROWS: Final = 1_000
 _INDENT: Final = 2
@@ -161,7 +163,11 @@ def make_console(*, stderr: bool = False) -> Console:
     """A console for people. It is wide when it writes to a pipe, so that grep sees whole lines."""
     from rich.console import Console
 
-    console = Console(stderr=stderr, highlight=False)
+    class Pipe(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError  # to `failures.Group`, as for JSON; Rich would exit with 1
+
+    console = Pipe(stderr=stderr, highlight=False)
     if not console.is_terminal and not os.environ.get("COLUMNS"):
         console.width = PIPE_WIDTH
     return console
@@ -178,6 +184,8 @@ def parse_size(text: str | int) -> int:
         raise typer.BadParameter(str(error)) from None
     if size_bytes < 1:
         raise typer.BadParameter("a size is at least 1 byte")
+    if size_bytes > MAX_NUMBER:
+        raise typer.BadParameter(f"{text!r} is more than any daemon has")
     return size_bytes
 
 

@@ -163,7 +163,7 @@ class AdminConnection:
         return list(self._operate(self._admin.Drop, pb.DropRequest(keys=keys)).results)
 
     def drain(self, within_s: float, *, stop: bool, resume: bool) -> pb.DrainResponse:
-        within_ms = round(within_s * 1000)
+        within_ms = min(round(within_s * 1000), 2**32 - 1)
         request = pb.DrainRequest(within_ms=within_ms, stop=stop, resume=resume)
         return self._operate(self._admin.Drain, request)
 

@@ -1,6 +1,6 @@
 """How a command of prefixctl fails: one sentence on standard error, and an exit code.
 
-With `--json` the sentence is a JSON object: `{"error": "...", "exit_code": 2}`.
+With `--json` the sentence is a JSON object: `{"error": "...", "exit_code": 2}`; a note is one, too.
 """
 
 from __future__ import annotations
@@ -31,13 +31,18 @@ _WORDINGS: Final = (
     (r"Input should be greater than or equal to (\S+)", r"is at least \1"),
     (r"Input should be less than or equal to (\S+)", r"is at most \1"),
     (r"(\S+) is not in the range (.+?)\.?", r"is in \2, not \1"),
-    (r"Value error, (.*)", r"\1"),
     (r"No such command '(.*?)'\.", r"there is no command \1"),
+    (r"No such command '(.*?)'\. Did you mean (.*?)\?", r"there is no command \1; \2?"),
+    (r"(?:Value error, )?'(.*?)' is not one of (.*)\.", r"\1 is none of \2"),
+    (r"Value error, (.*)", r"\1"),
     (r"Missing command\.?", "say which command"),
     (r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)", r"it takes no more arguments: \1"),
     (r"Option '?(\S+?)'? requires (?:an argument|\d+ arguments)\.", r"\1 takes a value"),
     (r"Option '?(\S+?)'? does not take a value\.", r"\1 takes no value"),
 )  # fmt: skip
+
+#: Those of them with names that need no quotes.
+_UNQUOTED: Final = (r"there is no command \1; \2?", r"\1 is none of \2")
 
 
 class ExitCode(IntEnum):
@@ -70,6 +75,14 @@ def _print_error(sentence: str, code: ExitCode, *, hint: str = "") -> None:
         typer.echo(json.dumps({"error": sentence, "exit_code": int(code)}), err=True)
     else:
         typer.echo(f"prefixctl: {sentence}{hint}", err=True)
+
+
+def print_note(note: str) -> None:
+    """Print what is good to know, on standard error."""
+    if _Style.as_json:
+        typer.echo(json.dumps({"note": note}), err=True)
+    else:
+        typer.echo(f"prefixctl: note: {note}", err=True)
 
 
 def exit_if(condition: object, code: ExitCode = ExitCode.PROBLEM) -> None:
@@ -189,6 +202,8 @@ def _sentence_of(problem: Any) -> str:
     for wording, ours in _WORDINGS:
         if found := re.fullmatch(wording, message, re.DOTALL):
             message = found.expand(ours)
+            if ours in _UNQUOTED:
+                message = message.replace("'", "")
             break
     if not name:
         return str(message)

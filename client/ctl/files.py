@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, NoReturn
 import typer
 
 from .command import Ctl, make_console, print_json
-from .failures import ExitCode, fail
+from .failures import ExitCode, fail, print_note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -85,7 +85,7 @@ def cannot_write(path: str, error: OSError) -> NoReturn:
 def warn(notes: Iterable[str]) -> None:
     """Print notes on the input on standard error."""
     for note in notes:
-        typer.echo(f"prefixctl: note: {note}", err=True)
+        print_note(note)
 
 
 def csv_of(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -15,7 +15,6 @@ from .files import STDOUT
 
 if TYPE_CHECKING:
     from ..identity import StateIdentity
-    from .connection import AdminConnection
 
 _BEGINNING: Final = re.compile(r"[0-9a-f]{4,64}")
 #: The size of a file that is read: more than an identity has.
@@ -40,19 +39,19 @@ def identity(
     """
     from .views.identity import differences_view, identities_table, identity_view
 
-    with ctl.connect() as daemon:
-        if one is None:
+    if one is None:
+        with ctl.connect() as daemon:
             listed = daemon.identities()
-            if ctl.as_json:
-                print_json({"identities": listed})
-            else:
-                make_console().print(identities_table(listed))
-            return
-        found = _find(daemon, one)
-        if other is None:
-            ctl.show(found.to_json(), lambda: identity_view(found))
-            return
-        second = _find(daemon, other)
+        if ctl.as_json:
+            print_json({"identities": listed})
+        else:
+            make_console().print(identities_table(listed))
+        return
+    found = _find(ctl, one)
+    if other is None:
+        ctl.show(found.to_json(), lambda: identity_view(found))
+        return
+    second = _find(ctl, other)
     from ..identity import differences
 
     differing = differences(found, second)
@@ -63,27 +62,28 @@ def identity(
     exit_if(differing)
 
 
-def _find(daemon: AdminConnection, text: str) -> StateIdentity:
+def _find(ctl: Ctl, text: str) -> StateIdentity:
     """The identity that open sessions announced with a digest that begins with `text`, or that of a
-    file."""
+    file, for which no daemon is needed."""
     from ...proto.errors import InvalidNamespace
 
     digits = text.strip().lower()
     if not _BEGINNING.fullmatch(digits):
         try:
             return _parsed(_read(text))
-        except (OSError, ValueError) as problem:
-            fail(
-                f"{text[:80]!r} begins no digest (4 to 64 hexadecimal digits), and is no file with "
-                f"an identity: {problem}",
-                ExitCode.BAD_INPUT,
-            )
+        except OSError as problem:
+            why = (problem.strerror or "").lower()
+        except ValueError as problem:
+            why = str(problem)
+        fail(
+            f"{text[:80]!r} begins no digest (4 to 64 hexadecimal digits), and is no file with an "
+            f"identity: {why}",
+            ExitCode.BAD_INPUT,
+        )
     # The daemon searches for whole bytes. The last digit may be half a byte.
-    listed = [
-        each
-        for each in daemon.identities(bytes.fromhex(digits[: len(digits) // 2 * 2]))
-        if each.identity.digest.hex().startswith(digits)
-    ]
+    with ctl.connect() as daemon:
+        announced = daemon.identities(bytes.fromhex(digits[: len(digits) // 2 * 2]))
+    listed = [each for each in announced if each.identity.digest.hex().startswith(digits)]
     digests = {each.identity.digest for each in listed}
     if not digests:
         fail(f"no open session has announced an identity {digits}", ExitCode.PROBLEM)
@@ -115,7 +115,7 @@ def _parsed(text: str) -> StateIdentity:
 
     try:
         return StateIdentity.from_json(json.loads(text))
-    except (ValueError, RecursionError) as problem:
-        if isinstance(problem, InvalidNamespace):
-            raise
-        raise InvalidNamespace(f"not an identity: {str(problem)[:200]}") from None
+    except InvalidNamespace:
+        raise
+    except (ValueError, RecursionError):
+        raise InvalidNamespace("it is no JSON of one") from None

@@ -11,6 +11,7 @@ only if it was saved with its token ids, and only after the block before it.
 
 from __future__ import annotations
 
+import os
 import struct
 import threading
 import time
@@ -293,7 +294,11 @@ class Publisher:
                 self._thread.start()
         except zmq.ZMQError as problem:
             self._context.destroy(linger=0)
-            raise ConfigError(f"can't publish at {bind}, replay at {replay}: {problem}") from None
+            places = bind if replay is None else f"{bind}, or replay at {replay}"
+            why = os.strerror(problem.errno or 0).lower()
+            raise ConfigError(
+                f"can't publish at {places}: {why}; write tcp://HOST:PORT or ipc://PATH"
+            ) from None
 
     def __enter__(self) -> Self:
         return self

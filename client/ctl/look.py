@@ -15,6 +15,7 @@ from ...proto.vocabulary import Tier
 from .command import (
     DEFAULT_TIMEOUT_S,
     LONG_TIMEOUT_S,
+    MAX_NUMBER,
     TABLE_ROWS,
     Ctl,
     TierOption,
@@ -209,7 +210,9 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
 def ls(
     ctl: Ctl,
     tier: TiersOption = None,
-    limit: Annotated[int, typer.Option(min=0, help="Entries per tier, 0 for all.")] = 20,
+    limit: Annotated[
+        int, typer.Option(min=0, max=MAX_NUMBER, help="Entries per tier, 0 for all.")
+    ] = 20,
 ) -> None:
     """List the next victims of eviction in their order; pinned entries come last.
 

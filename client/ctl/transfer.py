@@ -153,7 +153,7 @@ def _output(file: str, *, resume: bool) -> Iterator[tuple[BinaryIO, set[bytes], 
             out.seek(0, os.SEEK_END)
             yield out, known, (reader.entries, reader.payload_bytes)
     except OSError as problem:
-        fail(f"{path}: {problem.strerror}", ExitCode.PROBLEM)
+        fail(f"{path}: {(problem.strerror or '').lower()}", ExitCode.PROBLEM)
 
 
 def _export(
@@ -260,7 +260,7 @@ def _input(file: str) -> Iterator[BinaryIO]:
     try:
         source = Path(file).open("rb")  # noqa: SIM115  # only its errors are bad input
     except OSError as problem:
-        fail(f"{file}: {problem.strerror}", ExitCode.BAD_INPUT)
+        fail(f"{file}: {(problem.strerror or '').lower()}", ExitCode.BAD_INPUT)
     with source:
         if why := why_no_source(os.fstat(source.fileno())):
             fail(

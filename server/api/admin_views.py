@@ -183,7 +183,8 @@ class AdminViews:
         t = self._core.state.tables
         tier = messages.tier_of(request.tier, t.ledgers)
         if not 0 < request.payload_bytes <= limits.MAX_PAYLOAD_BYTES:
-            raise InvalidSize(f"payload_bytes is {request.payload_bytes}; ask for at least 1")
+            most = limits.MAX_PAYLOAD_BYTES
+            raise InvalidSize(f"payload_bytes is {request.payload_bytes}; ask for 1 ... {most}")
         ledger = t.ledgers[tier]
         key = _key_of(request.namespace)
         count = request.entries or 1

@@ -35,9 +35,11 @@ def test_delete_drops_one_entry_that_nobody_holds(daemon: PrivateDaemon) -> None
         client.save_many([SaveItem(KEY, b"bytes", 5)], tier=Tier.RAM)
         with client.claim([KEY]):
             assert "pinned" in run(daemon, "delete", "abababab", code=ExitCode.PROBLEM)
+        assert run(daemon, "delete", KEY.hex(), "--dry-run") == f"{KEY.hex()} would go\n"
         assert run(daemon, "delete", "abababab") == f"{KEY.hex()}: deleted\n"
         assert client.exists([KEY]) == [False]
         assert "absent" in run(daemon, "delete", KEY.hex(), code=ExitCode.PROBLEM)
+        assert run(daemon, "delete", KEY.hex(), "--dry-run", code=ExitCode.PROBLEM) == ""
     with daemon.admin() as admin:
         eventually(lambda: admin.stats().usage["test"].lookups)
 

@@ -27,6 +27,7 @@ from prefixd.client.ctl.command import (
     parse_tier,
 )
 from prefixd.client.ctl.failures import ExitCode, Group
+from prefixd.client.ctl.files import warn
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
 from prefixd.client.ctl.message_json import as_dict
@@ -162,7 +163,11 @@ def test_an_option_has_one_kind_of_value_in_all_commands() -> None:
         (["nope"], "there is no command nope"),
         (["trace", "nope"], "there is no command nope"),
         (["evict"], "--bytes is missing"),
-        (["log-level", "loud"], "level: 'loud' is not one of 'debug', 'info', 'warning', 'error'"),
+        (["statz"], "there is no command statz; stats"),
+        (["log-level", "loud"], "level: loud is none of debug, info, warning, error"),
+        (["kick", str(2**64)], "session is at most"),
+        (["ls", "--limit", str(2**64)], "--limit is at most"),
+        (["evict", "--bytes", "99999999TiB"], "--bytes: '99999999TiB' is more than any daemon has"),
         (["ls", "--tier", "tape"], "--tier: 'tape' is none of ram, shm, disk"),
         (["ls", "extra"], "it takes no more arguments: extra"),
         (["ls", "--limit"], "--limit takes a value"),
@@ -186,6 +191,17 @@ def test_a_failure_is_json_with_json(tmp_path: Path) -> None:
     error = json.loads(result.stderr)
     assert error["exit_code"] == 3
     assert f"{tmp_path}/no.sock" in error["error"]
+
+
+@pytest.mark.parametrize(
+    ("as_json", "said"), [(True, '{"note": "one"}\n'), (False, "prefixctl: note: one\n")]
+)
+def test_a_note_is_json_with_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool, said: str
+) -> None:
+    monkeypatch.setattr("prefixd.client.ctl.failures._Style.as_json", as_json)
+    warn(["one"])
+    assert capsys.readouterr().err == said
 
 
 @pytest.mark.parametrize("arguments", ["--help", "trace generate --profile code -o - -n 9000"])
@@ -330,13 +346,16 @@ def test_a_pipe_gets_whole_lines_without_colours(monkeypatch: pytest.MonkeyPatch
     assert commands.make_console().width == 70
 
 
-def test_a_reader_that_has_seen_enough_is_no_failure() -> None:
+@pytest.mark.parametrize(
+    "shown", ["print_json(list(range(10_000)))", "ctl.show(0, lambda: 'line\\n' * 10_000)"]
+)
+def test_a_reader_that_has_seen_enough_is_no_failure(shown: str) -> None:
     """`prefixctl ... | head -1`"""
     program = (
         "from prefixd.client.ctl.main import app\n"
         "from prefixd.client.ctl.command import command, print_json\n"
         "def much(ctl):\n"
-        "    for _ in range(100): print_json(list(range(10_000)))\n"
+        f"    for _ in range(100): {shown}\n"
         "command(app, 'much', much)\n"
         "app(['much'])\n"
     )
@@ -379,7 +398,7 @@ def test_sizes(text: str | int, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "8GB", "many", "0.2B"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "8GB", "many", "0.2B", "8388608TiB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(typer.BadParameter):
         parse_size(text)

@@ -131,10 +131,11 @@ def test_two_identities_are_compared(
 def test_files_are_compared_without_a_daemon(tmp_path: Path) -> None:
     for name, identity in (("a", ONE), ("b", TWO)):
         (tmp_path / name).write_text(json.dumps(identity.to_json()))
-    arguments = ["--address", "unix:/nowhere.sock", "identity"]
-    result = CliRunner().invoke(app, [*arguments, str(tmp_path / "a"), str(tmp_path / "b")])
-    assert result.exit_code == ExitCode.PROBLEM
-    assert "2 dimensions differ" in result.output
+    for where in (["--address", "unix:/nowhere.sock"], []):
+        arguments = [*where, "identity", str(tmp_path / "a"), str(tmp_path / "b")]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == ExitCode.PROBLEM
+        assert "2 dimensions differ" in result.output
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_files_are_compared_without_a_daemon(tmp_path: Path) -> None:
     [
         ("dead", ExitCode.PROBLEM, "no open session has announced an identity dead"),
         ("abc", ExitCode.BAD_INPUT, "begins no digest"),
-        ("no/such/file", ExitCode.BAD_INPUT, "begins no digest"),
+        ("no/such/file", ExitCode.BAD_INPUT, "an identity: no such file or directory"),
         ("x" * 5_000, ExitCode.BAD_INPUT, "begins no digest"),
     ],
 )
