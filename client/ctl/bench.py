@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 import typer
 
 from .command import Ctl, make_console, parse_size
-from .files import STDOUT, ForceOption, check_new, opened
+from .files import STDOUT, ForceOption, cannot_write, check_new, opened
 
 if TYPE_CHECKING:
     from ..bench.report import Rows, Table
@@ -242,13 +241,19 @@ def _daemon(flags: list[str]) -> Iterator[PrivateDaemon]:
 def _output(ctl: Ctl, output: str | None, *, force: bool) -> Iterator[Callable[[str], None]]:
     """Yields a function that writes a row to where it is wanted."""
     with ExitStack() as stack:
-        files: list[IO[str]] = [sys.stdout] if ctl.as_json or output == STDOUT else []
+        shown = ctl.as_json or output == STDOUT
+        file: IO[str] | None = None
         if output is not None and output != STDOUT:
-            files.append(stack.enter_context(opened(output, force=force)))
+            file = stack.enter_context(opened(output, force=force))
 
         def write(row: str) -> None:
-            for file in files:
-                print(row, file=file, flush=True)
+            if shown:
+                print(row, flush=True)
+            if file is not None and output is not None:
+                try:
+                    print(row, file=file, flush=True)
+                except OSError as problem:
+                    cannot_write(output, problem)
 
         yield write
 

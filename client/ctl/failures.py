@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperGroup
 
 #: Errors of a write that say that nothing can be written: no room, or nowhere to.
-_UNWRITABLE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
+UNWRITABLE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
 #: Wrong arguments of every kind. Which package has this class depends on the version of Typer.
 _UsageError: Final[Any] = typer.BadParameter.__mro__[1]
 #: What Typer, Click and pydantic say of wrong arguments, and what is said here.
@@ -127,7 +127,7 @@ class Group(TyperGroup):
             _let_go_of_stdout()
             sys.exit(ExitCode.OK)  # the reader (head, less) has seen enough
         except OSError as problem:
-            if problem.errno not in _UNWRITABLE:
+            if problem.errno not in UNWRITABLE:
                 raise
             _let_go_of_stdout()
             why = os.strerror(problem.errno or 0).lower()

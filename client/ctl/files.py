@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, NoReturn
 import typer
 
 from .command import Ctl, make_console, print_json
-from .failures import ExitCode, fail, print_note
+from .failures import UNWRITABLE, ExitCode, fail, print_note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -79,7 +79,8 @@ def write_text(path: str, text: str, *, force: bool) -> None:
 def cannot_write(path: str, error: OSError) -> NoReturn:
     """Exit with a sentence that says why a file cannot be written."""
     why = (error.strerror or str(error)).lower()
-    fail(f"{path}: cannot be written: {why}", ExitCode.BAD_INPUT)
+    code = ExitCode.PROBLEM if error.errno in UNWRITABLE else ExitCode.BAD_INPUT
+    fail(f"{path}: cannot be written: {why}", code)
 
 
 def warn(notes: Iterable[str]) -> None:

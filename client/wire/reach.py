@@ -27,7 +27,7 @@ _WHY: Final = {
     errno.ENOENT: "there is no such socket",
     errno.ENOTDIR: "there is no such socket",
     errno.ECONNREFUSED: "no process listens there",
-    errno.EACCES: DENIED,
+    errno.EACCES: f"{DENIED}: its mode or its directory does not admit this user",
     errno.EPERM: DENIED,
     errno.EAGAIN: "it takes no connection",
     errno.ETIMEDOUT: "it takes no connection",

@@ -13,8 +13,12 @@ from typer.testing import CliRunner
 
 from prefixd.client import AsyncClient, Client, MissReason, Namespace, Tier
 from prefixd.client.ctl.main import app
-from prefixd.proto.errors import CallerError, ConfigError
+from prefixd.client.wire.reach import reach
+from prefixd.proto.endpoints import ADDRESS_VARIABLE, default_addresses
+from prefixd.proto.errors import CallerError, ConfigError, DaemonUnavailable
+from tests.support.daemon import private_daemon
 from tests.support.fake_clients import NAMESPACE, ONE
+from tests.support.users import STRANGER, needs_root, run_as
 
 PAGE = (Path(__file__).parents[2] / "docs/first-mistakes.md").read_text()
 NOWHERE = "unix:/nowhere/at-all.sock"
@@ -71,11 +75,54 @@ def test_a_forgotten_await_says_so() -> None:
         ("tier resize ram 1GB", "'1GB' has an unknown unit 'GB': use B, KiB, MiB, GiB or TiB"),
         ("ls --limit ten", "--limit takes a whole number"),
         ("evict", "--bytes is missing"),
+        ("statz", "there is no command statz; stats?"),
     ],
 )
 def test_so_does_a_command(command: str, words: str) -> None:
     result = CliRunner().invoke(app, command.split())
     assert (result.exit_code, words in result.stderr) == (2, True)
+    assert f"`{words}`" in PAGE
+
+
+def test_a_daemon_that_listens_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(ADDRESS_VARIABLE, raising=False)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with pytest.raises(DaemonUnavailable) as raised:
+        reach([each.replace("prefixd.sock", "none.sock") for each in default_addresses()], 1.0)
+    said = str(raised.value)
+    words = "no daemon at any of the default addresses"
+    assert said.startswith(words)
+    assert all(place in said for place in (f"{tmp_path}/prefixd/none.sock", "/run/prefixd/"))
+    assert f"`{words}`" in PAGE
+
+
+@needs_root
+def test_a_worker_of_another_user() -> None:
+    def tried(attempt: Callable[[], object]) -> str:
+        try:
+            attempt()
+        except DaemonUnavailable as problem:
+            return str(problem)
+        return "reached"
+
+    with private_daemon() as daemon, daemon.admin() as admin:
+        said = run_as(STRANGER, lambda: tried(lambda: reach([daemon.address], 1.0)))
+        operator = run_as(STRANGER, lambda: tried(admin.stats))
+    words = "permission denied: its mode or its directory does not admit this user"
+    assert said == f"no daemon at {daemon.address}: {words}"
+    assert f"`{words}`" in PAGE
+    assert operator.endswith("run this as the daemon's user")
+    assert "`run this as the daemon's user`" in PAGE
+
+
+def test_a_result_for_a_full_disk(tmp_path: Path) -> None:
+    trace = tmp_path / "a.jsonl"
+    trace.write_text(
+        '{"timestamp": 0, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}\n'
+    )
+    result = CliRunner().invoke(app, ["analyze", str(trace), "-o", "/dev/full"])
+    words = "cannot be written: no space left on device"
+    assert (result.exit_code, f"/dev/full: {words}" in result.stderr) == (1, True), result.stderr
     assert f"`{words}`" in PAGE
 
 

@@ -128,6 +128,13 @@ def test_rows_before_the_name(daemon: PrivateDaemon) -> None:
     assert {row["peer"] for row in rows_of(result.stdout)} == {"memcpy", "prefixd-ram"}
 
 
+def test_rows_for_a_full_disk(daemon: PrivateDaemon) -> None:
+    arguments = "bench ram --batches 1 --block-bytes 4KiB --repeats 1 -o /dev/full --address"
+    result = CliRunner().invoke(app, [*arguments.split(), daemon.address])
+    assert result.exit_code == 1
+    assert "prefixctl: /dev/full: cannot be written: no space left on device\n" in result.stderr
+
+
 def test_a_running_daemon_is_left_alone_with_its_evictions(daemon: PrivateDaemon) -> None:
     result = ctl("evict", "--address", daemon.address)
     assert result.exit_code == 2
