@@ -174,12 +174,14 @@ def gc(ctl: Ctl) -> None:
 
 def kick(
     ctl: Ctl,
-    session: Annotated[int, typer.Argument(help="As sessions lists it.", min=1, max=MAX_NUMBER)],
+    session: Annotated[int, typer.Argument(help="As sessions lists it.", min=1)],
 ) -> None:
     """End a session, and release its claims and reservations.
 
     Its client opens another one with its next call.
     """
+    if session > MAX_NUMBER:
+        fail(f"there is no session {session}", ExitCode.PROBLEM)
     with ctl.connect() as daemon:
         daemon.kick(session)
     ctl.show({"session": session}, lambda: f"session {session} was ended")

@@ -210,9 +210,7 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
 def ls(
     ctl: Ctl,
     tier: TiersOption = None,
-    limit: Annotated[
-        int, typer.Option(min=0, max=MAX_NUMBER, help="Entries per tier, 0 for all.")
-    ] = 20,
+    limit: Annotated[int, typer.Option(min=0, help="Entries per tier, 0 for all.")] = 20,
 ) -> None:
     """List the next victims of eviction in their order; pinned entries come last.
 
@@ -257,7 +255,7 @@ def _entries(daemon: AdminConnection, tier: Tier, limit: int) -> Iterator[pb.Ent
 
     if 0 < limit <= MAX_PAGE_ENTRIES:
         return iter(daemon.next_victims(tier, limit))
-    return islice(least_recent_first(daemon, tier), limit or None)
+    return islice(least_recent_first(daemon, tier), min(limit, MAX_NUMBER) or None)
 
 
 def least_recent_first(daemon: AdminConnection, tier: Tier) -> Iterator[pb.EntryDetail]:

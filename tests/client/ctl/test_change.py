@@ -50,7 +50,8 @@ def test_a_client_that_was_kicked_comes_back(daemon: PrivateDaemon) -> None:
         (session,) = json.loads(run(daemon, "sessions", "--json"))["sessions"]
         run(daemon, "kick", str(session["session_id"]))
         eventually(lambda: client.counters["sessions"] == 2)
-        run(daemon, "kick", str(session["session_id"]), code=ExitCode.PROBLEM)
+        for gone in (session["session_id"], 2**64):
+            run(daemon, "kick", str(gone), code=ExitCode.PROBLEM)
 
 
 def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:

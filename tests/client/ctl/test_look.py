@@ -112,7 +112,7 @@ def test_long_lists_are_shown_as_several_tables(
     daemon: PrivateDaemon, keys: dict[Tier, list[Key]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(look, "TABLE_ROWS", 20)
-    text = run(daemon, "ls", "--tier", "ram", "--limit", "0").stdout
+    text = run(daemon, "ls", "--tier", "ram", "--limit", str(2**64)).stdout
     assert "ram: 1 to 20 of 30 entries" in text
     assert "ram: 21 to 30 of 30 entries" in text
     places = [text.index(key.hex()[:16]) for key in keys[Tier.RAM]]
