@@ -434,8 +434,8 @@ class Running(Outside):
         self.local_connections.append(connection)
         return connection
 
-    async def save_staged(self) -> StagedCall:
-        return StagedCall(await self.connect_locally())
+    async def save_staged(self, session: OpenSession | None = None) -> StagedCall:
+        return StagedCall(await self.connect_locally(session))
 
     @property
     def tables(self) -> Any:

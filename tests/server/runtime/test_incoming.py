@@ -462,7 +462,7 @@ async def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tupl
         header=session.header([item(key(1), DATA)], tier),
         **staged([StagedPart(length_bytes=2500)]),
     )
-    return await daemon.save_staged(), first
+    return await daemon.save_staged(session), first
 
 
 CALLS = [save_call, write_call, staged_call]
