@@ -56,7 +56,9 @@ _ARENAS: Final[dict[int, str]] = {
     Tier.SHM: frames.SHM,
     Tier.DISK: frames.DISK,
 }
-#: How much of a call's time the hand-over may take. The call then goes on over gRPC.
+#: How much of a look-up's time the hand-over may take. The call then goes on over gRPC. A save
+#: waits for half of its time: where a daemon has so much to do that it is late with a hand-over,
+#: saves over gRPC take many times as long as staged ones.
 HAND_OVER_S: Final = 0.5
 #: After a failed hand-over, the next attempt waits this long.
 RETRY_HAND_OVER_S: Final = 5.0
@@ -85,9 +87,10 @@ class LocalTransport:
         #: The session that `_node` was handed to.
         self._link: Link | None = None
         self._node: LocalNode | None = None
-        #: No hand-over is asked for before these moments, on the monotonic clock: of the node, and
-        #: of single parts that come later.
+        #: No hand-over is asked for before these moments, on the monotonic clock: of the node for a
+        #: look-up or for a save, which waits longer, and of single parts that come later.
         self._not_before_s = 0.0
+        self._save_not_before_s = 0.0
         self._part_not_before_s: dict[str, float] = {}
         self._closed = False
         self._reads = DiskReads()
@@ -98,7 +101,9 @@ class LocalTransport:
 
     # ---- the node
 
-    def _current(self, deadline: Deadline | None = None) -> LocalNode | None:
+    def _current(
+        self, deadline: Deadline | None = None, *, saving: bool = False
+    ) -> LocalNode | None:
         """The node of the current session; None: there is none.
 
         With a deadline, waits for the first session. Raises PrefixdError.
@@ -107,7 +112,7 @@ class LocalTransport:
         if link is None or link.why_ended:
             if deadline is not None:
                 self._remote.link(deadline)
-            self._switch(deadline)
+            self._switch(deadline, saving=saving)
         return self._node
 
     def _indexed(self, deadline: Deadline | None = None) -> LocalNode | None:
@@ -143,7 +148,7 @@ class LocalTransport:
             return node.staging
         if frames.STAGING in node.refused and not self._may_ask(frames.STAGING):
             return None
-        within_s = min(HAND_OVER_S, deadline.left_s() / 2)
+        within_s = deadline.left_s() / 2
         if self._lock.acquire(timeout=within_s):
             self._take_part(node, frames.STAGING, "staging memory", within_s)
         return node.staging
@@ -164,19 +169,21 @@ class LocalTransport:
         finally:
             self._lock.release()
 
-    def _switch(self, deadline: Deadline | None) -> None:
+    def _switch(self, deadline: Deadline | None, *, saving: bool) -> None:
         """Take the node of the current session. While there is no session the last node stays: what
         it validates is right even after the daemon has died. Raises DeadlineExceeded."""
         link = self._remote.current
         if link is None or link is self._link:
             return
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
+        if saving and deadline is not None:
+            within_s = deadline.left_s() / 2
         until_s = time.monotonic() + within_s
         # Another call may be getting it at this moment. Half of the time is left for gRPC.
         if not self._lock.acquire(timeout=within_s / 2):
             return
         try:
-            self._take_node(link, until_s)
+            self._take_node(link, until_s, saving=saving)
         finally:
             self._lock.release()
 
@@ -197,16 +204,18 @@ class LocalTransport:
         if old is not None:
             old.let_go()
             self._take_touches()  # dropped: they are of an earlier session
-            self._not_before_s = 0.0
+            self._not_before_s = self._save_not_before_s = 0.0
             self._part_not_before_s.pop(frames.STAGING, None)
 
-    def _take_node(self, link: Link, until_s: float) -> None:
+    def _take_node(self, link: Link, until_s: float, *, saving: bool) -> None:
         """Called with the lock."""
         if link is self._link or self._closed:
             return
         self._drop_node()
         now_s = time.monotonic()
-        if now_s >= until_s or now_s < self._not_before_s:
+        if now_s >= until_s:
+            return
+        if now_s < (self._save_not_before_s if saving else self._not_before_s):
             return
         try:
             calls = self._remote.local_calls(link)
@@ -214,6 +223,8 @@ class LocalTransport:
         except DeadlineExceeded:
             logger.info("no local fast path yet: the daemon took too long to hand it over")
             self._not_before_s = time.monotonic() + RETRY_HAND_OVER_S
+            if saving:
+                self._save_not_before_s = self._not_before_s
             return
         if self._closed:
             return
@@ -455,7 +466,7 @@ class LocalTransport:
     ) -> list[SaveOutcome] | None:
         """Save lent payloads, or through staging memory. None: neither is possible, and nothing has
         happened."""
-        node = self._current(deadline)
+        node = self._current(deadline, saving=True)
         if node is None:
             return None
         if node.lends and can_lend(payloads):

@@ -19,6 +19,7 @@ import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.client.local import local_transport
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
@@ -316,6 +317,42 @@ def test_a_hand_over_that_takes_too_long_is_tried_again(
         assert client.exists([key_of("nobody")]) == [False]
         assert rpcs(client) == {"Lookup": 3}
         assert client._transport.refused() == {}
+
+
+def test_a_save_waits_for_a_late_hand_over(
+    daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even if a look-up did not: over gRPC, it would take many times as long beside staged ones.
+    A hand-over that is too late for a save is not asked for by the next one."""
+    asked: list[float] = []
+    hand_over, late = FramedConnection.hand_over, True
+
+    def slow(
+        line: FramedConnection, session: pb.SessionRef, timeout_s: float, wanted: Sequence[str]
+    ) -> Any:
+        asked.append(timeout_s)
+        if late or timeout_s < 1:
+            raise DeadlineExceeded("not yet")
+        return hand_over(line, session, timeout_s, wanted)
+
+    def save() -> SaveStatus:
+        return client.save(key_of("once"), b"x" * 100, tier=Tier.RAM, deadline_ms=20_000).status
+
+    monkeypatch.setattr(local_transport, "HAND_OVER_S", 0.5)
+    monkeypatch.setattr(FramedConnection, "hand_over", slow)
+    with Client(daemon.address) as client:
+        assert client.exists([key_of("nobody")]) == [False]
+        late = False
+        assert save() is SaveStatus.SAVED
+        assert rpcs(client) == {"Lookup": 1, "SaveStaged": 1}
+        assert client.delete([key_of("once")])
+    asked.clear()
+    late = True
+    with Client(daemon.address) as client:
+        assert save() is SaveStatus.SAVED
+        assert 5 < asked[0] <= 10, "half of its time, and the other half for gRPC"
+        assert client.save(key_of("next"), b"x", tier=Tier.RAM).ok
+        assert len(asked) == 1
 
 
 def test_a_call_waits_no_longer_than_it_may_for_the_hand_over_of_another(
