@@ -264,6 +264,8 @@ async def _serve_rpcs(
         # Vital: without it strangers could take all places.
         strangers = front.connections.watch(core.executor)
         core.supervisor.task("gRPC connections", strangers, vital=True)
+    workers = front.workers_connections.watch(core.executor, front.descriptors)
+    core.supervisor.task("workers' connections", workers)
     # Vital: without this task the reported health would never change again.
     watching = core.supervisor.task("health watcher", _watch_health(core, front), vital=True)
     notify("READY=1")

@@ -126,6 +126,8 @@ class Sockets:
     async def _serve(self, where: UnixSocket, make: Callable[[], grpc.aio.Server]) -> None:
         server = make()
         where.bind(lambda path: server.add_insecure_port(f"{UNIX_SCHEME}{path}"))
+        if where.option == "server.address":
+            self._front.workers_connections.names.add(where.bound_path)
         self._servers.append(server)
         await server.start()
 

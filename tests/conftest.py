@@ -15,6 +15,7 @@ import typer.testing
 from hypothesis import settings
 
 from prefixd.client.local import local_transport
+from prefixd.server.api import http
 from tests.support.lengths import LONG
 from tests.support.warm import warm_starts
 
@@ -93,6 +94,8 @@ def plain_environment() -> Iterator[None]:
         # A client whose hand-over takes longer than this goes on over gRPC: on a loaded machine,
         # the tests of reading in place would silently test gRPC.
         patch.setattr(local_transport, "HAND_OVER_S", 60.0)
+        # A test that reads metrics again wants those of now.
+        patch.setattr(http, "AT_MOST", 1.0)
         # Tests share one copy of prefixctl's commands, because building them takes long.
         build = functools.cache(typer.main.get_command)
         patch.setattr(typer.testing, "_get_command", build)

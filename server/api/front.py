@@ -31,7 +31,7 @@ from .admin import AdminService
 from .connections import Connections
 from .data_socket import DataServer
 from .grpc_adapter import Ends, Method, OneMessage, add_service, methods_of
-from .grpc_connections import GrpcConnections
+from .grpc_connections import GrpcConnections, WorkersConnections
 from .grpc_door import Door, PublicHandler
 from .hand_over import Handoff
 from .local_socket import LocalServer
@@ -100,6 +100,8 @@ class Front:
         self.public_calls: Final = Shares("calls without a token", _MAX_PUBLIC_CALLS)
         #: Connections to the gRPC server for TCP.
         self.connections: Final = GrpcConnections(config.max_remote)
+        #: Connections to the gRPC server on the workers' socket.
+        self.workers_connections: Final = WorkersConnections(config.max_sessions)
         #: The daemon sets its limit, and starts it.
         self.descriptors: Final = DescriptorWatch(0, core.health)
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
@@ -182,7 +184,11 @@ class Front:
             "call_refusals": self.calls.refusals,
             "public_call_refusals": self.public_calls.refusals,
             "session_refusals": self.sessions.places.refusals,
-            "grpc_connection_refusals": self.connections.places.refusals + self.connections.closed,
+            "grpc_connection_refusals": (
+                self.connections.places.refusals
+                + self.connections.closed
+                + self.workers_connections.closed
+            ),
             "token_refusals": self.tokens.refusals if self.tokens is not None else 0,
         }
 
@@ -208,6 +214,9 @@ class Front:
             maximum_concurrent_rpcs=within + _MAX_PUBLIC_CALLS + _MAX_ARRIVING,
             options=[
                 *(_remote_options(config) if remote else ()),
+                # A session is a call, so its connection is not idle.
+                ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
+                ("grpc.max_connection_idle_ms", _IDLE_MS),
                 # A message of 16 KiB could become one of 16 MiB; payloads don't get smaller.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -252,8 +261,6 @@ class Front:
 def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
     """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
     yield "grpc.max_allowed_incoming_connections", config.max_remote
-    yield "grpc.server_handshake_timeout_ms", _HANDSHAKE_MS
-    yield "grpc.max_connection_idle_ms", _IDLE_MS
     yield "grpc.max_concurrent_streams", _MAX_STREAMS
 
 

@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
 
 import grpc
 
-from ...proto.errors import LimitReached, PrefixdError
+from ...proto.errors import LimitReached, NotAuthenticated, PrefixdError
 from ..core.shares import HOST, Holder, Shares
 from .access import Access, Role, Tokens, tenant_of
 from .grpc_adapter import MESSAGE_WITHIN_S, Context, GrpcCaller, Guard
-from .grpc_connections import GrpcConnections, plain_host
+from .grpc_connections import GrpcConnections, network_of, plain_host
 
 _HEADER: Final = "authorization"
 
 
 def peer_of(context: Context) -> tuple[str, int]:
     """The other end of a call over TCP, as gRPC writes it: `ipv4:127.0.0.1:4711`,
-    `ipv6:%5B::1%5D:4711`."""
+    `ipv6:%5B::1%5D:4711`. Raises NotAuthenticated where gRPC does not know it any more."""
     host, _, port = unquote(context.peer()).partition(":")[2].rpartition(":")
+    if not port.isdecimal():
+        raise NotAuthenticated("the connection of this call has ended")
     return plain_host(host.strip("[]")), int(port)
 
 
@@ -67,7 +69,8 @@ class Door:
     def hang_up(self, context: Context) -> None:
         """Close the connection of a call whose client reads nothing, as far as this is known."""
         if self._connections is not None:
-            self._connections.hang_up(peer_of(context))
+            with suppress(NotAuthenticated):
+                self._connections.hang_up(peer_of(context))
 
     def _known(self, needed: Role, context: Context) -> tuple[Access | None, str]:
         """What the token of a call grants, and its tenant. Raises PrefixdError."""
@@ -85,7 +88,7 @@ class Door:
             except PrefixdError:
                 connections.refused(peer)
                 raise
-        tenant = tenant_of(access, peer[0])
+        tenant = tenant_of(access, network_of(peer[0]))
         connections.proved(peer, tenant)
         return access, tenant
 
@@ -111,10 +114,10 @@ class PublicHandler(grpc.GenericRpcHandler):
 
     def _bounded(self, handler: Any) -> Callable[..., Any]:
         async def serve(requests: AsyncIterator[Any], context: Context) -> None:
-            holder = Holder(peer_of(context)[0] if self._remote else HOST)
             try:
+                holder = Holder(network_of(peer_of(context)[0]) if self._remote else HOST)
                 self._places.take(holder)
-            except LimitReached as problem:
+            except (LimitReached, NotAuthenticated) as problem:
                 await context.abort(problem.code, str(problem))
             try:
                 await _serve(handler, _timely(requests, context), context)

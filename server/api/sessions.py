@@ -43,7 +43,7 @@ from . import messages
 from .access import Access, Namespaces, Role, check_same
 from .calls import Caller, CallerGone, Process, cut_off
 from .identities import Identities
-from .usage import LabelUsage, SessionUsage, UsageBook, check_usage
+from .usage import LabelUsage, ReportPace, SessionUsage, UsageBook, check_usage
 
 log = LimitedLog("prefixd.sessions")
 
@@ -262,6 +262,7 @@ class SessionStream:
         self._ending = False
         #: The sums that the reports of this client are added to, once its label is known.
         self._usage = LabelUsage()
+        self._pace: Final = ReportPace(config.heartbeat_interval_ms)
 
     async def run(
         self, requests: AsyncIterator[pb.SessionRequest]
@@ -377,7 +378,9 @@ class SessionStream:
             async for request in requests:
                 if session not in self._core.state.tables.sessions:
                     raise UnknownSession("the heartbeats stopped for too long; open a new session")
-                self._take(session, request)
+                wait_ns = self._take(session, request)
+                if wait_ns:
+                    await asyncio.sleep(wait_ns / 1e9)
         except PrefixdError as error:
             end = error
         except CallerGone:
@@ -418,9 +421,11 @@ class SessionStream:
             cut_off(self._task, why or LimitReached("the client does not read its events"))
         self._ending = True
 
-    def _take(self, session: int, request: pb.SessionRequest) -> None:
+    def _take(self, session: int, request: pb.SessionRequest) -> int:
+        """Returns how long the next message has to wait, in nanoseconds."""
         core = self._core
         now_ns = core.clock.now_ns()
+        wait_ns = 0
         match request.WhichOneof("kind"):
             case "heartbeat":
                 if request.heartbeat.HasField("usage"):
@@ -429,6 +434,7 @@ class SessionStream:
                     self._usage.add(usage, core.state.tables.journal, now_ns)
                     if session in self._sessions.usage.sessions:
                         self._sessions.usage.sessions[session].add(usage)
+                    wait_ns = self._pace.reported(now_ns)
                 core.post(HeartbeatCame(session, now_ns))
                 its = core.state.tables.sessions.get(session)
                 ack = pb.HeartbeatAck(
@@ -461,6 +467,7 @@ class SessionStream:
                     self._sessions.identities.announce(session, request.identity, now_ns)
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
+        return wait_ns
 
     def _keys(self, raw: Sequence[bytes]) -> tuple[Key, ...]:
         return self._sessions.namespaces.keys(self._access, messages.keys_of("keys", raw))

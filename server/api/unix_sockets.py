@@ -33,7 +33,7 @@ class UnixSocket:
         what lies at the path that it bound when it stops, finds nothing there. It could be the
         socket of another daemon.
         """
-        binding = self.path.with_name(f"{self.path.name}{BINDING_SUFFIX}")
+        binding = Path(self.bound_path)
         try:
             remove_leftover(binding)
             # Until chmod below, only this user may connect.
@@ -54,6 +54,11 @@ class UnixSocket:
             why = getattr(problem, "strerror", None) or problem
             raise OSError(f"{self.option}: can't listen on unix:{self.path}: {why}") from None
         self._bound = status.st_dev, status.st_ino
+
+    @property
+    def bound_path(self) -> str:
+        """The name that the kernel knows the socket by, and its connections."""
+        return str(self.path.with_name(f"{self.path.name}{BINDING_SUFFIX}"))
 
     @property
     def present(self) -> bool:

@@ -235,6 +235,27 @@ def bounded(amount: int) -> int:
     return min(amount, _MOST_SHOWN)
 
 
+#: Reports that a session may send at once, and how many in each heartbeat interval after that.
+_BURST: Final = 8
+_PER_HEARTBEAT: Final = 4
+
+
+class ReportPace:
+    """How often a session may report. A client sends one with a heartbeat, but each may name as
+    many keys as take milliseconds to look up."""
+
+    def __init__(self, heartbeat_interval_ms: int) -> None:
+        self._each_ns: Final = heartbeat_interval_ms * 10**6 // _PER_HEARTBEAT
+        #: The time at which the reports so far would be paid for, each with `_each_ns`.
+        self._paid_until_ns = 0
+
+    def reported(self, now_ns: int) -> int:
+        """One more was taken. Returns how long, in nanoseconds, no message of this session is to be
+        taken: what it sends meanwhile stays in the kernel, and then with the client."""
+        self._paid_until_ns = max(self._paid_until_ns, now_ns) + self._each_ns
+        return max(0, self._paid_until_ns - now_ns - _BURST * self._each_ns)
+
+
 @dataclass(slots=True)
 class SessionUsage:
     """What the client of one session has reported."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -17,11 +18,20 @@ import grpc
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import NotAuthenticated
 from prefixd.proto.limits import MAX_LABELS
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api import grpc_adapter, grpc_connections
 from prefixd.server.api.access import Access, Role, Tokens
-from prefixd.server.api.grpc_connections import MAX_REFUSALS, GrpcConnections, plain_host
+from prefixd.server.api.grpc_connections import (
+    MAX_REFUSALS,
+    GrpcConnections,
+    WorkersConnections,
+    network_of,
+    plain_host,
+    workers_at,
+)
+from prefixd.server.api.grpc_door import Door
 from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority
@@ -264,6 +274,95 @@ def test_addresses_have_one_form() -> None:
     assert [plain_host(each) for each in forms] == [
         "127.0.0.1", "127.0.0.1", "::1", "fe80::1", "2001:db8::1",
     ]  # fmt: skip
+
+
+def test_a_network_with_ipv6_is_one_client() -> None:
+    here = ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2")
+    assert {network_of(each) for each in here} == {"2001:db8:0:1::/64"}
+    assert network_of("2001:db8:0:2::1") == "2001:db8:0:2::/64"
+    assert [network_of(each) for each in ("::ffff:10.0.0.1", "10.0.0.2")] == [
+        "10.0.0.1",
+        "10.0.0.2",
+    ]
+
+
+@in_loop
+async def test_a_call_whose_connection_has_ended_is_refused(tmp_path: Path) -> None:
+    """gRPC then names no other end."""
+
+    class Gone:
+        def peer(self) -> str:
+            return "unknown"
+
+        def invocation_metadata(self) -> None:
+            return None
+
+    context: Any = Gone()
+    async with running(tmp_path) as daemon:
+        door = Door(daemon.front.calls, Tokens(KNOWN), daemon.front.connections)
+        with pytest.raises(NotAuthenticated, match="has ended"), door.guard(Role.READ)(context):
+            pass
+        door.hang_up(context)
+        assert daemon.front.calls.used == 0
+
+
+def test_of_too_many_connections_to_the_workers_socket_the_greediest_process_loses_some() -> None:
+    connections = WorkersConnections(2)
+    total = connections.total
+    honest = [(inode, 1) for inode in range(3)]
+    greedy = [(100 + inode, 2) for inode in range(total)]
+    assert connections.looked([*honest, *greedy[:-3]]) == set()
+    late = (1_000, 3)
+    unwanted = connections.looked([*honest, *greedy, late])
+    assert unwanted == {inode for inode, _ in greedy[-4:]}, "its newest, and nobody else's"
+    left = [each for each in (*honest, *greedy, late) if each[0] not in unwanted]
+    assert connections.looked(left) == set()
+    assert connections.closed == 4
+
+
+@in_loop
+async def test_idle_connections_to_the_workers_socket_are_closed_when_they_are_too_many(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
+    async with running(tmp_path, "--sessions.max_sessions=2") as daemon:
+        connections = daemon.front.workers_connections
+        path = str(tmp_path / "greedy.sock")
+        connections.names.add(path)
+        with ThreadPoolExecutor(1) as looking, socket.socket(socket.AF_UNIX) as listening:
+            listening.bind(path)
+            listening.listen(200)
+            idle, accepted = [], []
+            for _ in range(connections.total + 5):
+                idle.append(socket.socket(socket.AF_UNIX))
+                idle[-1].connect(path)
+                accepted.append(listening.accept()[0])
+            assert {process for _, process in workers_at({path})} == {os.getpid()}
+            daemon.front.descriptors.looked(10_000)
+            watching = asyncio.ensure_future(connections.watch(looking, daemon.front.descriptors))
+            hung_up = select.poll()
+            for each in idle:
+                hung_up.register(each, 0)
+            await daemon.until(lambda: len(hung_up.poll(0)) >= 5)
+            assert (connections.closed, len(hung_up.poll(0))) == (5, 5)
+            watching.cancel()
+            for each in (*idle, *accepted):
+                each.close()
+
+
+@in_loop
+async def test_reports_of_usage_are_taken_at_a_pace(tmp_path: Path) -> None:
+    async with running(tmp_path, "--sessions.heartbeat=60s") as daemon:
+        session = await daemon.open()
+        for sequence in range(40):
+            beat = pb.Heartbeat(sequence=sequence, usage=pb.Usage(lookups=1, hits=1))
+            await session.send(heartbeat=beat)
+        acknowledged = [(await session.event()).heartbeat_ack.sequence for _ in range(9)]
+        assert acknowledged == list(range(9))
+        reported = daemon.front.sessions.usage.sessions[session.ref.session_id]
+        assert await daemon.lookup(key(1)), "others are served meanwhile"
+        assert reported.lookups == 9
 
 
 @in_loop

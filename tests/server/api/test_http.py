@@ -25,6 +25,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.api import http
 from prefixd.server.api.admin_views import AdminViews
 from prefixd.server.api.http import (
     FRESH_S,
@@ -195,6 +196,40 @@ def get(address: str, path: str, method: str = "GET") -> tuple[int, dict[str, st
             return answer.status, dict(answer.headers), answer.read()
     finally:
         connection.close()
+
+
+def test_metrics_take_a_tenth_of_a_processor_however_many_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http, "AT_MOST", 0.1)
+    now_s, made = 0.0, 0
+
+    def make() -> bytes:
+        nonlocal now_s, made
+        now_s += 0.02
+        made += 1
+        return b"%d" % made
+
+    kept = http.Kept(make, lambda: now_s)
+    assert {kept.get() for _ in range(100)} == {b"1"}
+    now_s += 0.17
+    assert kept.get() == b"1"
+    now_s += 0.011
+    assert kept.get() == b"2"
+
+
+def test_metrics_have_two_forms_whatever_is_asked_for() -> None:
+    with serve_metrics(ANYWHERE, StateCollector(state())) as address:
+        for accept, kind in (
+            ("", "text/plain"),
+            ("application/openmetrics-text;version=7.0.1;escaping=dots", "application/openmetrics"),
+        ):
+            connection = HTTPConnection(address, timeout=30)
+            connection.request("GET", "/metrics", headers={"Accept": accept})
+            response = connection.getresponse()
+            assert response.headers["Content-Type"].startswith(kind)
+            assert b"prefixd_" in response.read()
+            connection.close()
 
 
 @in_loop

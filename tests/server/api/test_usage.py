@@ -27,6 +27,7 @@ from prefixd.server.api import usage as subject
 from prefixd.server.api.metrics import StateCollector, collect_usage
 from prefixd.server.api.usage import (
     LabelUsage,
+    ReportPace,
     SessionUsage,
     UsageBook,
     bounded,
@@ -316,6 +317,15 @@ def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> No
     assert label.scalars["lookups"] > 2**64
     assert pb.StatsResponse(usage={"a": label.message()}).usage["a"].lookups == 2**57
     assert bounded(session.restored_bytes) == 2**57
+
+
+def test_a_session_that_reports_too_often_has_to_wait() -> None:
+    pace = ReportPace(heartbeat_interval_ms=2_000)
+    second_ns = 10**9
+    assert [pace.reported(second_ns) for _ in range(8)] == [0] * 8
+    assert [pace.reported(second_ns) for _ in range(2)] == [second_ns // 2, second_ns]
+    for beat in range(4, 100):
+        assert pace.reported(second_ns * 2 * beat) == 0, "one with each heartbeat never waits"
 
 
 def test_labels_are_bounded() -> None:
