@@ -101,6 +101,8 @@ _UNSURE_NS: Final = 15 * 60 * 10**9
 
 
 def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaState:
+    """The state of a start at `now_ns`. Its stamps are above all that the stores have recorded, as
+    far as they are open: the clock may have been set back since."""
     return MetaState(
         replace(
             plan.config.sessions.state_config(),
@@ -113,6 +115,7 @@ def make_state(plan: Plan, stores: Mapping[Tier, Store], now_ns: int) -> MetaSta
         {tier: store.stored_bytes for tier, store in stores.items()},
         frozenset(tier for tier, store in stores.items() if store.recorded),
         now_ns,
+        max((store.newest for store in stores.values()), default=0),
     )
 
 

@@ -254,6 +254,10 @@ class RecordedStore(ArenaStore):
         self.arena, self._opened = arena, records
 
     @property
+    def newest(self) -> int:
+        return 0 if self._opened is None else self._opened.newest
+
+    @property
     def _records(self) -> Records:
         """Raises StoreError before `open`."""
         if self._opened is None:

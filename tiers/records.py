@@ -50,12 +50,15 @@ from ..proto.vocabulary import Tier
 from .files import cut_file, open_own_file, pwrite_all, secure_range, write_errors
 from .rows import (
     KEY_SLICE,
+    MARK_SLAB,
     Erasure,
     RowReader,
     RowRefused,
     RowTable,
     decode_checked,
     decode_entry,
+    decode_mark,
+    encode_mark,
     encode_rows,
     generation_of,
     is_continuation,
@@ -94,9 +97,12 @@ class Records:
         self._unerased: set[Erasure] = set()
         self._secured_slabs = 0
         self._usage_fd = -1
+        #: The newest generation that was ever recorded. 0: it is not known.
+        self.newest = 0
         with write_errors(f"open the records in {directory}"):
             try:
                 self._usage_fd = self._open_usage()
+                self.newest = decode_mark(table.read(MARK_SLAB))
             except BaseException:
                 self.close()
                 raise
@@ -155,6 +161,9 @@ class Records:
                 erased = list(self._unerased)
             try:
                 rows = [row for entry in entries for row in encode_rows(entry, self.slab_bytes)]
+                if entries:
+                    self.newest = max(self.newest, *(entry.generation for entry in entries))
+                    rows.append((MARK_SLAB, encode_mark(self.newest)))
                 self.table.apply(erased, rows)
             except BaseException:
                 # Some of them may be on the device, and their room goes to other entries now.
@@ -174,7 +183,7 @@ class Records:
     def probe(self) -> None:
         """Write the row that belongs to no entry, durably. Raises StoreError, StoreFull."""
         with self._io:
-            self.table.probe()
+            self.table.probe(self.newest)
 
     def close(self) -> None:
         """May be called twice. Does not erase what was forgotten."""

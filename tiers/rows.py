@@ -23,6 +23,20 @@ Offsets are from the start of the row, integers are little-endian. A row of zero
         84     40  u32s  5 extents: slab, slabs
        124      4  u32   CRC32C of bytes 0..123
 
+The row of slab 0, which belongs to no entry, is the mark: the newest generation that was ever
+recorded here. It outlives that entry, so that a start goes on from there even if the clock was set
+back. It is written with each batch of records, and when the device is tried.
+
+    offset  bytes  type  meaning
+    ------  -----  ----  ---------------------------
+         0      4  raw   "PFXM"
+         4      1  u8    format version, 1
+         5      3  raw   zeros
+         8      8  u64   generation
+        16     16  raw   random, so that each write is one
+        32     92  raw   zeros
+       124      4  u32   CRC32C of bytes 0..123
+
 A row is at the position of a slab that the entry owns, so there is always a place for it: an
 entry's row at its first slab, and each continuation at the first slab of the last extent that
 the row before it names. A continuation names its entry, so that a stale one is never taken for
@@ -71,6 +85,9 @@ CONTINUATION_EXTENTS: Final = 12
 
 _ENTRY_MAGIC: Final = b"PFXE"
 _CONTINUATION_MAGIC: Final = b"PFXC"
+_MARK_MAGIC: Final = b"PFXM"
+#: The slab of the mark.
+MARK_SLAB: Final = 0
 _VERSION: Final = 1
 _ENTRY: Final = struct.Struct("<4sBBBBQ32sQqIIIHHI10I")
 #: The same with one extent, which is all that most entries have: recovery unpacks every row.
@@ -215,6 +232,20 @@ def generation_of(row: bytes) -> int | None:
     return generation
 
 
+def encode_mark(generation: int) -> bytes:
+    """The row of slab 0."""
+    head = struct.pack("<4sB3xQ16s", _MARK_MAGIC, _VERSION, generation, os.urandom(16))
+    return _with_crc(head.ljust(ROW_BYTES - _CRC.size, b"\0"))
+
+
+def decode_mark(row: bytes) -> int:
+    """The newest generation that was ever recorded. 0: it is not known."""
+    if not row.startswith(_MARK_MAGIC + bytes([_VERSION])) or not has_crc(row):
+        return 0
+    generation: int = _GENERATION.unpack_from(row, 8)[0]
+    return generation
+
+
 def is_continuation(row: bytes) -> bool:
     """Whether this row is a continuation, damaged or not."""
     return row.startswith(_CONTINUATION_MAGIC)
@@ -292,9 +323,9 @@ class RowTable(ABC):
     def close(self) -> None:
         """Release all resources. May be called twice, and at any moment."""
 
-    def probe(self) -> None:
-        """Make a real write durable, to the row of slab 0, which belongs to no entry."""
-        self.apply((), [(0, os.urandom(16).ljust(ROW_BYTES, b"\0"))])
+    def probe(self, newest: int = 0) -> None:
+        """Make a real write durable: the mark, with this generation."""
+        self.apply((), [(MARK_SLAB, encode_mark(newest))])
 
 
 class RowFile(RowTable):

@@ -182,6 +182,12 @@ class Store(ABC):
         """Bytes of the arena once all of it is secured."""
 
     @property
+    def newest(self) -> int:
+        """The newest generation that this store ever recorded, of this start or an earlier one. 0:
+        it is not known."""
+        return 0
+
+    @property
     @abstractmethod
     def secured_bytes(self) -> int:
         """Bytes from the start of the arena whose room is reserved on the device."""

@@ -57,7 +57,7 @@ class MetaState:
 
     `ledgers` has an item for each tier. `footprints` tell the stored bytes of an entry in each. A
     tier in `blocking` publishes an entry only after `Committed`. `stamp_ns` is the time of this
-    start.
+    start, and `recorded_ns` the newest generation that an earlier one is known to have recorded.
     """
 
     def __init__(
@@ -67,8 +67,9 @@ class MetaState:
         footprints: Mapping[Tier, Footprint],
         blocking: frozenset[Tier],
         stamp_ns: int,
+        recorded_ns: int = 0,
     ) -> None:
-        self.tables = Tables(config, dict(ledgers), stamp_ns)
+        self.tables = Tables(config, dict(ledgers), max(stamp_ns, recorded_ns))
         self.tables.journal = Journal(config.journal_bytes, stamp_ns, config.unsure_ns)
         self.tables.tier_counters = {tier: TierCounters() for tier in ledgers}
         self.tables.eviction_ages = {

@@ -287,6 +287,11 @@ def _hung_tier_is_not_marked() -> Any:
 
 
 #: Functions that plant each bug, by name.
+def _clock_is_believed() -> Any:
+    """A start does not go on from the newest generation that a tier has recorded."""
+    return _replaced(arena_stores.RecordedStore, "newest", lambda _real: property(lambda _: 0))
+
+
 BUGS: Final[dict[str, Callable[[], Any]]] = {
     "budget arithmetic": _budget_arithmetic,
     "publish before verify": _publish_before_verify,
@@ -310,6 +315,7 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "deleted before it is durable": _deleted_before_it_is_durable,
     "deletes of a recovery are forgotten": _deletes_of_a_recovery_are_forgotten,
     "hung tier is not marked": _hung_tier_is_not_marked,
+    "clock is believed": _clock_is_believed,
 }
 
 

@@ -37,6 +37,7 @@ FOUND_BY = {
     "deleted before it is durable": 260,
     "deletes of a recovery are forgotten": 326,
     "hung tier is not marked": 121,
+    "clock is believed": 7718,
 }
 
 

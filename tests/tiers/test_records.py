@@ -5,9 +5,10 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 from helpers import SLAB, key
@@ -28,6 +29,8 @@ from prefixd.tiers.rows import (
     RowRefused,
     RowTable,
     decode_entry,
+    decode_mark,
+    encode_mark,
     encode_rows,
 )
 from prefixd.tiers.store import StoredEntry, Usage
@@ -175,6 +178,35 @@ def test_the_row_of_the_header_is_never_an_entry(records: Records) -> None:
         (batch,) = records.recover(60_000 * SLAB)
         assert len(batch.entries) == 1
         assert not batch.dropped
+
+
+@pytest.mark.parametrize("table", [RowFile, LmdbRows])
+def test_the_newest_generation_outlives_its_entry(tmp_path: Path, table: type[RowTable]) -> None:
+    def opened() -> Records:
+        rows: Any = table
+        return Records(tmp_path, Tier.DISK, 100, SLAB, rows(tmp_path, 100, sync=False))
+
+    with closing(opened()) as records:
+        assert records.newest == 0
+        old = entry_of(70, (SLAB, SLAB))
+        records.put([old])
+        records.forget([old])
+        records.put([entry_of(20, (2 * SLAB, SLAB))])
+        records.probe()
+    with closing(opened()) as records:
+        assert records.newest == old.generation
+        records.put([entry_of(80, (3 * SLAB, SLAB))])
+    with closing(opened()) as records:
+        assert records.newest == entry_of(80, ()).generation
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, ROW_BYTES * 8 - 1))
+def test_a_mark_is_whole_or_unknown(generation: int, bit: int) -> None:
+    row = encode_mark(generation)
+    assert (len(row), decode_mark(row)) == (ROW_BYTES, generation)
+    flipped = bytearray(row)
+    flipped[bit // 8] ^= 1 << bit % 8
+    assert decode_mark(bytes(flipped)) == decode_mark(row[:-1]) == decode_mark(b"") == 0
 
 
 # ---- which records a start takes

@@ -244,6 +244,29 @@ async def test_stamps_go_on_behind_those_that_came_back_whatever_the_clock_says(
         await daemon.assert_idle()
 
 
+@SURVIVING
+@in_loop
+async def test_stamps_begin_above_what_was_recorded_and_has_left(
+    tmp_path: Path, tier: Tier
+) -> None:
+    """The system time was set back: what is saved before a tier is read counts as later than every
+    record there may be."""
+    late = ManualClock()
+    late.forward(1e6)
+    async with running(tmp_path, clock=late) as daemon:
+        session = await daemon.open()
+        await session.save({key(1): DATA}, tier)
+        newest = daemon.tables.entries[key(1)].generation
+        await daemon.cache.Delete(pb.DeleteRequest(session=session.ref, keys=[key(1)]))
+        begun = daemon.tables.stamp_ns
+    async with running(tmp_path) as daemon:
+        assert daemon.core.clock.now_ns() < newest <= daemon.tables.stamp_ns < begun
+        session = await daemon.open()
+        await session.save({key(1): DATA}, Tier.RAM)
+        assert daemon.tables.entries[key(1)].generation > newest
+        await daemon.assert_idle()
+
+
 # ---- what is not whole
 
 
