@@ -101,7 +101,7 @@ def test_records_are_written_when_their_payload_was_synced(
         assert calls == ["erase 1 and put 0", "write payload", "write payload"]
         calls.clear()
         placed.store.apply([writer])
-    assert calls == ["sync payload", "erase 0 and put 1"]
+    assert calls == ["sync payload", "erase 0 and put 2"], "the record and the mark"
 
 
 def test_nothing_waits_for_the_device_without_sync(
