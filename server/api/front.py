@@ -208,15 +208,17 @@ class Front:
         remote: bool = False,
     ) -> grpc.aio.Server:
         config = self.config
+        operators = _CACHE not in services
         within = config.max_rpcs + config.max_sessions + config.max_watchers
         server = grpc.aio.server(
             # The door refuses before; this bounds what waits for it.
             maximum_concurrent_rpcs=within + _MAX_PUBLIC_CALLS + _MAX_ARRIVING,
             options=[
                 *(_remote_options(config) if remote else ()),
-                # A session is a call, so its connection is not idle.
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
-                ("grpc.max_connection_idle_ms", _IDLE_MS),
+                # A session is a call, so its connection is not idle. Operators may look now and
+                # then: gRPC would tell them on their terminal that it hung up.
+                *(() if operators else (("grpc.max_connection_idle_ms", _IDLE_MS),)),
                 # A message of 16 KiB could become one of 16 MiB; payloads don't get smaller.
                 ("grpc.compression_enabled_algorithms_bitset", 1),
                 ("grpc.max_receive_message_length", limits.MAX_MESSAGE_BYTES),
@@ -232,7 +234,6 @@ class Front:
             ],
         )
         # Operators on this host find a place whatever clients do.
-        operators = _CACHE not in services
         calls = Shares("operators' calls", config.max_rpcs) if operators else self.calls
         door = Door(calls, self.tokens if remote else None, self.connections if remote else None)
         ends = Ends(config.stall_timeout_s, door.hang_up)
