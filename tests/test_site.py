@@ -32,7 +32,7 @@ QUESTIONS = {
     "how much memory does the daemon take": "running/",
     "replace a disk": "operate/",
     "disk not mounted": "operate/",
-    "missed tokens": "operate/",
+    "missed tokens": "running/",
     "tls certificate expires": "running/",
     "survives a reboot": "operate/",
     "PrefixdLoopLate": "operate/",

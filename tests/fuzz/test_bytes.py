@@ -90,7 +90,7 @@ def taken(pieces: list[bytes]) -> list[pb.FramedRequest]:
 
     async def take() -> list[pb.FramedRequest]:
         stream: Any = Pieces(pieces)
-        requests = DataFrames(stream, 1.0, Quota("requests", 2**30, 1.0))
+        requests = DataFrames(stream, 60.0, Quota("requests", 2**30, 60.0))
         found = []
         async with AsyncExitStack() as rooms:
             with contextlib.suppress(HungUp):

@@ -125,7 +125,8 @@ def test_a_client_that_keeps_and_locks_every_file_holds_up_nobody() -> None:
     with private_daemon("--disk.sync=false") as daemon, ExitStack() as open_:
         link = open_.enter_context(session_at(daemon))
         with local_connection(link) as connection:
-            connection.sendall(frame(hand_over=pb.HandOverRequest(session=link.ref)))
+            asked = frame(hand_over=pb.HandOverRequest(session=link.ref))
+            connection.sendall(frame(attach=link.ref) + asked)
             _, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
         for fd in fds:
             open_.callback(os.close, fd)

@@ -380,7 +380,7 @@ def daemon() -> Iterator[tuple[PrivateDaemon, str]]:
             assert hit
             assert not by.claim([SECRET_KEY], prompt_tokens=512)
             with made.admin() as admin:
-                eventually(lambda: "default" in admin.stats().usage)
+                eventually(lambda: admin.stats().usage["default"].missed)
             yield made, metrics_of(made)
 
 
