@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,18 @@ def ran(
     )
 
 
+@pytest.fixture(params=["interrupt handled", "interrupt ignored"])
+def _interrupt(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Shells start what runs in their background with the interrupt ignored."""
+    ignored = request.param == "interrupt ignored"
+    before = signal.signal(
+        signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler
+    )
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interrupt")
 @pytest.mark.parametrize("new_session", [False, True])
 def test_a_fork_sees_what_a_new_interpreter_sees(tmp_path: Path, new_session: bool) -> None:
     seen = []

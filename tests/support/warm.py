@@ -151,6 +151,8 @@ class _Starter:
             "environment": variables,
             "numbers": list(numbers),
             "new_session": bool(new_session),
+            # As exec would: an ignored signal stays ignored, a handler does not stay.
+            "ignores_interrupt": signal.getsignal(signal.SIGINT) == signal.SIG_IGN,
         }
         return request, list(numbers.values())
 
@@ -213,7 +215,7 @@ def main() -> None:
     # Registered first, so that it is called last.
     atexit.register(_leave)
     # Ctrl-C must not end helpers.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     path = sys.path[1:]
     for module in IMPORTED:
@@ -221,7 +223,6 @@ def main() -> None:
     gc.freeze()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "a process with threads must not fork"
     command = _serve(socket.socket(fileno=int(sys.argv[1])), path)
-    signal.signal(signal.SIGINT, interrupt)
     gc.enable()
     _run(*command)
 
@@ -286,6 +287,8 @@ def _become(
         os.environ.clear()
         os.environ.update(request["environment"])
         sys.path[:] = ["" if command[0] == "-c" else request["cwd"], *path]
+        if not request["ignores_interrupt"]:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         _Starter(socket.socket(fileno=own_fd)).install()
         with socket.socket(fileno=starting_fd) as starting:
             starting.send(b"%d" % os.getpid())
