@@ -56,9 +56,7 @@ def ran(
 def _interrupt(request: pytest.FixtureRequest) -> Iterator[None]:
     """Shells start what runs in their background with the interrupt ignored."""
     ignored = request.param == "interrupt ignored"
-    before = signal.signal(
-        signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler
-    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 

@@ -87,7 +87,8 @@ class ModelNamespace(Namespace):
         model = self.model()
         if model is not None and stamp(model) != self.stamp:
             raise CallerError(
-                "adapters, weights or kernels have changed since namespace_of: make another one"
+                "adapters, weights, device or kernels have changed since namespace_of: make "
+                "another one"
             )
 
 

@@ -250,8 +250,9 @@ def _bytes(tensor: Any) -> memoryview:
 
 
 def stamp(model: Any) -> Any:
-    """What changes when adapters are switched, scaled, merged or edited, and when weights are
-    edited in place (except through `.data`). Cheap."""
+    """What changes when adapters are switched, scaled, merged or edited, when weights are edited in
+    place (except through `.data`), and when the model moves to another kind of device, whose
+    kernels compute other numbers. Cheap."""
     model = bare(model)
     layers = tuple(
         (
@@ -268,11 +269,12 @@ def stamp(model: Any) -> Any:
     return layers, tensors, kernels, getattr(model, "training", False)
 
 
-def _version(tensor: Any) -> tuple[str, int]:
+def _version(tensor: Any) -> tuple[str, str, int]:
+    kind = str(tensor.dtype), str(getattr(getattr(tensor, "device", None), "type", ""))
     try:
-        return str(tensor.dtype), int(tensor._version)
+        return *kind, int(tensor._version)
     except RuntimeError:  # a tensor of inference mode does not count
-        return str(tensor.dtype), -1
+        return *kind, -1
 
 
 # ---- configuration

@@ -32,6 +32,7 @@ class Tensor(np.ndarray[Any, Any]):
 
     is_meta = False
     _version = 0
+    device: Any = SimpleNamespace(type="cpu")
 
     def __new__(cls, values: Any) -> Tensor:
         return np.asarray(values).view(cls)
@@ -239,6 +240,7 @@ def test_a_namespace_ends_when_the_model_changes() -> None:
         (layer, "scaling", {"a": 5.0}),
         (layer, "disable_adapters", True),
         (model.weights["w"], "_version", 1),
+        (model.weights["w"], "device", SimpleNamespace(type="cuda")),
         (model, "training", True),
     ):
         before = getattr(owner, name)
