@@ -22,6 +22,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,8 @@ if not SERVER or not Path(SERVER).exists():
 
 ROOT = Path(__file__).resolve().parents[2]
 WITHIN_S = 300.0
+#: Tokens.
+LARGEST_BLOCK = 256
 #: `PREFIXD_LONG=1`: as many kills as the page speaks of.
 KILLS = 50 if LONG else 4
 WRITERS: dict[str, Callable[[Path], None]] = {
@@ -309,22 +312,40 @@ def test_a_router_of_several_models(daemon: PrivateDaemon, models: Path, tmp_pat
 def test_chats_in_turn_with_a_summary_that_takes_the_slot(
     daemon: PrivateDaemon, models: Path
 ) -> None:
+    """The agents' pattern: a turn evaluates what is new, and at most a block."""
     with server(models, "plain", daemon=daemon) as cached:
-        chat: list[dict[str, str]] = [{"role": "user", "content": text(3_000, 7)}]
+        chat: list[dict[str, str]] = []
 
-        def turn(messages: list[dict[str, str]]) -> Any:
+        def turn(messages: list[dict[str, str]]) -> tuple[str, str, int]:
+            """The prompt, the answer, and how many tokens were evaluated."""
+            status, made = cached.call("POST", "/apply-template", {"messages": messages})
+            assert status == 200, made
             body = {"messages": messages, "max_tokens": 16, **GREEDY}
             status, answer = cached.call("POST", "/v1/chat/completions", body)
             assert status == 200, answer
-            return answer
+            said = answer["choices"][0]["message"]["content"]
+            return made["prompt"], said, answer["timings"]["prompt_n"]
 
-        first = turn(chat)["choices"][0]["message"]["content"]
-        turn([{"role": "user", "content": "Summarise: " + text(700, 8)}])
-        new = text(100, 9)
-        chat += [{"role": "assistant", "content": first}, {"role": "user", "content": new}]
-        timings = turn(chat)["timings"]
-        # The new message, the template around it, and one block.
-        assert timings["prompt_n"] <= 16 + len(new) + 100 + 256
+        def tokens(prompt: str) -> list[int]:
+            body = {"content": prompt, "add_special": True, "parse_special": True}
+            return list(cached.call("POST", "/tokenize", body)[1]["tokens"])
+
+        known: list[int] = []
+        for number in range(4):
+            chat.append({"role": "user", "content": text(100 if number else 3_000, 10 + number)})
+            prompt, answer, evaluated = turn(chat)
+            chat.append({"role": "assistant", "content": answer})
+            if known:
+                seen = tokens(prompt)
+                common = sum(
+                    1
+                    for _ in takewhile(lambda two: two[0] == two[1], zip(known, seen, strict=False))
+                )
+                assert common > 2_900, "the template keeps what was said"
+                new = len(seen) - common
+                assert evaluated <= new + LARGEST_BLOCK, f"turn {number}: {evaluated} of {new} new"
+            known = tokens(prompt + answer)
+            turn([{"role": "user", "content": "Summarise: " + text(700, 20 + number)}])
 
 
 def test_twelve_conversations_at_six_a_time_on_four_slots(
