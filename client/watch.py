@@ -18,7 +18,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, NamedTuple, Self, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias, TypeVar
 
 import grpc
 
@@ -43,6 +43,8 @@ from .wire.messages import understanding
 from .wire.reach import reach
 from .wire.security import open_channel, operators_of
 from .wire.session import Backoff
+
+T = TypeVar("T")
 
 #: Trying again does not help against these.
 _FINAL: Final = (ConfigError, MalformedMessage, NotAuthenticated, NotPermitted, UnknownTier)
@@ -190,9 +192,18 @@ class Watch:
 
     def batches(self) -> Iterator[list[WatchEvent]]:
         """The events of one message of the daemon at a time, which may be none."""
+        for events in self._decoded(_events_of):
+            yield [events] if isinstance(events, Disconnected) else events
+
+    def messages(self) -> Iterator[pb.WatchResponse | Disconnected]:
+        """The messages of the daemon as they came: much faster than `batches`, for a reader who
+        needs little of each event."""
+        return self._decoded(lambda response: response)
+
+    def _decoded(self, decode: Callable[[pb.WatchResponse], T]) -> Iterator[T | Disconnected]:
         while not self._closed.wait(self._backoff.next_s()):
             try:
-                yield from self._connection()
+                yield from self._connection(decode)
                 problem = PrefixdError("the daemon ended the stream")
             except PrefixdError as raised:
                 problem = raised
@@ -200,9 +211,9 @@ class Watch:
                 return
             if isinstance(problem, _FINAL):
                 raise problem
-            yield [Disconnected(str(problem))]
+            yield Disconnected(str(problem))
 
-    def _connection(self) -> Iterator[list[WatchEvent]]:
+    def _connection(self, decode: Callable[[pb.WatchResponse], T]) -> Iterator[T]:
         """One stream, to its end. Raises PrefixdError."""
         request = pb.WatchRequest(
             tiers=[pb.Tier.ValueType(tier) for tier in self._tiers],
@@ -221,10 +232,11 @@ class Watch:
             for response in call:
                 self._backoff.reset()
                 with understanding():
-                    events = [event_of(event) for event in response.events]
-                if any(isinstance(event, Cleared) for event in events):
+                    decoded = decode(response)
+                # During a list there is nothing to continue from.
+                if not response.sequence:
                     self.position = WatchPosition()
-                yield events
+                yield decoded
                 if response.sequence:
                     self.position = WatchPosition(response.incarnation, response.sequence)
         except grpc.RpcError as failure:
@@ -235,6 +247,11 @@ class Watch:
             call.cancel()
             channel.close()
             reached.close()
+
+
+def _events_of(response: pb.WatchResponse) -> list[WatchEvent]:
+    """Raises ValueError as `event_of` does."""
+    return [event_of(event) for event in response.events]
 
 
 def event_of(event: pb.WatchEvent) -> WatchEvent:

@@ -10,14 +10,10 @@ and for none after the prompt's end. Requests are served one at a time:
    - `hash`: the CRC32 of the first two block numbers (8 bytes each, little-endian, numbered by
      first appearance in the trace) mod n;
    - `least-loaded`: the node with the least load, the first of equals;
-   - `cache-aware`: the node whose own LRU holds the longest run of the blocks (of equals the one
-     with the least load), if that saves at least a 20th of the prompt more than the least loaded
-     node does, and its load is at most twice the mean; else the least loaded one (of equals the one
-     that holds more).
-   A node's load is the tokens that it prefilled lately: with each request, all loads lose 1 part in
-   32 n, before the request's own tokens are added. What was prefilled long ago doesn't weigh: a
-   balancer that adds up everything since the start sends prompts away from their blocks to make up
-   for old differences, and hits less than `hash` does.
+   - `cache-aware`: the node that a router chooses (`client.routing`, whose code this runs) that
+     knows the LRUs.
+   A node's load is the tokens that it prefilled lately (`routing.RecentLoads`): with each request,
+   all loads lose 1 part in 32 n, before the request's own tokens are added.
 2. The blocks are walked root first. A block in the node's LRU counts as local, one in the shared
    LRU as shared and, with peer reads, one in another node's LRU as peer (from the first node that
    has it). The first block in none of them ends the walk. All tokens after the walk are prefilled.
@@ -46,17 +42,13 @@ from typing import Any, Final
 from ... import __version__
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
+from ..routing import RecentLoads, choose
 from .trace import TraceColumns, tokens_of_blocks
 
 #: More is a likely mistake: the time of some routes grows with requests times nodes.
 MAX_NODES: Final = 4096
 #: Leading blocks that `hash` uses. The first block alone is often common to all requests.
 _HASHED_BLOCKS: Final = 2
-#: `cache-aware`: what a longer run has to save, as a share of the prompt; the load of its node over
-#: the mean; and how many requests a node remembers its load for.
-_WORTH_IT: Final = 0.05
-_MOST_LOAD: Final = 2.0
-_REMEMBERED: Final = 32
 
 
 class Route(StrEnum):
@@ -133,14 +125,12 @@ class Amount:
 
 @dataclass(slots=True)
 class Node:
-    """One node: its LRU and its load."""
+    """One node."""
 
     lru: LRU[int]
     requests: int = 0
     prompt_tokens: int = 0
     prefilled_tokens: int = 0
-    #: Tokens prefilled lately.
-    load: float = 0.0
 
     def to_json(self) -> dict[str, int]:
         return {
@@ -229,7 +219,7 @@ def simulate_fleet(
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
     nodes = [Node(LRU(fleet.capacity_blocks)) for _ in range(fleet.nodes)]
     result = FleetResult(fleet, nodes, LRU(fleet.shared_blocks))
-    simulation = _Simulation(result, block_tokens)
+    simulation = _Simulation(result, _SimulatedRouter(fleet, nodes, block_tokens), block_tokens)
     started = perf_counter()
     for number, (blocks, input_length) in enumerate(trace):
         simulation.serve(number, blocks, input_length)
@@ -237,9 +227,40 @@ def simulate_fleet(
     return result
 
 
+class _SimulatedRouter:
+    """A router before the fleet. Nodes are called by their numbers."""
+
+    def __init__(self, fleet: Fleet, nodes: Sequence[Node], block_tokens: int) -> None:
+        self._fleet = fleet
+        self._block_tokens = block_tokens
+        self._lrus = {str(number): node.lru for number, node in enumerate(nodes)}
+        self._loads = RecentLoads(self._lrus)
+
+    def node_of(self, number: int, blocks: Sequence[int]) -> int:
+        """The node of a request: its number in the trace, its blocks root first."""
+        match self._fleet.route:
+            case Route.ROUND_ROBIN:
+                return number % self._fleet.nodes
+            case Route.HASH:
+                head = blocks[:_HASHED_BLOCKS]
+                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % self._fleet.nodes
+            case Route.LEAST_LOADED:
+                return int(min(self._loads, key=self._loads.__getitem__))
+            case Route.CACHE_AWARE:
+                block_load = self._loads.of(self._block_tokens)
+                choice = choose(blocks, self._lrus, self._loads, block_load)
+                assert choice is not None  # a fleet has at least one node
+                return int(choice.node)
+
+    def sent(self, node: int, prefilled_tokens: int) -> None:
+        """A request went to a node, which prefills so many tokens."""
+        self._loads.add(str(node), prefilled_tokens)
+
+
 @dataclass(slots=True)
 class _Simulation:
     result: FleetResult
+    router: _SimulatedRouter
     block_tokens: int
     #: Blocks of earlier requests have numbers below this, because numbers follow first appearance.
     known_blocks: int = 0
@@ -247,46 +268,18 @@ class _Simulation:
     def serve(self, number: int, blocks: list[int], input_length: int) -> None:
         """Serve one request: its number in the trace, its blocks root first, its prompt tokens."""
         tokens = tokens_of_blocks(len(blocks), input_length, self.block_tokens)
-        node = self.result.nodes[self._route(number, blocks, input_length)]
+        chosen = self.router.node_of(number, blocks)
+        node = self.result.nodes[chosen]
         walked = self._walk(node, blocks, tokens)
         node.requests += 1
         node.prompt_tokens += input_length
         prefilled = input_length - sum(tokens[:walked])
         node.prefilled_tokens += prefilled
-        if self.result.fleet.route in (Route.LEAST_LOADED, Route.CACHE_AWARE):
-            kept = 1 - 1 / (_REMEMBERED * len(self.result.nodes))
-            for each in self.result.nodes:
-                each.load *= kept
-            node.load += prefilled
+        self.router.sent(chosen, prefilled)
         node.lru.access_run(blocks[::-1])
         if self.result.fleet.shared_blocks:
             self._share(blocks, tokens, walked)
         self.known_blocks = max(self.known_blocks, max(blocks, default=-1) + 1)
-
-    def _route(self, number: int, blocks: Sequence[int], input_length: int) -> int:
-        match self.result.fleet.route:
-            case Route.ROUND_ROBIN:
-                return number % len(self.result.nodes)
-            case Route.HASH:
-                head = blocks[:_HASHED_BLOCKS]
-                return zlib.crc32(struct.pack(f"<{len(head)}Q", *head)) % len(self.result.nodes)
-            case Route.LEAST_LOADED:
-                loads = [node.load for node in self.result.nodes]
-                return loads.index(min(loads))
-            case Route.CACHE_AWARE:
-                return self._best(blocks, input_length)
-
-    def _best(self, blocks: Sequence[int], input_length: int) -> int:
-        """The node that `cache-aware` picks."""
-        nodes = self.result.nodes
-        saved = [
-            min(node.lru.resident_run(blocks) * self.block_tokens, input_length) for node in nodes
-        ]
-        idle = min(range(len(nodes)), key=lambda n: (nodes[n].load, -saved[n]))
-        longest = min(range(len(nodes)), key=lambda n: (-saved[n], nodes[n].load))
-        mean = sum(node.load for node in nodes) / len(nodes)
-        worth_it = saved[longest] - saved[idle] >= _WORTH_IT * input_length
-        return longest if worth_it and nodes[longest].load <= _MOST_LOAD * mean else idle
 
     def _walk(self, node: Node, blocks: Sequence[int], tokens: Sequence[int]) -> int:
         """Count the hits from the root on, touch the LRUs that gave them; returns how many."""

@@ -197,12 +197,12 @@ def test_cache_aware_goes_where_the_blocks_are_unless_that_node_is_busy() -> Non
     second = simulate([*first, ((1, 2, 3), 30)], Fleet(2, 9, Route.CACHE_AWARE))
     assert [node.requests for node in second.nodes] == [1, 2]
     assert hits(second) == (20, 0, 0)
-    # 10 of 201 tokens are less than a 20th: it goes to the idle node, which is node 1 here.
+    # 1 of 21 blocks is less than a 20th: it goes to the idle node, which is node 1 here.
     little: Runs = [((1,), 100), ((8,), 20), ((1, *range(20, 40)), 201)]
     assert [n.requests for n in simulate(little, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [1, 2]
     more: Runs = [*little[:2], ((1, *range(20, 39)), 199)]
     assert [n.requests for n in simulate(more, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [2, 1]
-    # Of three nodes, the one with the blocks has more than twice the mean load.
+    # Of three nodes, the one with the blocks has more than twice the mean load and what it saves.
     busy: Runs = [((1, 2), 1000), ((8,), 10), ((9,), 10), ((1, 2), 20)]
     assert [n.requests for n in simulate(busy, Fleet(3, 9, Route.CACHE_AWARE)).nodes] == [1, 2, 1]
 
@@ -234,7 +234,7 @@ class Twin:
         self.numbers: list[int] = []
         self.tokens = {"local": 0, "shared": 0, "peer": 0, "written": 0}
 
-    def node_of(self, number: int, ids: tuple[int, ...], length: int) -> int:
+    def node_of(self, number: int, ids: tuple[int, ...]) -> int:
         loads = self.loads
         if self.fleet.route == "round-robin":
             return number % self.fleet.nodes
@@ -247,13 +247,14 @@ class Twin:
                 run = 0
                 while run < len(ids) and ids[run] in lru:
                     run += 1
-                saved.append(min(length, 10 * run))
+                saved.append(run)
             nodes = range(self.fleet.nodes)
             _, _, idle = min((loads[n], -saved[n], n) for n in nodes)
             _, _, longest = min((-saved[n], loads[n], n) for n in nodes)
-            if saved[longest] - saved[idle] < length * 0.05:
+            if 20 * (saved[longest] - saved[idle]) < len(ids):
                 return idle
-            return longest if loads[longest] <= sum(loads) / len(loads) * 2 else idle
+            most = sum(loads) / len(loads) * 2 + 10 * (saved[longest] - saved[idle])
+            return longest if loads[longest] <= most else idle
         return loads.index(min(loads))
 
     @staticmethod
@@ -265,7 +266,7 @@ class Twin:
 
     def serve(self, number: int, ids: tuple[int, ...], length: int) -> None:
         self.numbers += [i for n, i in enumerate(ids) if i not in (*self.numbers, *ids[:n])]
-        me = self.node_of(number, ids, length)
+        me = self.node_of(number, ids)
         missing, saved = len(ids), 0
         gave: list[tuple[list[int], int]] = []
         for i, block in enumerate(ids):
