@@ -4,9 +4,8 @@ Each name is imported on first use: prefixctl lives below this package, and most
 need no gRPC.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING
-
+# Type checkers take it for true. `typing` itself would be most of the import.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..proto import errors as errors
     from ..proto.extras import Extra as Extra
@@ -113,6 +112,8 @@ def __getattr__(name: str) -> object:
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     value: object = getattr(import_module(home, __name__), name)
     globals()[name] = value
     return value

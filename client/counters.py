@@ -7,9 +7,8 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import monotonic
-from typing import Any, Final, NamedTuple, TypeAlias, TypedDict, cast, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, cast, get_type_hints
 
-from ..proto import prefixd_pb2 as pb
 from ..proto.keys import Key
 from ..proto.limits import (
     LATENCY_BOUNDS_NS,
@@ -19,6 +18,9 @@ from ..proto.limits import (
 )
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 from .results import Entry, SaveOutcome, as_entries
+
+if TYPE_CHECKING:  # imported where it is used: it takes longer than the client's own modules
+    from ..proto import prefixd_pb2 as pb
 
 #: A counter's name, and what it is split by: a tier, a reason, a path.
 Name: TypeAlias = tuple[Any, ...]
@@ -69,8 +71,6 @@ class Snapshot(TypedDict):
 
 _SCALARS: Final = tuple(name for name, kind in get_type_hints(Snapshot).items() if kind is int)
 
-#: Over gRPC, or over the local or the data socket, which each have one that gRPC lacks.
-_RPCS: Final = (*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch")
 _VIEW: Final = "view"
 #: How the caller got the bytes of an entry: as a view in place, copied in place, or sent by rpc.
 PATHS: Final = (_VIEW, "copy", "stream")
@@ -125,6 +125,8 @@ class Report(NamedTuple):
 
     def message(self) -> pb.Usage:
         """The message that carries it."""
+        from ..proto import prefixd_pb2 as pb
+
         usage = pb.Usage()
         tiers: dict[int, pb.TierUsage] = {}
         for (name, *of), amount in self.amounts.items():
@@ -157,6 +159,14 @@ class Report(NamedTuple):
             for keys, missed in self.absent.items()
         )
         return usage
+
+
+def _rpcs() -> tuple[str, ...]:
+    """Calls over gRPC, and the two that only the local and the data socket have."""
+    from ..proto import prefixd_pb2 as pb
+
+    service = pb.DESCRIPTOR.services_by_name["Cache"]
+    return (*service.methods_by_name, "SaveStaged", "Fetch")
 
 
 class Counters:
@@ -403,7 +413,7 @@ class Counters:
             "failures": {reason.value: 0 for reason in MissReason},
             "missed_tokens": dict.fromkeys((*map(str, MissReason), NO_KEY), 0),
             "saves": {status.label: 0 for status in SaveStatus},
-            "rpcs": dict.fromkeys(_RPCS, 0),
+            "rpcs": dict.fromkeys(_rpcs(), 0),
             "hit_tokens_by_tier": {tier.label: 0 for tier in Tier},
             "restored_bytes_by_tier": {tier.label: 0 for tier in Tier},
             "restored_bytes_by_path": dict.fromkeys(PATHS, 0),

@@ -25,7 +25,7 @@ from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 
 from ..proto.errors import PrefixdError
-from ..proto.frames import TraceParent, encode_traceparent
+from ..proto.trace_parent import TraceParent, encode_traceparent
 from ..proto.vocabulary import ClaimMode, MissReason
 from .hits import Hit, Reader
 from .saves import Reservation, Writer

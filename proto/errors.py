@@ -13,13 +13,36 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import ClassVar, Final, cast
+from enum import Enum, auto
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-import grpc
-from grpc import StatusCode as Code
+if TYPE_CHECKING:  # imported where it is used: it takes longer than the client's own modules
+    import grpc
 
 ERROR_METADATA: Final = "prefixd-error"
 RETRY_METADATA: Final = "prefixd-retry"
+
+
+class Code(Enum):
+    """gRPC's status codes, by their names there."""
+
+    OK = auto()
+    CANCELLED = auto()
+    UNKNOWN = auto()
+    INVALID_ARGUMENT = auto()
+    DEADLINE_EXCEEDED = auto()
+    NOT_FOUND = auto()
+    ALREADY_EXISTS = auto()
+    PERMISSION_DENIED = auto()
+    UNAUTHENTICATED = auto()
+    RESOURCE_EXHAUSTED = auto()
+    FAILED_PRECONDITION = auto()
+    ABORTED = auto()
+    OUT_OF_RANGE = auto()
+    UNIMPLEMENTED = auto()
+    INTERNAL = auto()
+    UNAVAILABLE = auto()
+    DATA_LOSS = auto()
 
 
 class PrefixdError(Exception):
@@ -204,6 +227,13 @@ TRANSPORT_CODES: Final[dict[Code, type[PrefixdError]]] = {
 }
 
 
+def grpc_code(error: PrefixdError | type[PrefixdError]) -> grpc.StatusCode:
+    """The status that carries `error`, or any of its class."""
+    from grpc import StatusCode
+
+    return StatusCode[error.code.name]
+
+
 def metadata_of(error: PrefixdError) -> tuple[tuple[str, str], ...]:
     """The trailing metadata of `error`, which travels with its code and sentence."""
     return (
@@ -225,7 +255,7 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
     name, retry = metadata.get(ERROR_METADATA), metadata.get(RETRY_METADATA)
     if isinstance(name, str) and name in BY_NAME:
         return BY_NAME[name](details)
-    translated = TRANSPORT_CODES[code](details)
+    translated = TRANSPORT_CODES[Code[code.name]](details)
     if retry is not None:
         translated.retryable = retry == "1"
     return translated

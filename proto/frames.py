@@ -1,4 +1,4 @@
-"""Frames of the local socket and of the data socket, and the trace context in them.
+"""Frames of the local socket and of the data socket.
 
 A frame is a message behind its length in bytes, a u32 little-endian: a `FramedRequest` or a
 `FramedResponse`. prefixd.proto has the contract, which is the same on both sockets. Payloads are
@@ -18,21 +18,12 @@ descriptors (SCM_RIGHTS). The names of those of a hand-over:
 
 The data socket serves clients on other hosts, over TCP. A daemon with TLS on TCP speaks TLS 1.3
 here too, and the client sends its token with `attach`.
-
-The trace context is the W3C's `traceparent` (https://www.w3.org/TR/trace-context/), in the metadata
-of an rpc under `TRACE_HEADER` and in a field of each request frame:
-
-    00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01
-    version, trace id, id of the calling span, flags (1: the span is recorded)
-
-`tracestate` and baggage are not sent: prefixd has no use for them.
 """
 
 from __future__ import annotations
 
-import re
 import struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from google.protobuf.message import DecodeError
 
@@ -79,40 +70,3 @@ def response_of(data: bytes) -> pb.FramedResponse:
         return pb.FramedResponse.FromString(data)
     except DecodeError as problem:
         raise MalformedMessage(f"{len(data)} bytes that are no response: {problem}") from None
-
-
-# ---- trace context
-
-TRACE_HEADER: Final = "traceparent"
-#: Set to `otel`: clients and the daemon record spans of what they do.
-TRACING_VARIABLE: Final = "PREFIXD_TRACING"
-
-_TRACEPARENT: Final = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
-_SAMPLED: Final = 1
-
-
-class TraceParent(NamedTuple):
-    """The span of another process that makes a call. Neither id is 0."""
-
-    trace_id: int
-    span_id: int
-    sampled: bool
-
-
-def encode_traceparent(parent: TraceParent) -> bytes:
-    """The text of a trace parent; empty if an id is 0, which stands for no span."""
-    if not (parent.trace_id and parent.span_id):
-        return b""
-    return b"00-%032x-%016x-%02x" % (parent.trace_id, parent.span_id, parent.sampled)
-
-
-def decode_traceparent(data: bytes) -> TraceParent | None:
-    """The trace parent in `data`. None where it is missing or malformed: no call is refused
-    for that."""
-    found = _TRACEPARENT.fullmatch(data)
-    if found is None:
-        return None
-    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
-    if not (trace_id and span_id):
-        return None
-    return TraceParent(trace_id, span_id, bool(flags & _SAMPLED))

@@ -73,6 +73,8 @@ WATCH_BEAT_MS: Final = 5_000
 #: How long a client waits for an `evict` or `shutdown` save.
 DEFAULT_SAVE_TIMEOUT_MS: Final = 30_000
 DEFAULT_DEADLINE_MS: Final = 5_000
+#: How long connecting may take before the daemon counts as down.
+DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
 
 # ---- tables of the daemon
 

@@ -49,7 +49,7 @@ from opentelemetry.trace import (
 
 from .. import __version__
 from ..proto.errors import ConfigError, PrefixdError
-from ..proto.frames import decode_traceparent
+from ..proto.trace_parent import decode_traceparent
 from ..proto.vocabulary import Tier
 from .runtime.listeners import Step
 

@@ -29,7 +29,10 @@ from tests.support.manifests import (
 )
 from tests.support.running import MACHINE
 
-helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (x86-64)")
+helm = pytest.importorskip(
+    "helm_python",
+    reason="Helm's code is not installed; it comes with `pip install .[chart]` on x86-64",
+)
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubernetes-validate")
 
 #: The versions of Kubernetes that the chart is checked with.

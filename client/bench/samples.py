@@ -53,6 +53,7 @@ class Row:
     def from_dict(cls, row: Mapping[str, Any]) -> Row:
         """Raises KeyError, TypeError or ValueError if `row` is none."""
         more = dict(row)
+        more.pop("version", None)  # of the document
         peer, op, blocks = str(more.pop("peer")), str(more.pop("op")), int(more.pop("blocks"))
         p50_ms, gb_per_s = float(more.pop("p50_ms")), more.pop("gb_per_s", None)
         if p50_ms <= 0:

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 
 import typer
 
-from .command import Ctl, make_console, parse_size
+from .command import Ctl, make_console, parse_size, versioned
 from .files import STDOUT, ForceOption, cannot_write, check_new, opened
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def bench(
         for each in plans:
             for row in _measure(ctl, each, note):
                 measured.append(row.of_blocks(each.block_bytes))
-                write(json.dumps(measured[-1].as_dict()))
+                write(json.dumps(versioned(measured[-1].as_dict())))
     if not ctl.as_json and output != STDOUT:
         found = Rows(measured)
         shown = [

@@ -220,7 +220,10 @@ class LogLevel(StrEnum):
 
 
 def log_level(
-    ctl: Ctl, level: Annotated[LogLevel, typer.Argument(help="The lowest level to log.")]
+    ctl: Ctl,
+    level: Annotated[
+        LogLevel, typer.Argument(help="The lowest level to log: debug, info, warning or error.")
+    ],
 ) -> None:
     """Set the log level until the next start or reload."""
     with ctl.connect() as daemon:
@@ -259,7 +262,10 @@ def show(ctl: Ctl) -> None:
     """Show the current value of every option."""
     with ctl.connect() as daemon:
         running = dict(sorted(daemon.configure(apply=False).running.items()))
-    ctl.show(running, lambda: "\n".join(f"{name} = {value}" for name, value in running.items()))
+    ctl.show(
+        {"options": running},
+        lambda: "\n".join(f"{name} = {value}" for name, value in running.items()),
+    )
 
 
 def diff(ctl: Ctl) -> None:

@@ -22,14 +22,13 @@ from typing import (
     Final,
     ParamSpec,
     TypeVar,
-    get_args,
-    get_origin,
 )
 
 import typer
 
 from ...proto.units import parse_bytes, parse_duration_ns
 from ...proto.vocabulary import SaveReason, Tier
+from .values import PlainCommand, name_value
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -45,6 +44,9 @@ DEFAULT_TIMEOUT_S: Final = 10.0
 LONG_TIMEOUT_S: Final = 600.0
 #: The largest number that a daemon, or SQLite, takes.
 MAX_NUMBER: Final = 2**63 - 1
+#: The version of the JSON that commands print and write, in each document. It rises if a field goes
+#: or means something else.
+DOCUMENT_VERSION: Final = 1
 #: Rows of one table of a long list. A list of any length is shown as tables of so many rows.
 TABLE_ROWS: Final = 1_000
 _INDENT: Final = 2
@@ -120,14 +122,22 @@ class Ctl:
 
 
 def print_json(data: object, *, indent: int | None = _INDENT) -> None:
-    """Print one JSON document on standard output. `data` may hold messages of prefixd.proto and,
-    with an indentation of 2, iterators: lists that are printed as they come."""
+    """Print one JSON document on standard output, with its version. `data`: a message of
+    prefixd.proto, or a mapping, which may hold some and, with an indentation of 2, iterators:
+    lists that are printed as they come."""
+    data = versioned(data)
     if indent == _INDENT:
         sys.stdout.writelines(_json_pieces(data, "\n"))
     else:
         sys.stdout.write(json.dumps(data, indent=indent, default=_message_as_dict))
     sys.stdout.write("\n")
     sys.stdout.flush()
+
+
+def versioned(data: object) -> dict[str, Any]:
+    """A document as its JSON, in front its version."""
+    fields = data if isinstance(data, Mapping) else _message_as_dict(data)
+    return {"version": DOCUMENT_VERSION, **fields}
 
 
 def _json_pieces(data: object, newline: str) -> Iterator[str]:
@@ -257,7 +267,7 @@ def _tier_option(help_text: str) -> Any:
 
 
 TIER_NAMES: Final = "|".join(tier.label for tier in Tier)
-REASON_NAMES: Final = "|".join(reason.label for reason in SaveReason)
+REASON_NAMES: Final = ", ".join(reason.label for reason in SaveReason)
 TierOption = Annotated[Tier, _tier_option("Which tier.")]
 #: For the default `Tier.DISK`.
 DiskTierOption = Annotated[Tier, _tier_option("Which tier (default: disk).")]
@@ -324,13 +334,13 @@ def command(
 
     parameters = [_option("ctx", typer.Context, inspect.Parameter.empty), *own, *common]
     for parameter in parameters:
-        _hide_value_of_flag(parameter.annotation)
+        name_value(parameter)
     invoke.__name__ = function.__name__
-    invoke.__doc__ = _unwrapped(function.__doc__)
+    invoke.__doc__ = unwrapped(function.__doc__)
     # Typer reads the signature and the annotations.
     vars(invoke)["__signature__"] = inspect.Signature(parameters)
     invoke.__annotations__ = {p.name: p.annotation for p in parameters}
-    app.command(name, rich_help_panel=panel)(invoke)
+    app.command(name, cls=PlainCommand, rich_help_panel=panel)(invoke)
 
 
 def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:
@@ -338,13 +348,7 @@ def _option(name: str, annotation: Any, default: object = None) -> inspect.Param
     return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
-def _hide_value_of_flag(annotation: Any) -> None:
-    """Show no value in the help of a flag."""
-    if get_origin(annotation) is Annotated and get_args(annotation)[0] is bool:
-        get_args(annotation)[1].metavar = ""
-
-
-def _unwrapped(text: str | None) -> str:
+def unwrapped(text: str | None) -> str:
     """A docstring with each paragraph in one line, for the terminal to wrap. Lists are kept."""
     paragraphs = inspect.cleandoc(text or "").split("\n\n")
     return "\n\n".join(

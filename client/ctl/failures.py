@@ -1,6 +1,7 @@
 """How a command of prefixctl fails: one sentence on standard error, and an exit code.
 
-With `--json` the sentence is a JSON object: `{"error": "...", "exit_code": 2}`; a note is one, too.
+With `--json` the sentence is a JSON object, `{"version": 1, "error": "...", "exit_code": 2}`; a
+note is one, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import errno
 import json
 import os
 import re
+import shutil
 import sys
+import textwrap
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -17,7 +20,9 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import typer
-from typer.core import TyperGroup
+
+from .command import versioned
+from .values import PlainGroup
 
 #: Errors of a write that say that nothing can be written: no room, or nowhere to.
 UNWRITABLE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}
@@ -72,17 +77,31 @@ def fail(sentence: str, code: ExitCode) -> NoReturn:
 
 def _print_error(sentence: str, code: ExitCode, *, hint: str = "") -> None:
     if _Style.as_json:
-        typer.echo(json.dumps({"error": sentence, "exit_code": int(code)}), err=True)
+        typer.echo(json.dumps(versioned({"error": sentence, "exit_code": int(code)})), err=True)
     else:
-        typer.echo(f"prefixctl: {sentence}{hint}", err=True)
+        typer.echo(_wrapped(f"prefixctl: {sentence}") + hint, err=True)
+
+
+def _wrapped(sentence: str) -> str:
+    """In lines of whole words for a terminal; unchanged for a pipe or a file."""
+    if not sys.stderr.isatty():
+        return sentence
+    columns = shutil.get_terminal_size().columns
+    lines = (
+        textwrap.fill(
+            line, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for line in sentence.split("\n")
+    )
+    return "\n".join(lines)
 
 
 def print_note(note: str) -> None:
     """Print what is good to know, on standard error."""
     if _Style.as_json:
-        typer.echo(json.dumps({"note": note}), err=True)
+        typer.echo(json.dumps(versioned({"note": note})), err=True)
     else:
-        typer.echo(f"prefixctl: note: {note}", err=True)
+        typer.echo(_wrapped(f"prefixctl: note: {note}"), err=True)
 
 
 def exit_if(condition: object, code: ExitCode = ExitCode.PROBLEM) -> None:
@@ -111,7 +130,7 @@ def exit_code_of(error: Exception) -> ExitCode:
     return ExitCode.PROBLEM
 
 
-class Group(TyperGroup):
+class Group(PlainGroup):
     """Reports each expected failure as one sentence and an exit code."""
 
     def main(self, args: Sequence[str] | None = None, *more: Any, **how: Any) -> Any:

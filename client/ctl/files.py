@@ -14,14 +14,12 @@ from typing import IO, TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from .command import Ctl, make_console, print_json
+from .command import Ctl, make_console, print_json, versioned
 from .failures import UNWRITABLE, ExitCode, fail, print_note
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-#: The version of the JSON of results. It rises if a field goes or means something else.
-DOCUMENT_VERSION: Final = 1
 #: Standard input or output, as the name of a file.
 STDOUT: Final = "-"
 
@@ -123,7 +121,7 @@ def show_result(
     """Write the result to `output`, and print it: as JSON with `--json`, else for people (on
     standard error if `stderr`). `rows` are the table of a result that has one; of others, CSV is a
     single row."""
-    data = {"version": DOCUMENT_VERSION, **data}
+    data = versioned(data)
     if output is not None and output != STDOUT:
         as_csv = output.endswith(".csv")
         text = csv_of(rows or [data]) if as_csv else json.dumps(data, indent=2) + "\n"

@@ -26,10 +26,10 @@ def identity(
     one: Annotated[
         str | None,
         typer.Argument(
-            metavar="[A]", help="A digest, the beginning of one, or a file that --json wrote."
+            metavar="A", help="A digest, the beginning of one, or a file that --json wrote."
         ),
     ] = None,
-    other: Annotated[str | None, typer.Argument(metavar="[B]", help="Another one.")] = None,
+    other: Annotated[str | None, typer.Argument(metavar="B", help="Another one.")] = None,
 ) -> None:
     """Say what the keys of the connected engines depend on.
 

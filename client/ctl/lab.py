@@ -146,7 +146,7 @@ def convert(
     sources: Annotated[
         list[str],
         typer.Argument(
-            metavar="FILE...",
+            metavar="FILE",
             help="Files, folders or globs of JSON in one of the formats of `trace formats`, "
             "compressed or not; - reads standard input.",
             show_default=False,

@@ -66,7 +66,10 @@ def replay_live(
         ),
     ] = Tier.RAM.label,
     reason: Annotated[
-        SaveReason, typer.Option(metavar=REASON_NAMES, parser=parse_reason, help="The save reason.")
+        SaveReason,
+        typer.Option(
+            metavar="REASON", parser=parse_reason, help=f"The save reason: {REASON_NAMES}."
+        ),
     ] = SaveReason.FINISH.label,  # type: ignore[assignment]  # parsed like a given value
     speed: Annotated[
         float,

@@ -23,8 +23,10 @@ from .command import (
     TimeoutOption,
     command,
     parse_targets,
+    unwrapped,
 )
 from .failures import Group
+from .values import PlainGroup
 
 #: The panels of --help.
 START: Final = "Start here"
@@ -53,7 +55,6 @@ def _print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def root(
     ctx: typer.Context,
     address: AddressOption = None,
@@ -78,6 +79,9 @@ def root(
     are JSON too, on standard error.
     """
     ctx.obj = Ctl(address, as_json, timeout, parse_targets(targets))
+
+
+app.callback(help=unwrapped(root.__doc__))(root)
 
 
 def version(ctl: Ctl) -> None:
@@ -146,15 +150,17 @@ command(app, "curve-live", live.curve_live, panel=LAB)
 command(app, "advise", policies.advise, panel=LAB, needs_daemon=False)
 command(app, "simulate", lab.simulate, panel=LAB, needs_daemon=False)
 
-config = typer.Typer(no_args_is_help=True, help="The configuration of the running daemon.")
+config = typer.Typer(
+    cls=PlainGroup, no_args_is_help=True, help="The configuration of the running daemon."
+)
 command(config, "show", change.show)
 command(config, "diff", change.diff)
 command(config, "reload", change.reload)
 app.add_typer(config, name="config", rich_help_panel=CHANGE)
-tier = typer.Typer(no_args_is_help=True, help="The tiers of the running daemon.")
+tier = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="The tiers of the running daemon.")
 command(tier, "resize", change.resize)
 app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
-trace = typer.Typer(no_args_is_help=True, help="Make and convert request traces.")
+trace = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="Make and convert request traces.")
 command(trace, "generate", lab.generate, needs_daemon=False)
 command(trace, "convert", lab.convert, needs_daemon=False)
 command(trace, "formats", lab.formats, needs_daemon=False)

@@ -204,12 +204,13 @@ def _errors(answers: Mapping[str, object]) -> list[Text]:
 
 
 def _json_of(answers: Mapping[str, object]) -> dict[str, object]:
-    return {
+    each = {
         target: {"error": answer.name, "message": str(answer)}
         if isinstance(answer, PrefixdError)
         else answer
         for target, answer in answers.items()
     }
+    return {"targets": each}
 
 
 def _exit_on_silence(answers: Mapping[str, object]) -> None:

@@ -27,7 +27,7 @@ from ...proto.errors import (
     from_grpc,
 )
 from ...proto.keys import Key
-from ...proto.limits import CHUNK_BYTES, MAX_BATCH_KEYS
+from ...proto.limits import CHUNK_BYTES, DEFAULT_CONNECT_TIMEOUT_MS, MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import Counters
@@ -41,13 +41,7 @@ from .greenlets import prepare_grpc
 from .holdings import Holding
 from .link import Link
 from .security import Security
-from .session import (
-    DEFAULT_CONNECT_TIMEOUT_MS,
-    Backoff,
-    SessionKeeper,
-    check_answering,
-    hello_of,
-)
+from .session import Backoff, SessionKeeper, check_answering, hello_of
 from .trace_context import CallSpans, trace_metadata
 from .transport import (
     SOME_TIER,

@@ -44,8 +44,6 @@ from .security import Security
 #: stderr. A daemon that is not found is otherwise noticed by nobody.
 logger = logging.getLogger("prefixd.client")
 
-#: How long connecting may take before the daemon counts as down.
-DEFAULT_CONNECT_TIMEOUT_MS: Final = 1_000
 #: How long `close` lets the daemon end the session in order.
 _LEAVE_S: Final = 0.25
 #: Waits between attempts to connect: the first, the longest, and the factor that they grow by.

@@ -7,18 +7,18 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Final, Protocol, TypeVar
 
-from ...proto import frames
+from ...proto.trace_parent import TRACE_HEADER
 
 T = TypeVar("T")
 
-#: The current span, encoded (`proto.frames`); empty: there is none.
+#: The current span, encoded (`proto.trace_parent`); empty: there is none.
 TRACEPARENT: Final[ContextVar[bytes]] = ContextVar("prefixd_traceparent", default=b"")
 
 
 def trace_metadata() -> tuple[tuple[str, str], ...] | None:
     """The metadata that tells the daemon the span of an rpc; None: there is none."""
     parent = TRACEPARENT.get()
-    return ((frames.TRACE_HEADER, parent.decode()),) if parent else None
+    return ((TRACE_HEADER, parent.decode()),) if parent else None
 
 
 class CallSpans(Protocol):

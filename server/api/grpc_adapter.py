@@ -21,9 +21,10 @@ from google.protobuf.descriptor import Descriptor, MethodDescriptor, ServiceDesc
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
-from ...proto import frames, limits
+from ...proto import limits
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached, MalformedMessage, PrefixdError, metadata_of
+from ...proto.errors import LimitReached, MalformedMessage, PrefixdError, grpc_code, metadata_of
+from ...proto.trace_parent import TRACE_HEADER
 from ..core.shares import HOST
 from .access import Access
 from .calls import Caller, CallerGone, Process, cut_off_with, error_of, taken_within
@@ -135,7 +136,7 @@ class GrpcCaller:
     @property
     def traceparent(self) -> bytes:
         """The client's trace span."""
-        given = dict(self._context.invocation_metadata() or ()).get(frames.TRACE_HEADER, "")
+        given = dict(self._context.invocation_metadata() or ()).get(TRACE_HEADER, "")
         return str(given).encode()
 
     def proved(self, session: int) -> None:
@@ -246,7 +247,7 @@ async def _abort(context: Context, error: PrefixdError, ends: Ends) -> None:
     """End an rpc with an error of the contract. Never returns."""
     try:
         async with asyncio.timeout(_STATUS_WITHIN_S):
-            await context.abort(error.code, str(error), metadata_of(error))
+            await context.abort(grpc_code(error), str(error), metadata_of(error))
     except TimeoutError:
         # The status is behind bytes that the client does not take, and gRPC keeps them.
         ends.hang_up(context)

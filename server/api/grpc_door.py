@@ -15,7 +15,7 @@ from urllib.parse import unquote
 
 import grpc
 
-from ...proto.errors import LimitReached, NotAuthenticated, PrefixdError
+from ...proto.errors import LimitReached, NotAuthenticated, PrefixdError, grpc_code
 from ..core.shares import HOST, Holder, Shares
 from .access import Access, Role, Tokens, tenant_of
 from .grpc_adapter import MESSAGE_WITHIN_S, Context, GrpcCaller, Guard
@@ -118,7 +118,7 @@ class PublicHandler(grpc.GenericRpcHandler):
                 holder = Holder(network_of(peer_of(context)[0]) if self._remote else HOST)
                 self._places.take(holder)
             except (LimitReached, NotAuthenticated) as problem:
-                await context.abort(problem.code, str(problem))
+                await context.abort(grpc_code(problem), str(problem))
             try:
                 await _serve(handler, _timely(requests, context), context)
             finally:

@@ -27,7 +27,7 @@ from ...proto.endpoints import (
     socket_path,
 )
 from ...proto.errors import ConfigError
-from ...proto.frames import TRACING_VARIABLE
+from ...proto.trace_parent import TRACING_VARIABLE
 from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES

@@ -65,7 +65,7 @@ def test_every_error_is_a_miss(error: type[errors.PrefixdError]) -> None:
 class Failed(grpc.RpcError):
     """The exception of a call that failed with a status alone."""
 
-    def __init__(self, code: grpc.StatusCode) -> None:
+    def __init__(self, code: errors.Code) -> None:
         super().__init__()
         self._code = code
 
@@ -128,17 +128,17 @@ class Bare(errors.PrefixdError):
 
     name = "of_a_later_version"
 
-    def __init__(self, code: grpc.StatusCode) -> None:
+    def __init__(self, code: errors.Code) -> None:
         super().__init__("the sentence")
         self.code = code  # type: ignore[misc]  # of this one alone
 
 
 @pytest.mark.parametrize(
     "code",
-    [code for code in grpc.StatusCode if code is not grpc.StatusCode.OK],
+    [code for code in errors.Code if code is not errors.Code.OK],
     ids=lambda code: code.name,
 )
-def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: grpc.StatusCode) -> None:
+def test_no_status_of_any_call_reaches_the_engine(tmp_path: Path, code: errors.Code) -> None:
     """Whatever a daemon answers, an engine continues without the cache."""
     with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
         daemon.put(KEY, b"abc", layer_count=3, token_ids=bytes(4))

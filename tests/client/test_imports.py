@@ -41,13 +41,24 @@ def test_the_package_alone_imports_next_to_nothing() -> None:
     others = [name for name in found if not name.startswith("prefixd")]
     assert set(others) <= sys.stdlib_module_names | {name for name in others if "." in name}
     assert not {name.partition(".")[0] for name in found} & (SLOW | {"grpc", "google", "logging"})
-    assert len(others) <= 35, others  # of which `typing` is nearly all
+    assert len(others) <= 3, others
 
 
-def test_a_client_imports_little_beside_grpc() -> None:
+def test_a_client_class_comes_without_grpc_and_protobuf() -> None:
+    found, _ = modules("from prefixd.client import Client, SavePolicy, errors, prefix_key")
+    others = [name for name in found if not name.startswith("prefixd")]
+    # `inspect` comes with `dataclasses`.
+    assert not {name.partition(".")[0] for name in found} & (
+        SLOW - {"inspect"} | {"grpc", "google"}
+    )
+    assert len(others) <= 110, others
+    assert len(found) - len(others) <= 40
+
+
+def test_a_client_imports_little_beside_grpc_when_it_is_made() -> None:
     _, found = modules(
         "import fastcrc, grpc, google.protobuf.internal.builder",
-        "from prefixd.client import Client",
+        "from prefixd.client import Client; Client().close()",
     )
     others = [name for name in found if not name.startswith("prefixd")]
     assert not {name.partition(".")[0] for name in found} & SLOW

@@ -18,6 +18,7 @@ from prefixd.proto.errors import (
     TRANSPORT_CODES,
     CallerError,
     ClaimLost,
+    Code,
     DaemonUnavailable,
     EntryCorrupt,
     InvalidSize,
@@ -58,7 +59,7 @@ def test_every_class_says_what_it_is(error_class: type[PrefixdError]) -> None:
     assert error_class.__doc__
     assert error_class.name == error_class.name.lower()
     assert error_class.name.replace("_", "").isalnum()
-    assert error_class.code is not grpc.StatusCode.OK
+    assert error_class.code is not Code.OK
 
 
 @pytest.mark.parametrize("error_class", CLASSES, ids=lambda c: c.name)
@@ -69,7 +70,8 @@ def test_repeating_a_wrong_call_never_helps(error_class: type[PrefixdError]) -> 
 
 
 def test_every_status_code_has_a_meaning() -> None:
-    assert set(TRANSPORT_CODES) == set(grpc.StatusCode)
+    assert {code.name for code in Code} == {code.name for code in grpc.StatusCode}
+    assert set(TRANSPORT_CODES) == set(Code)
     assert set(TRANSPORT_CODES.values()) <= set(BY_NAME.values())
 
 
@@ -111,7 +113,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server.stop(None).wait()
 
 
-def call(address: str, code: grpc.StatusCode, name: str) -> PrefixdError:
+def call(address: str, code: Code, name: str) -> PrefixdError:
     with grpc.insecure_channel(address) as channel:
         with pytest.raises(grpc.RpcError) as failure:
             channel.unary_unary(f"/{code.name}/{name}")(b"", timeout=20)
@@ -126,17 +128,15 @@ def test_an_error_arrives_as_what_it_was(address: str, error_class: type[Prefixd
     assert error.retryable == error_class.retryable
 
 
-@pytest.mark.parametrize(
-    "code", [c for c in grpc.StatusCode if c is not grpc.StatusCode.OK], ids=lambda c: c.name
-)
-def test_a_status_that_is_not_ours_is_translated(address: str, code: grpc.StatusCode) -> None:
+@pytest.mark.parametrize("code", [c for c in Code if c is not Code.OK], ids=lambda c: c.name)
+def test_a_status_that_is_not_ours_is_translated(address: str, code: Code) -> None:
     error = call(address, code, "-")
     assert type(error) is TRANSPORT_CODES[code]
     assert str(error) == SENTENCE
 
 
 def test_an_error_of_a_later_version_keeps_its_promise(address: str) -> None:
-    error = call(address, grpc.StatusCode.FAILED_PRECONDITION, "invented_later")
+    error = call(address, Code.FAILED_PRECONDITION, "invented_later")
     assert type(error) is PrefixdError
     assert error.retryable
     assert not PrefixdError.retryable

@@ -13,7 +13,7 @@ import grpc
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
-from prefixd.proto.errors import ClaimLost, PrefixdError, UnknownClaim, metadata_of
+from prefixd.proto.errors import ClaimLost, PrefixdError, UnknownClaim, grpc_code, metadata_of
 from prefixd.proto.limits import MAX_BATCH_KEYS
 from tests.support.columns import Item
 
@@ -333,4 +333,4 @@ def _answer(context: grpc.ServicerContext, make: Callable[[], Any]) -> Any:
         return make()
     except PrefixdError as error:
         context.set_trailing_metadata(metadata_of(error))
-        context.abort(error.code, str(error))
+        context.abort(grpc_code(error), str(error))

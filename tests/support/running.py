@@ -28,7 +28,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
-from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA
+from prefixd.proto.errors import BY_NAME, ERROR_METADATA, RETRY_METADATA, grpc_code
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -121,7 +121,7 @@ class Refused(Exception):
 
     def __init__(self, error: grpc.aio.AioRpcError | pb.Failure) -> None:
         if isinstance(error, pb.Failure):
-            self.code = BY_NAME[error.error].code
+            self.code = grpc_code(BY_NAME[error.error])
             self.name, self.retry = error.error, "1" if error.retry else "0"
             self.sentence = error.message
         else:

@@ -37,15 +37,18 @@ def counters_table(counters: Mapping[str, int]) -> Table:
 # ---- entries
 
 
-def entries_table(entries: Iterable[pb.EntryDetail], now_unix_ns: int, title: str) -> Table:
-    """Entries, one per line, in the order given."""
+def entries_table(
+    entries: Iterable[pb.EntryDetail], now_unix_ns: int, title: str, *, tiers: bool = False
+) -> Table:
+    """Entries, one per line, in the order given; `tiers`: each with its tier."""
     table = make_table(
-        "key|tier|>tokens|>payload|>stored|>age|>last used|>hits|>pins|reason", title=title
+        f"key|{'tier|' * tiers}>tokens|>payload|>stored|>age|>last use|>hits|>pins|reason",
+        title=title,
     )
     for entry in entries:
         table.add_row(
             entry.key.hex()[:KEY_DIGITS],
-            tier_name(entry.info.tier),
+            *([tier_name(entry.info.tier)] if tiers else []),
             f"{entry.info.token_count:,}",
             size(entry.info.payload_bytes),
             size(entry.stored_bytes),
@@ -120,7 +123,7 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
     """Why a key that begins with `text` is there or is not: a sentence, then the events."""
     lines: list[RenderableType] = [Text(_verdict(text, response, now_unix_ns), style="bold")]
     if response.present:
-        lines.append(entries_table(response.present, now_unix_ns, "there now"))
+        lines.append(entries_table(response.present, now_unix_ns, "there now", tiers=True))
     if response.events:
         table = make_table("key|tier|>when|what|by|namespace", name_columns=3)
         for event in response.events:

@@ -58,9 +58,15 @@ def test_the_configuration_of_a_running_daemon(daemon: PrivateDaemon) -> None:
     shown = run(daemon, "config", "show")
     assert "ram.budget = 8MiB\n" in shown
     assert "sessions.max_pinned_share = 0.75\n" in shown
+    options = json.loads(run(daemon, "config", "show", "--json"))["options"]
+    assert options["ram.budget"] == "8MiB"
     assert run(daemon, "config", "diff") == "nothing differs\n"
     assert run(daemon, "config", "reload") == "nothing differs\n"
-    assert json.loads(run(daemon, "config", "diff", "--json")) == {"changed": [], "warnings": []}
+    assert json.loads(run(daemon, "config", "diff", "--json")) == {
+        "version": 1,
+        "changed": [],
+        "warnings": [],
+    }
 
 
 def test_a_tier_is_resized_until_the_next_start(daemon: PrivateDaemon) -> None:

@@ -164,7 +164,7 @@ def test_an_option_has_one_kind_of_value_in_all_commands() -> None:
         (["trace", "nope"], "there is no command nope"),
         (["evict"], "--bytes is missing"),
         (["statz"], "there is no command statz; stats"),
-        (["log-level", "loud"], "level: loud is none of debug, info, warning, error"),
+        (["log-level", "loud"], "LEVEL: loud is none of debug, info, warning, error"),
         (["evict", "--bytes", "99999999TiB"], "--bytes: '99999999TiB' is more than any daemon has"),
         (["ls", "--tier", "tape"], "--tier: 'tape' is none of ram, shm, disk"),
         (["ls", "extra"], "it takes no more arguments: extra"),
@@ -192,7 +192,8 @@ def test_a_failure_is_json_with_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("as_json", "said"), [(True, '{"note": "one"}\n'), (False, "prefixctl: note: one\n")]
+    ("as_json", "said"),
+    [(True, '{"version": 1, "note": "one"}\n'), (False, "prefixctl: note: one\n")],
 )
 def test_a_note_is_json_with_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, as_json: bool, said: str
@@ -330,7 +331,7 @@ def test_the_daemon_is_found_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_data_is_shown_as_json_or_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     Ctl(as_json=True).show({"a": [1]}, lambda: "table")
-    assert json.loads(capsys.readouterr().out) == {"a": [1]}
+    assert json.loads(capsys.readouterr().out) == {"version": 1, "a": [1]}
     Ctl().show({"a": [1]}, lambda: "table")
     assert capsys.readouterr().out == "table\n"
 
@@ -345,7 +346,7 @@ def test_a_pipe_gets_whole_lines_without_colours(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    "shown", ["print_json(list(range(10_000)))", "ctl.show(0, lambda: 'line\\n' * 10_000)"]
+    "shown", ["print_json({'all': list(range(10_000))})", "ctl.show(0, lambda: 'line\\n' * 10_000)"]
 )
 def test_a_reader_that_has_seen_enough_is_no_failure(shown: str) -> None:
     """`prefixctl ... | head -1`"""
@@ -428,11 +429,9 @@ def test_tiers_and_reasons_go_by_the_names_of_the_vocabulary() -> None:
     "data",
     [
         {"tiers": [{"tier": "ram", "entries": [1, {"a": []}, "line\nof\ttext"]}, {}], "none": None},
-        [],
         {},
-        [[], {}, [[1.5, True]], ""],
+        {"all": [[], {}, [[1.5, True]], ""]},
         {"message": pb.EntryDetail(key=b"k", extents=[1, 2]), "empty": [], "é": "ü"},
-        "text",
         pb.CheckResponse(problems=["one", "two"]),
     ],
 )
@@ -441,7 +440,9 @@ def test_json_comes_in_pieces_as_if_it_came_at_once(
 ) -> None:
     commands.print_json(data)
     printed = capsys.readouterr().out
-    assert printed == json.dumps(data, indent=2, default=as_dict) + "\n"
+    fields = as_dict(data) if isinstance(data, pb.CheckResponse) else data
+    expected = json.dumps({"version": 1, **fields}, indent=2, default=as_dict)
+    assert printed == expected + "\n"
 
     def streamed(value: Any) -> Any:
         """The same with iterators in the place of lists."""
@@ -474,4 +475,4 @@ def test_a_list_of_any_length_is_shown_as_tables_of_some_rows(
     Ctl().show_list("numbers", iter(()), lambda page: str(list(page)))
     assert capsys.readouterr().out == "[]\n"
     Ctl(as_json=True).show_list("numbers", iter(range(2)), lambda page: str(list(page)))
-    assert json.loads(capsys.readouterr().out) == {"numbers": [0, 1]}
+    assert json.loads(capsys.readouterr().out) == {"version": 1, "numbers": [0, 1]}

@@ -26,6 +26,7 @@ from prefixd.proto.errors import (
     DeadlineExceeded,
     InvalidSize,
     UnknownEntry,
+    grpc_code,
     metadata_of,
 )
 from prefixd.proto.limits import MAX_PAGE_ENTRIES
@@ -52,12 +53,12 @@ class Made(pb_grpc.AdminServicer):
     def Inspect(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         error = UnknownEntry("it is not here")
         context.set_trailing_metadata(metadata_of(error))
-        context.abort(error.code, str(error))
+        context.abort(grpc_code(error), str(error))
 
     def Gc(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         error = InvalidSize("too small")
         context.set_trailing_metadata(metadata_of(error))
-        context.abort(error.code, str(error))
+        context.abort(grpc_code(error), str(error))
 
     def Verify(self, request: Any, context: Any) -> Any:  # noqa: ARG002 (grpc's)
         """Sends two messages, then none until the caller hangs up."""

@@ -16,6 +16,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from prefixd.client.client import Client
+from prefixd.client.ctl.command import DOCUMENT_VERSION
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
@@ -78,7 +79,9 @@ def run(daemon: PrivateDaemon, *arguments: str) -> Result:
 def run_json(daemon: PrivateDaemon, *arguments: str, code: int = ExitCode.OK) -> Any:
     result = run(daemon, *arguments, "--json")
     assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    found = json.loads(result.stdout)
+    assert found.pop("version") == DOCUMENT_VERSION
+    return found
 
 
 def test_identities_of_open_sessions_are_listed(

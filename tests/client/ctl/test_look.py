@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.client import Client
 from prefixd.client.ctl import look
+from prefixd.client.ctl.command import DOCUMENT_VERSION
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.look import find_key
@@ -76,7 +77,9 @@ def run(daemon: PrivateDaemon, *arguments: str) -> Result:
 def run_json(daemon: PrivateDaemon, *arguments: str, code: int = ExitCode.OK) -> Any:
     result = run(daemon, *arguments, "--json")
     assert result.exit_code == code, result.output
-    return json.loads(result.stdout)
+    found = json.loads(result.stdout)
+    assert found.pop("version") == DOCUMENT_VERSION
+    return found
 
 
 def test_stats(daemon: PrivateDaemon, keys: dict[Tier, list[Key]]) -> None:

@@ -52,11 +52,11 @@ def test_each_is_a_line_and_all_are_a_sum(daemons: list[PrivateDaemon]) -> None:
         assert line[1] == "serving"
         assert " ".join(line).endswith("shm 0.0 % disk 0.0 %")
     assert "of 400 looked up" in result.stdout
-    whole = json.loads(ctl([*daemons], "--json", "stats").stdout)
+    whole = json.loads(ctl([*daemons], "--json", "stats").stdout)["targets"]
     assert [*whole] == [daemon.address for daemon in daemons]
     assert [int(each["tiers"][0]["entries"]) for each in whole.values()] == [1, 1]
     behind = ["stats", "--json", "--targets", ",".join(whole)]
-    assert [*json.loads(CliRunner().invoke(app, behind).stdout)] == [*whole]
+    assert [*json.loads(CliRunner().invoke(app, behind).stdout)["targets"]] == [*whole]
 
 
 def test_one_that_is_not_there_is_a_line_too(daemons: list[PrivateDaemon]) -> None:
@@ -65,7 +65,7 @@ def test_one_that_is_not_there_is_a_line_too(daemons: list[PrivateDaemon]) -> No
         assert result.exit_code == 3
         assert daemons[0].address in result.stdout
         assert f"{NOWHERE}: " in result.stdout
-    found = json.loads(ctl([daemons[0], NOWHERE], "--json", "check").stdout)
+    found = json.loads(ctl([daemons[0], NOWHERE], "--json", "check").stdout)["targets"]
     assert found[NOWHERE]["error"] == "daemon_unavailable"
     assert "problems" not in found[NOWHERE]
 
@@ -96,7 +96,7 @@ def test_top_is_a_line_each_and_a_sum(daemons: list[PrivateDaemon]) -> None:
     assert shown.exit_code == 3
     for words in (*(daemon.address for daemon in daemons), "all of them", "no answer", "brought/s"):
         assert words in shown.stdout
-    said = json.loads(wide.invoke(app, ["--json", *looked]).stdout)
+    said = json.loads(wide.invoke(app, ["--json", *looked]).stdout)["targets"]
     assert said[NOWHERE]["error"] == "daemon_unavailable"
     assert all(said[daemon.address]["health"] == "serving" for daemon in daemons)
 

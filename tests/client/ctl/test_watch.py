@@ -51,7 +51,7 @@ def test_everything_that_is_there(daemon: PrivateDaemon) -> None:
 def test_one_tier_as_json(daemon: PrivateDaemon) -> None:
     said = run(daemon, "watch", "--once", "--tier", "shm", "--json")
     first, entry, last = map(json.loads, said.splitlines())
-    assert first == {"event": "cleared", "why": ""}
+    assert first == {"version": 1, "event": "cleared", "why": ""}
     assert entry["event"] == "published"
     assert (entry["key"], entry["tier"], entry["namespace"]) == (KEYS[1].hex(), "shm", "model-x")
     assert (entry["reason"], entry["parent"]) == ("evict", None)
