@@ -2151,18 +2151,22 @@ class Failure(google.protobuf.message.Message):
     ERROR_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     RETRY_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     error: builtins.str
     """a name of proto/errors.py"""
     message: builtins.str
     retry: builtins.bool
+    refused: builtins.bool
+    """there is no place for this connection: no request was read, ask over gRPC"""
     def __init__(
         self,
         *,
         error: builtins.str = ...,
         message: builtins.str = ...,
         retry: builtins.bool = ...,
+        refused: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "retry", b"retry"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "message", b"message", "refused", b"refused", "retry", b"retry"]) -> None: ...
 
 Global___Failure: typing_extensions.TypeAlias = Failure
 

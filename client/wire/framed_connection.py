@@ -275,7 +275,7 @@ class FramedConnection:
                 self.response()
 
     def response(self) -> pb.FramedResponse:
-        """The next response."""
+        """The next response. Raises NoConnection if the daemon has no place for this connection."""
         self._read_ahead(frames.HEAD.size)
         (size_bytes,) = frames.HEAD.unpack_from(self._ahead, self._start)
         if size_bytes > frames.MAX_MESSAGE_BYTES:
@@ -290,6 +290,8 @@ class FramedConnection:
         response = frames.response_of(message)
         if response.HasField("failure"):
             failure = response.failure
+            if failure.refused:
+                raise NoConnection(failure.message)
             raise from_name(failure.error, failure.message, retryable=failure.retry)
         return response
 

@@ -33,6 +33,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.frames import MAX_ATTACH_BYTES, frame
+from ..core.arrivals import Arrivals
 from ..core.shares import Holder, Shares
 from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
@@ -96,8 +97,8 @@ class Connections(ABC):
             "save": calls.save,
         }
         self.connections: Final[set[Connection]] = set()
-        #: Connections that have not proved a session yet, the oldest first.
-        self.unproved: Final[dict[Connection, None]] = {}
+        #: Connections that have not proved a session yet.
+        self.unproved: Final[Arrivals[Connection]] = Arrivals()
         #: The connections of each session.
         self.attached: Final[dict[int, set[Connection]]] = {}
         #: Connections that belong to a session.
@@ -113,6 +114,11 @@ class Connections(ABC):
         self._listening: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self.sessions.when_closed.append(self._session_ended)
+
+    @abstractmethod
+    def _origin(self, sock: socket.socket) -> str:
+        """Where an accepted socket comes from, as unproved ones are counted by it. Raises OSError
+        when its client is gone already."""
 
     @abstractmethod
     def _stream(self, sock: socket.socket) -> Stream:
@@ -147,9 +153,8 @@ class Connections(ABC):
         with sock, suppress(OSError):
             if self.handshakes is None:
                 problem = LimitReached(f"there are {len(self.connections)} connections already")
-                failure = pb.FramedResponse(failure=failure_of(self.name, problem))
                 sock.setblocking(False)
-                sock.send(frame(failure))
+                sock.send(frame(_refusal(self.name, problem)))
 
     def _session_ended(self, session: int) -> None:
         for connection in list(self.attached.get(session, ())):
@@ -165,24 +170,24 @@ class Connections(ABC):
                     log.error("connections_refused", why=str(problem))
                     await asyncio.sleep(_CROWDED_S)
                 continue
-            if len(self.connections) >= self.max_connections:
+            full = len(self.connections) >= self.max_connections
+            if full and not self.unproved:
                 self.refusals += 1
                 self._refuse(sock)
                 continue
-            if len(self.unproved) >= _MAX_UNPROVED:
-                # Clients prove their session with the first bytes: the oldest is no client.
+            if full or len(self.unproved) >= _MAX_UNPROVED:
+                # Clients prove their session with the first bytes, so it is hardly one of them.
                 self.refusals += 1
-                oldest = next(iter(self.unproved))
-                del self.unproved[oldest]
-                oldest.hang_up()
+                self.unproved.take_worst().give_way()
             try:
+                origin = self._origin(sock)
                 stream = self._stream(sock)
             except OSError:
                 sock.close()  # its client is gone already
                 continue
             connection = Connection(self, stream)
             self.connections.add(connection)
-            self.unproved[connection] = None
+            self.unproved.add(connection, origin)
             del connection, stream, sock  # they end long before the next ones come
             await asyncio.sleep(0)  # other connections have their turn
 
@@ -222,6 +227,11 @@ class Connection:
         """End the connection; what it was doing is over when the task is."""
         self._task.cancel()
         return self._task
+
+    def give_way(self) -> None:
+        """End a connection that has proved nothing: another one needs its place."""
+        self._tell_last(LimitReached("there are too many connections"), refused=True)
+        self.hang_up()
 
     def session_ended(self) -> None:
         """The session that the connection belongs to has ended."""
@@ -265,15 +275,16 @@ class Connection:
                     session=self._session,
                     why=str(error),
                 )
-            self._tell_last(error)
+            full = self._session is None and isinstance(error, LimitReached)
+            self._tell_last(error, refused=full)
             del error  # it refers to this frame, which would refer to it
 
-    def _tell_last(self, error: PrefixdError) -> None:
-        """Tell the client why the connection ends, if it would understand that now."""
+    def _tell_last(self, error: PrefixdError, *, refused: bool = False) -> None:
+        """Tell the client why the connection ends, if it would understand that now. `refused`: it
+        did nothing."""
         if self._frames.may_tell:
             with suppress(OSError):
-                failure = failure_of(self._server.name, error)
-                self._frames.tell_now(pb.FramedResponse(failure=failure))
+                self._frames.tell_now(_refusal(self._server.name, error, refused=refused))
 
     async def _secure(self) -> None:
         """Make the TLS handshake, if there is TLS. Raises OSError, TimeoutError."""
@@ -286,6 +297,7 @@ class Connection:
             while not done:
                 # The client begins. One that sends nothing occupies no thread.
                 await self._frames.ready()
+                self._server.unproved.spoke(self)
                 with suppress(BlockingIOError):
                     await handshakes.step(stream)
                     done = True
@@ -303,6 +315,7 @@ class Connection:
         if process is not None and process.uid not in (os.geteuid(), 0):
             raise CallerError(f"user {process.uid} is not the one that runs this daemon")
         size_bytes = await self._frames.head()
+        self._server.unproved.spoke(self)
         if size_bytes > MAX_ATTACH_BYTES:
             raise InvalidSize("the first request proves a session, and is no longer than that")
         request = await self._frames.small(size_bytes)
@@ -312,7 +325,7 @@ class Connection:
         caller = PlainCaller(self._permit("attach"), process=process)
         membership = self._server.sessions.prove(request.attach, caller)
         self._join(membership)
-        self._server.unproved.pop(self, None)
+        self._server.unproved.remove(self)
 
     def _join(self, membership: Membership) -> None:
         """Belong to this session from now on. Raises LimitReached."""
@@ -337,7 +350,7 @@ class Connection:
         """Called also for a task that was cancelled before it began."""
         server, session = self._server, self._session
         server.connections.discard(self)
-        server.unproved.pop(self, None)
+        server.unproved.remove(self)
         if session is not None:
             others = server.attached[session]
             others.discard(self)
@@ -525,6 +538,12 @@ class Connection:
         self._loop.remove_reader(self._stream.fileno())
         if gone:
             self._task.cancel()
+
+
+def _refusal(name: str, error: PrefixdError, *, refused: bool = True) -> pb.FramedResponse:
+    failure = failure_of(name, error)
+    failure.refused = refused
+    return pb.FramedResponse(failure=failure)
 
 
 def _wake(idle: asyncio.Future[None]) -> None:

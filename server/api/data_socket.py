@@ -8,6 +8,7 @@ import ssl
 from .access import Tokens
 from .connections import Connections
 from .data_streams import Handshakes, Stream, accepted, listening_at
+from .grpc_connections import network_of
 
 
 class DataServer(Connections):
@@ -36,6 +37,9 @@ class DataServer(Connections):
     async def close(self) -> None:
         self.sessions.data_port = 0
         await super().close()
+
+    def _origin(self, sock: socket.socket) -> str:
+        return network_of(sock.getpeername()[0])
 
     def _stream(self, sock: socket.socket) -> Stream:
         return accepted(sock, self.config.stall_timeout_s, self.handshakes)

@@ -20,7 +20,7 @@ from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
 from ..core.shares import Shares
-from ..runtime.descriptors import DescriptorWatch
+from ..runtime.descriptors import DescriptorWatch, with_arrivals
 from ..runtime.limited_log import lines_left_out
 from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
@@ -261,7 +261,7 @@ class Front:
 
 def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
     """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
-    yield "grpc.max_allowed_incoming_connections", config.max_remote
+    yield "grpc.max_allowed_incoming_connections", with_arrivals(config.max_remote)
     yield "grpc.max_concurrent_streams", _MAX_STREAMS
 
 

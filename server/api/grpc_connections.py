@@ -1,9 +1,10 @@
 """The connections of the gRPC servers, which gRPC shows to nobody: they are found among the
-descriptors of the process.
+descriptors of the process (`own_sockets`).
 
-Over TCP, gRPC accepts every connection until there are `max_connections`, and then none, so clients
-that send nothing could keep all others out. Here the oldest ones that have proved nothing are
-closed when there are many, and each tenant has its share of the rest.
+Over TCP, gRPC accepts every connection until there are too many, and then none, so clients that
+prove nothing could keep all others out. Here those that prove nothing have only the places that
+others don't need (`core.arrivals`), and each tenant has its share of the rest. gRPC itself accepts
+half as many again, for those that come between two looks.
 
 On the workers' Unix socket nobody proves anything. There, when there are more than all sessions
 can need, the process loses its newest ones that has most.
@@ -13,19 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-import os
 import socket
-import stat
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 from concurrent.futures import Executor
-from contextlib import suppress
 from ipaddress import IPv6Network
-from pathlib import Path
 from typing import Final, TypeAlias
 
+from ..core.arrivals import Arrivals, places_for_arrivals
 from ..core.shares import Holder, Shares
-from ..runtime.descriptors import DescriptorWatch
+from ..runtime.descriptors import DescriptorWatch, with_arrivals
+from .own_sockets import OwnSockets, Place, ask, process_behind, sent_something, shut_down
 
 #: An address and a port.
 _Peer: TypeAlias = tuple[str, int]
@@ -33,20 +31,21 @@ _Peer: TypeAlias = tuple[str, int]
 #: How often the connections are looked at, and how often while there are many unproved ones.
 _LOOK_S: Final = 1.0
 _LOOK_OFTEN_S: Final = 0.1
-#: At most this part (1/n) of all connections may have proved nothing.
-_UNPROVED_PART: Final = 4
+#: This part (1/n) of all connections are many.
+_MANY: Final = 16
 #: A connection that never had a valid token is closed after so many calls that were refused.
 MAX_REFUSALS: Final = 32
 #: Connections to the workers' socket beyond one a session: of clients that are about to open one.
 _ARRIVING: Final = 64
-_CREDENTIALS: Final = struct.Struct("3i")
 
 
 class GrpcConnections:
-    """The event loop's, except `connections_at`."""
+    """The event loop's, except `_look`."""
 
     def __init__(self, total: int) -> None:
         self.total: Final = total
+        #: gRPC accepts so many.
+        self.most_open: Final = with_arrivals(total)
         #: Where the server listens. Set before `watch`.
         self.port = 0
         #: Those of clients that have proved themselves, by tenant.
@@ -58,10 +57,14 @@ class GrpcConnections:
         self._proved: dict[_Peer, Holder] = {}
         #: Those that proved themselves since the last look, which may not have seen them yet.
         self._just_proved: set[_Peer] = set()
-        #: Those that have proved nothing, the oldest first, with their refused calls.
-        self._unproved: dict[_Peer, int] = {}
+        self._arrivals: Final[Arrivals[_Peer]] = Arrivals()
+        #: Calls that were refused on connections that have proved nothing.
+        self._refusals: dict[_Peer, int] = {}
         #: Those that are to be closed at the next look.
         self._unread: set[_Peer] = set()
+        #: Those that were shut down, until gRPC has closed them.
+        self._closing: set[_Peer] = set()
+        self._sockets: Final = OwnSockets(self._peer_of)
 
     def proved(self, peer: _Peer, tenant: str) -> None:
         """A call over this connection has a valid token. Raises LimitReached when its tenant may
@@ -71,12 +74,14 @@ class GrpcConnections:
             self.places.take(holder)
             self._proved[peer] = holder
             self._just_proved.add(peer)
-            self._unproved.pop(peer, None)
+            self._arrivals.remove(peer)
+            self._refusals.pop(peer, None)
 
     def refused(self, peer: _Peer) -> None:
         """A call over this connection was refused."""
-        if peer not in self._proved and len(self._unproved) < 2 * self.total:
-            self._unproved[peer] = self._unproved.get(peer, 0) + 1
+        if peer not in self._proved and len(self._refusals) < 2 * self.most_open:
+            self._refusals[peer] = self._refusals.get(peer, 0) + 1
+            self._arrivals.refused(peer)
 
     def hang_up(self, peer: _Peer) -> None:
         """A client reads nothing of what it asked for: close its connection, or gRPC keeps the
@@ -85,42 +90,69 @@ class GrpcConnections:
 
     async def watch(self, executor: Executor) -> None:
         """Look at the connections again and again."""
-        loop, port = asyncio.get_running_loop(), self.port
+        loop = asyncio.get_running_loop()
         while True:
-            found = await loop.run_in_executor(executor, peers_at, port)
-            unwanted = self.looked(found)
+            places, found = await loop.run_in_executor(executor, self._look)
+            unwanted = [places[peer] for peer in self.looked(found)]
             if unwanted:
-                await loop.run_in_executor(executor, shut_down, port, unwanted)
-            crowded = 2 * len(self._unproved) > self.most_unproved
-            await asyncio.sleep(_LOOK_OFTEN_S if crowded else _LOOK_S)
+                await loop.run_in_executor(executor, shut_down, unwanted)
+            many = len(self._arrivals) > self.total // _MANY
+            await asyncio.sleep(_LOOK_OFTEN_S if many else _LOOK_S)
+
+    def _look(self) -> tuple[dict[_Peer, Place], dict[_Peer, bool]]:
+        """Where the connections are, and which of them have sent something. On any thread."""
+        places = {peer: place for place, peer in self._sockets.look().items()}
+        return places, {peer: bool(ask(place, sent_something)) for peer, place in places.items()}
+
+    def _peer_of(self, sock: socket.socket) -> _Peer | None:
+        on_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
+        if not on_tcp or sock.getsockname()[1] != self.port:
+            return None
+        host, port = sock.getpeername()[:2]
+        return plain_host(host), port
+
+    def looked(self, found: Mapping[_Peer, bool]) -> set[_Peer]:
+        """These connections are open now, with whether they have sent something. Returns those that
+        are to be closed."""
+        self.open = len(found)
+        for peer in self._proved.keys() - found.keys() - self._just_proved:
+            self.places.give(self._proved.pop(peer))
+        self._just_proved.clear()
+        self._closing &= found.keys()
+        for peer in list(self._arrivals):
+            if peer not in found:
+                self._arrivals.remove(peer)
+        for peer in self._refusals.keys() - found.keys():
+            del self._refusals[peer]
+        for peer, spoke in found.items():
+            if peer in self._proved or peer in self._closing:
+                continue
+            if peer not in self._arrivals:
+                self._arrivals.add(peer, network_of(peer[0]))
+            if peer in self._refusals:
+                self._arrivals.refused(peer)
+            elif spoke:
+                self._arrivals.spoke(peer)
+        unwanted = {peer for peer, times in self._refusals.items() if times >= MAX_REFUSALS}
+        unwanted |= self._unread & found.keys()
+        self._unread.clear()
+        unwanted -= self._closing
+        for peer in unwanted:
+            self._arrivals.remove(peer)
+        while len(self._arrivals) > self.most_unproved:
+            unwanted.add(self._arrivals.take_worst())
+        self._closing |= unwanted
+        self.closed += len(unwanted)
+        return unwanted
 
     @property
     def most_unproved(self) -> int:
         """How many connections may have proved nothing."""
-        return max(1, self.total // _UNPROVED_PART)
-
-    def looked(self, found: Iterable[_Peer]) -> set[_Peer]:
-        """These connections are open now. Returns those that are to be closed."""
-        now = set(found)
-        self.open = len(now)
-        for peer in self._proved.keys() - now - self._just_proved:
-            self.places.give(self._proved.pop(peer))
-        self._just_proved.clear()
-        for peer in self._unproved.keys() - now:
-            del self._unproved[peer]
-        for peer in now - self._proved.keys() - self._unproved.keys():
-            self._unproved[peer] = 0
-        excess = max(0, len(self._unproved) - self.most_unproved)
-        unwanted = set(list(self._unproved)[:excess])
-        unwanted |= {peer for peer, refusals in self._unproved.items() if refusals >= MAX_REFUSALS}
-        unwanted |= self._unread & now
-        self._unread.clear()
-        self.closed += len(unwanted)
-        return unwanted
+        return places_for_arrivals(self.total, self.places.used)
 
 
 class WorkersConnections:
-    """The connections to the workers' gRPC socket. The event loop's."""
+    """The connections to the workers' gRPC socket. The event loop's, except `_look`."""
 
     def __init__(self, max_sessions: int) -> None:
         self.total: Final = max_sessions + _ARRIVING
@@ -128,8 +160,9 @@ class WorkersConnections:
         self.names: Final[set[str]] = set()
         #: Connections that were closed because there were too many.
         self.closed = 0
-        #: Inodes, the oldest first.
-        self._known: dict[int, None] = {}
+        #: The oldest first.
+        self._known: dict[Place, None] = {}
+        self._sockets: Final = OwnSockets(self._process_of)
 
     async def watch(self, executor: Executor, descriptors: DescriptorWatch) -> None:
         """Look at the connections again and again, while there may be too many."""
@@ -137,105 +170,36 @@ class WorkersConnections:
         while True:
             await asyncio.sleep(_LOOK_S)
             while descriptors.open > self.total:
-                found = await loop.run_in_executor(executor, workers_at, self.names)
-                unwanted = self.looked(found)
+                unwanted = self.looked(await loop.run_in_executor(executor, self._sockets.look))
                 if not unwanted:
                     break
-                await loop.run_in_executor(executor, shut_down_workers, self.names, unwanted)
+                await loop.run_in_executor(executor, shut_down, unwanted)
                 await asyncio.sleep(_LOOK_OFTEN_S)
 
-    def looked(self, found: Iterable[tuple[int, int]]) -> set[int]:
-        """These connections are open now: the inode of each, and the process that made it. Returns
-        those that are to be closed."""
-        processes = dict(found)
-        self._known = {inode: None for inode in self._known if inode in processes}
-        self._known.update(dict.fromkeys(sorted(processes.keys() - self._known.keys())))
-        held: dict[int, list[int]] = {}
-        for inode in self._known:
-            held.setdefault(processes[inode], []).append(inode)
-        most = [(-len(inodes), process) for process, inodes in held.items()]
+    def _process_of(self, sock: socket.socket) -> int | None:
+        if sock.family != socket.AF_UNIX or sock.getsockname() not in self.names:
+            return None
+        sock.getpeername()  # fails for the one that listens
+        return process_behind(sock)
+
+    def looked(self, found: Mapping[Place, int]) -> set[Place]:
+        """These connections are open now, each with the process that made it. Returns those that
+        are to be closed."""
+        self._known = {place: None for place in self._known if place in found}
+        newer = sorted(found.keys() - self._known.keys(), key=lambda place: place.inode)
+        self._known.update(dict.fromkeys(newer))
+        held: dict[int, list[Place]] = {}
+        for place in self._known:
+            held.setdefault(found[place], []).append(place)
+        most = [(-len(places), process) for process, places in held.items()]
         heapq.heapify(most)
-        unwanted: set[int] = set()
-        for _ in range(len(processes) - self.total):
+        unwanted: set[Place] = set()
+        for _ in range(len(found) - self.total):
             _, process = most[0]
             unwanted.add(held[process].pop())
             heapq.heapreplace(most, (-len(held[process]), process))
         self.closed += len(unwanted)
         return unwanted
-
-
-def peers_at(port: int) -> list[_Peer]:
-    """The other ends of this process's TCP connections to its own `port`. On any thread."""
-    found: list[_Peer] = []
-    _each_peer(port, lambda _, peer: found.append(peer))
-    return found
-
-
-def workers_at(names: set[str]) -> list[tuple[int, int]]:
-    """This process's connections to a Unix socket of its own: the inode of each, and the process at
-    the other end. On any thread."""
-    found: list[tuple[int, int]] = []
-    _each_worker(names, lambda sock, inode: found.append((inode, _process_behind(sock))))
-    return found
-
-
-def _process_behind(sock: socket.socket) -> int:
-    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process: int = _CREDENTIALS.unpack(raw)[0]
-    return process
-
-
-def shut_down_workers(names: set[str], unwanted: set[int]) -> None:
-    """`shut_down` for connections to a Unix socket, by their inodes. On any thread."""
-
-    def end(sock: socket.socket, inode: int) -> None:
-        if inode in unwanted:
-            sock.shutdown(socket.SHUT_RDWR)
-
-    _each_worker(names, end)
-
-
-def shut_down(port: int, unwanted: set[_Peer]) -> None:
-    """End these connections. Their owner, gRPC, notices it as if the client had hung up. On any
-    thread."""
-
-    def end(sock: socket.socket, peer: _Peer) -> None:
-        if peer in unwanted:
-            sock.shutdown(socket.SHUT_RDWR)
-
-    _each_peer(port, end)
-
-
-def _each_peer(port: int, what: Callable[[socket.socket, _Peer], None]) -> None:
-    def look(sock: socket.socket) -> None:
-        on_tcp = sock.family in (socket.AF_INET, socket.AF_INET6)
-        if on_tcp and sock.getsockname()[1] == port:
-            host, its_port = sock.getpeername()[:2]
-            what(sock, (plain_host(host), its_port))
-
-    _each(look)
-
-
-def _each_worker(names: set[str], what: Callable[[socket.socket, int], None]) -> None:
-    def look(sock: socket.socket) -> None:
-        if sock.family == socket.AF_UNIX and sock.getsockname() in names:
-            sock.getpeername()  # fails for the one that listens
-            what(sock, os.fstat(sock.fileno()).st_ino)
-
-    _each(look)
-
-
-def _each(look: Callable[[socket.socket], None]) -> None:
-    """Look at every socket of this process."""
-    for place in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # it was closed meanwhile, or has no other end
-            # Of its own: the descriptor may become another's at any moment.
-            own = os.dup(int(place.name))
-            if not stat.S_ISSOCK(os.fstat(own).st_mode):
-                os.close(own)
-                continue
-            with socket.socket(fileno=own) as sock:
-                look(sock)
 
 
 def plain_host(host: str) -> str:

@@ -33,16 +33,18 @@ from prometheus_client.exposition import choose_encoder
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.vocabulary import Tier, missed_because
+from ..core.arrivals import Arrivals
 from ..runtime.limited_log import LimitedLog
 from .admin_views import AdminViews
 from .calls import PlainCaller
+from .grpc_connections import network_of
 from .metrics import StateCollector
 
 log = LimitedLog("prefixd.page")
 
 #: How long a client may take to send its request, or to take the response.
 _PATIENCE_S: Final = 5.0
-#: Connections at once, each with a thread; beyond them the oldest is closed.
+#: Connections at once, each with a thread; beyond them the host that has most loses its oldest.
 MAX_CONNECTIONS: Final = 64
 #: The port behind a name.
 _HOST: Final = re.compile(r":\d*$")
@@ -115,8 +117,7 @@ class _Server(ThreadingHTTPServer):
         self.address_family = AF_INET6 if ":" in host else AF_INET
         self.paths = paths
         self._loopback = _is_loopback(host)
-        #: Open connections, the oldest first.
-        self._open: dict[Socket, None] = {}
+        self._open: Final[Arrivals[Socket]] = Arrivals()
         self._lock = threading.Lock()
         super().__init__((host, port), _Handler)
 
@@ -129,21 +130,19 @@ class _Server(ThreadingHTTPServer):
         return len(hosts) == 1 and _is_loopback(_HOST.sub("", hosts[0]))
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Close the oldest connection when there are too many: clients that send nothing, or a
-        byte now and then, must not keep others out."""
+        """Close a connection when there are too many: clients that send nothing, or a byte now and
+        then, must not keep others out."""
         with self._lock:
-            oldest = next(iter(self._open)) if len(self._open) >= MAX_CONNECTIONS else None
-            if oldest is not None:
-                del self._open[oldest]
-            self._open[request] = None
-        if oldest is not None:
+            worst = self._open.take_worst() if len(self._open) >= MAX_CONNECTIONS else None
+            self._open.add(request, network_of(client_address[0]))
+        if worst is not None:
             with suppress(OSError):  # it may have ended at this moment
-                oldest.shutdown(SHUT_RDWR)
+                worst.shutdown(SHUT_RDWR)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         with self._lock:
-            self._open.pop(request, None)
+            self._open.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -58,6 +58,9 @@ class LocalServer(Connections):
         self.socket.remove()
         await super().close()
 
+    def _origin(self, sock: socket.socket) -> str:
+        return str(Process.behind(sock).pid)
+
     def _stream(self, sock: socket.socket) -> Stream:
         return Stream(sock, Process.behind(sock))
 

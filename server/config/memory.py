@@ -25,7 +25,8 @@ def memory_parts(plan: Plan) -> dict[str, int]:
     the same."""
     config = plan.config
     server, sessions, watch = config.server, config.sessions, config.watch
-    sockets = 3 if server.tcp else 1
+    # gRPC over TCP accepts half as many again (`runtime.descriptors.with_arrivals`).
+    connections = int(server.max_connections * (3.5 if server.tcp else 1))
     entries = sum(
         min(tier.max_entries or tier.max_budget_bytes, tier.max_budget_bytes // tier.slab_bytes)
         for tier in plan.tiers.values()
@@ -37,7 +38,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "server.max_reads": server.max_read_bytes,
         "server.max_saves": server.max_save_bytes,
         "server.max_local": server.max_local_bytes * (2 if server.tcp else 1),
-        "server.max_connections": server.max_connections * sockets * _CONNECTION_BYTES,
+        "server.max_connections": connections * _CONNECTION_BYTES,
         "server.max_rpcs": server.max_rpcs * _CALL_BYTES,
         "server.journal": server.journal_bytes * 5 // 4,
         "sessions.max_sessions": sessions.max_sessions * _SESSION_BYTES,

@@ -18,8 +18,12 @@ from .supervision import Health
 
 #: What an idle daemon has open, and some for a few clients.
 MIN_DESCRIPTORS: Final = 96
-#: The gRPC server and the data socket may use this part (1/n) of the rest each.
-_REMOTE_PART: Final = 4
+#: gRPC accepts this part (1/n) of its connections beyond them: of those that come, and may have to
+#: go again (`core.arrivals`).
+_ARRIVING_PART: Final = 2
+#: Clients over TCP get this part (1/n) of the rest as places, for the gRPC server and as many for
+#: the data socket: half of the rest, with those that come.
+_REMOTE_PART: Final = 5
 _LOOK_S: Final = 1.0
 #: Health shows a condition from this use on, until it is back below the second one.
 _SHORT: Final = 0.9
@@ -33,7 +37,7 @@ class Descriptors(NamedTuple):
     limit: int
     #: What the configuration allows clients to use up.
     wanted: int
-    #: Connections over TCP: to the gRPC server, and as many to the data socket.
+    #: Connections over TCP: to the gRPC server (`with_arrivals`), and as many to the data socket.
     max_remote: int
 
     @property
@@ -51,7 +55,9 @@ def secure(max_sessions: int, max_connections: int, *, tcp: bool) -> Descriptors
     """Raise the soft limit as far as the configuration can use it. Raises ConfigError when even an
     idle daemon would find too few."""
     # A session on this host has a connection and staging memory.
-    wanted = MIN_DESCRIPTORS + 2 * max_sessions + max_connections * (3 if tcp else 1)
+    wanted = MIN_DESCRIPTORS + 2 * max_sessions + max_connections
+    if tcp:
+        wanted += max_connections + with_arrivals(max_connections)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
     limit = most if soft == resource.RLIM_INFINITY else max(soft, most)
@@ -69,6 +75,11 @@ def allotted(limit: int, wanted: int, max_connections: int) -> Descriptors:
         )
     max_remote = max(1, min(max_connections, (limit - MIN_DESCRIPTORS) // _REMOTE_PART))
     return Descriptors(limit, wanted, max_remote)
+
+
+def with_arrivals(connections: int) -> int:
+    """How many connections gRPC accepts, of which so many may stay."""
+    return connections + max(1, connections // _ARRIVING_PART)
 
 
 def count() -> int:

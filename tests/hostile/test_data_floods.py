@@ -199,3 +199,35 @@ def test_connections_without_a_session_shut_no_client_out(daemon: PrivateDaemon)
         assert client.exists([Key(bytes(32))]) == [False]
         with daemon.admin() as admin:
             assert admin.stats().in_flight["data_connections"] < 200
+
+
+def test_of_those_that_prove_nothing_the_host_that_has_most_loses_one(
+    daemon: PrivateDaemon,
+) -> None:
+    """Half a request each, which no client leaves so for long."""
+    with session_at(daemon) as link, ExitStack() as stack:
+        place = ("127.0.0.1", link.welcome.data_port)
+        request = frame(attach=link.ref)
+        late = stack.enter_context(socket.create_connection(place, 60, ("127.0.0.2", 0)))
+        late.sendall(request[:5])
+        for _ in range(200):
+            stranger = stack.enter_context(socket.create_connection(place))
+            stranger.sendall(request[:5])
+        late.sendall(request[5:] + frame(lookup=pb.LookupRequest(keys=[bytes(32)])))
+        assert late.recv(2**16), "it is answered"
+
+
+def test_with_all_places_taken_a_stranger_makes_room_for_a_client() -> None:
+    flags = ("--server.tcp=127.0.0.1:0", "--server.max_connections=16")
+    with eager_daemon(*flags) as running, ExitStack() as stack:
+        (serving,) = running.logged("serving")
+        address = serving["addresses"][-1]
+        link = stack.enter_context(session_at(running))
+        place = ("127.0.0.1", link.welcome.data_port)
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(place))
+        with Client(address, local=False) as late:
+            assert late.wait_connected()
+            assert late.exists([Key(bytes(32))]) == [False]
+            assert late.counters["rpcs"]["Lookup"] == 1
+            assert late.counters["data_fallbacks"] == 0

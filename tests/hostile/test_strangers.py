@@ -8,7 +8,7 @@ import select
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
@@ -29,9 +29,9 @@ from prefixd.server.api.grpc_connections import (
     WorkersConnections,
     network_of,
     plain_host,
-    workers_at,
 )
 from prefixd.server.api.grpc_door import Door
+from prefixd.server.api.own_sockets import Place
 from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority
@@ -118,10 +118,10 @@ def test_a_connection_on_which_nothing_is_read_is_closed() -> None:
     connections = GrpcConnections(8)
     peer, other = ("10.0.0.1", 4711), ("10.0.0.1", 4712)
     connections.proved(peer, "a")
-    assert connections.looked([peer, other]) == set()
+    assert connections.looked({peer: True, other: True}) == set()
     connections.hang_up(peer)
-    assert connections.looked([peer, other]) == {peer}
-    assert connections.looked([other]) == set()
+    assert connections.looked({peer: True, other: True}) == {peer}
+    assert connections.looked({other: True}) == set()
     assert connections.closed == 1
 
 
@@ -233,29 +233,39 @@ def test_a_failed_handshake_leaves_no_line(tmp_path: Path) -> None:
     assert (told.stdout, told.stderr) == ("", "")
 
 
-def test_the_oldest_connections_that_proved_nothing_are_closed() -> None:
-    connections = GrpcConnections(16)
-    assert connections.most_unproved == 4
-    idle = [("10.0.0.1", port) for port in range(5)]
-    assert connections.looked(idle[:4]) == set()
-    connections.proved(idle[0], "namespace a")
-    assert connections.looked(idle) == set()
-    newer = [("10.0.0.2", port) for port in range(3)]
-    assert connections.looked([*idle, *newer]) == set(idle[1:4])
-    assert connections.looked([idle[0], idle[4], *newer]) == set()
-    assert (connections.closed, connections.open, connections.places.used) == (3, 5, 1)
-    assert connections.looked([]) == set()
+def test_connections_that_proved_nothing_have_what_the_others_leave() -> None:
+    """Beyond that the host that has most loses one, the oldest that sent nothing first."""
+    connections = GrpcConnections(8)
+    assert (connections.most_unproved, connections.most_open) == (8, 12)
+    silent = [("10.0.0.1", port) for port in range(2)]
+    spoke = [("10.0.0.1", port) for port in range(2, 8)]
+    found = dict.fromkeys(silent, False) | dict.fromkeys(spoke, True)
+    assert connections.looked(found) == set()
+    for port in range(3):
+        connections.proved(("10.0.0.2", port), "namespace a")
+        found["10.0.0.2", port] = True
+    assert connections.most_unproved == 5
+    late = ("10.0.0.3", 1)
+    found[late] = False
+    unwanted = {*silent, *spoke[:2]}
+    assert connections.looked(found) == unwanted
+    assert connections.looked(found) == set(), "they are about to end"
+    found = {peer: spoke for peer, spoke in found.items() if peer not in unwanted}
+    assert connections.looked(found) == set()
+    assert (connections.closed, connections.open, connections.places.used) == (4, 8, 3)
+    assert connections.looked({}) == set()
     assert connections.places.used == 0
 
 
 def test_a_connection_that_proves_itself_while_one_looks_stays() -> None:
-    connections = GrpcConnections(8)
+    connections = GrpcConnections(4)
     late = ("10.0.0.1", 1)
     connections.proved(late, "namespace a")
-    assert connections.looked([]) == set(), "it was not open yet when the look began"
+    assert connections.looked({}) == set(), "it was not open yet when the look began"
     assert connections.places.used == 1
-    assert connections.looked([late, *(("10.0.0.2", port) for port in range(2))]) == set()
-    assert connections.looked([]) == set()
+    others = dict.fromkeys((("10.0.0.2", port) for port in range(3)), True)
+    assert connections.looked({late: True} | others) == set()
+    assert connections.looked({}) == set()
     assert connections.places.used == 0
 
 
@@ -266,7 +276,18 @@ def test_a_connection_whose_calls_are_refused_again_and_again_is_closed() -> Non
     for _ in range(MAX_REFUSALS):
         connections.refused(known)
         connections.refused(stranger)
-    assert connections.looked([known, stranger]) == {stranger}
+    found = {known: True, stranger: True}
+    assert connections.looked(found) == {stranger}
+    assert connections.looked(found) == set(), "it is about to end"
+
+
+def test_a_connection_with_a_refused_call_goes_before_those_without() -> None:
+    connections = GrpcConnections(2)
+    first, second, third = (("10.0.0.1", port) for port in range(3))
+    connections.refused(second)
+    found = {first: False, second: True}
+    assert connections.looked(found) == set()
+    assert connections.looked({**found, third: False}) == {second}
 
 
 def test_addresses_have_one_form() -> None:
@@ -309,13 +330,14 @@ async def test_a_call_whose_connection_has_ended_is_refused(tmp_path: Path) -> N
 def test_of_too_many_connections_to_the_workers_socket_the_greediest_process_loses_some() -> None:
     connections = WorkersConnections(2)
     total = connections.total
-    honest = [(inode, 1) for inode in range(3)]
-    greedy = [(100 + inode, 2) for inode in range(total)]
-    assert connections.looked([*honest, *greedy[:-3]]) == set()
-    late = (1_000, 3)
-    unwanted = connections.looked([*honest, *greedy, late])
-    assert unwanted == {inode for inode, _ in greedy[-4:]}, "its newest, and nobody else's"
-    left = [each for each in (*honest, *greedy, late) if each[0] not in unwanted]
+    honest = {Place(fd, fd): 1 for fd in range(3)}
+    greedy = [Place(fd, fd) for fd in range(100, 100 + total)]
+    found = honest | dict.fromkeys(greedy[:-3], 2)
+    assert connections.looked(found) == set()
+    found |= dict.fromkeys(greedy, 2) | {Place(1_000, 1_000): 3}
+    unwanted = connections.looked(found)
+    assert unwanted == set(greedy[-4:]), "its newest, and nobody else's"
+    left = {place: process for place, process in found.items() if place not in unwanted}
     assert connections.looked(left) == set()
     assert connections.closed == 4
 
@@ -338,7 +360,6 @@ async def test_idle_connections_to_the_workers_socket_are_closed_when_they_are_t
                 idle.append(socket.socket(socket.AF_UNIX))
                 idle[-1].connect(path)
                 accepted.append(listening.accept()[0])
-            assert {process for _, process in workers_at({path})} == {os.getpid()}
             daemon.front.descriptors.looked(10_000)
             watching = asyncio.ensure_future(connections.watch(looking, daemon.front.descriptors))
             hung_up = select.poll()
@@ -363,6 +384,45 @@ async def test_reports_of_usage_are_taken_at_a_pace(tmp_path: Path) -> None:
         reported = daemon.front.sessions.usage.sessions[session.ref.session_id]
         assert await daemon.lookup(key(1)), "others are served meanwhile"
         assert reported.lookups == 9
+
+
+@in_loop
+async def test_strangers_push_out_none_that_comes_from_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client is slow to prove itself, and meanwhile they fill all places, again and again."""
+    monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
+    monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
+    async with (
+        running(tmp_path, "--server.max_connections=8") as daemon,
+        reached(daemon) as port,
+    ):
+        connections, ended = daemon.front.connections, set[tuple[str, int]]()
+        connections.port, looked, looks = port, connections.looked, 0
+
+        def noted(found: Mapping[tuple[str, int], bool]) -> set[tuple[str, int]]:
+            nonlocal looks
+            looks += 1
+            unwanted = looked(found)
+            ended.update(unwanted)
+            return unwanted
+
+        monkeypatch.setattr(connections, "looked", noted)
+        with ThreadPoolExecutor(1) as looking, ExitStack() as stack:
+            watching = asyncio.ensure_future(connections.watch(looking))
+            slow = Caller(port, TOKENS["b"])
+            await slow.channel.channel_ready()
+            while len(ended) < 20:
+                for _ in range(8):
+                    stranger = socket.create_connection(("127.0.0.1", port), 60, ("127.0.0.2", 0))
+                    stack.enter_context(stranger).sendall(b"PRI * HTTP/2.0")
+                before = looks
+                await daemon.until(lambda: looks > before)  # noqa: B023  # it ends before the next
+            assert not (await slow.enter()).done()
+            assert {host for host, _ in ended} == {"127.0.0.2"}
+            await slow.close()
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
 
 
 @in_loop
@@ -391,7 +451,7 @@ async def test_idle_connections_keep_nobody_out(
                     await asyncio.sleep(0)
             assert not session.done(), "who has proved itself stays"
             assert connections.places.used == 2
-            assert connections.open <= 16
+            assert connections.open <= 16 + 8
             for each in idle:
                 each.close()
             await early.close()

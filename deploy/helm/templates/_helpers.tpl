@@ -38,7 +38,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- /* An entry takes 600 bytes; a tier has at most one in each 64 KiB, and the disk tier a million. */ -}}
 {{- $entries := add (mul 16 (add $ram $shm)) (min (mul 16 $disk) 1000000) -}}
 {{- $others := 3197 -}}
-{{- if .Values.tls.enabled }}{{ $others = add $others 384 }}{{ end -}}
+{{- if .Values.tls.enabled }}{{ $others = add $others 416 }}{{ end -}}
 {{- if .Values.fleet.enabled }}{{ $others = add $others 256 }}{{ end -}}
 {{- $mib := add $ram $shm $others (div (mul $entries 600) 1048576) 1 -}}
 {{- .Values.resources.memory | default (printf "%dGi" (div (add $mib 1023) 1024)) -}}

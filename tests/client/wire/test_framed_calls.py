@@ -16,7 +16,7 @@ import pytest
 
 from prefixd.client.counters import Counters
 from prefixd.client.wire.framed_calls import FramedCalls
-from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
+from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, UnixPlace
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -335,6 +335,24 @@ def test_a_call_has_its_time_from_its_request_to_its_last_answer(daemon: Daemon)
         with pytest.raises(DeadlineExceeded):
             line.begin(pb.FramedRequest(lookup=pb.LookupRequest(keys=[bytes(2**22)])), 0.02)
         enough.set()
+
+
+def test_a_connection_without_a_place_is_none(
+    daemon: Daemon, calls: FramedCalls, fallback: Fallback
+) -> None:
+    """The daemon says so in place of an answer: it has read no request."""
+
+    def serve(peer: Peer) -> None:
+        peer.receive()
+        told = pb.Failure(error="limit_reached", message="there are too many", refused=True)
+        peer.socket.sendall(response(failure=told))
+
+    daemon.serve = serve
+    assert lookup(calls) == 1
+    ((asked, _, _),) = fallback.asked
+    assert asked == "Lookup"
+    with pytest.raises(NoConnection, match="too many"):
+        calls.save(pb.RawSaveRequest(), [], PATIENCE_S)
 
 
 def test_who_is_hung_up_on_says_why(daemon: Daemon) -> None:

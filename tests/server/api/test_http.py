@@ -317,6 +317,9 @@ async def test_the_headers_let_nothing_in() -> None:
 async def test_whoever_says_nothing_keeps_nobody_out() -> None:
     board = Board(cast(AdminViews, Looked()))
     with serve_metrics(ANYWHERE, collector(), board) as address, ExitStack() as stack:
+        elsewhere = HTTPConnection(address, timeout=30, source_address=("127.0.0.2", 0))
+        stack.callback(elsewhere.close)
+        elsewhere.connect()
         silent = [HTTPConnection(address, timeout=30) for _ in range(MAX_CONNECTIONS + 5)]
         for connection in silent:
             stack.callback(connection.close)
@@ -324,6 +327,9 @@ async def test_whoever_says_nothing_keeps_nobody_out() -> None:
         status, _, _ = await asyncio.to_thread(get, address, "/healthz")
         assert status == 200
         assert silent[0].sock.recv(1) == b"", "the oldest were closed"
+        await asyncio.to_thread(elsewhere.request, "GET", "/healthz")
+        answer = await asyncio.to_thread(elsewhere.getresponse)
+        assert answer.status == 200, "of the host that has most"
         # Their threads end a moment later.
         await asyncio.to_thread(eventually, lambda: serving_threads() <= MAX_CONNECTIONS)
 
