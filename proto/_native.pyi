@@ -5,9 +5,12 @@ TypeError, ValueError, BufferError or OSError. None of them keeps a buffer after
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from typing_extensions import Buffer
+
+#: Of the module that was built; see `proto/kernel.py`.
+ABI: Final[int]
 
 def crc32c(data: Buffer, crc: int = 0, /) -> int:
     """The CRC32C of `data`, continuing `crc`. Without the GIL from 16 KiB on."""

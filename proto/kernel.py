@@ -13,8 +13,13 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from types import ModuleType
 from typing import TYPE_CHECKING, Final
+
+#: Of the module that this code can use. In an editable checkout, and where a file of an earlier
+#: installation was left, there may be another one.
+ABI: Final = 1
 
 
 def _load() -> tuple[ModuleType | None, str]:
@@ -29,6 +34,15 @@ def _load() -> tuple[ModuleType | None, str]:
         return None, "pure Python (the native kernel was not built: there was no C compiler)"
     except ImportError as problem:
         return None, f"pure Python (the native kernel can't be loaded: {problem})"
+    if getattr(_native, "ABI", 0) != ABI:
+        why = "the native kernel is of another version of prefixd"
+        warnings.warn(
+            f"{why} and is not used: install prefixd again, or run `make` in its checkout "
+            f"({_native.__file__})",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return None, f"pure Python ({why})"
     return _native, f"native ({', '.join(_native.form())})"
 
 

@@ -13,6 +13,10 @@
 
 #include "kernel.h"
 
+/* What Python expects of this module: `ABI` in `proto/kernel.py` has to be the same. It goes up with
+ * every change of what a function takes, gives, or does. */
+enum { KERNEL_ABI = 1 };
+
 /* ---- buffers */
 
 /* Some exported buffers, which `release` gives back. */
@@ -1049,13 +1053,12 @@ static PyMethodDef methods[] = {
 };
 
 static int begin(PyObject *module) {
-    (void)module;
     for (int i = 0; i < FIELDS + 2; i++) {
         const char *name = i < FIELDS ? fields[i].name : i == FIELDS ? "key" : "location";
         if (!field_names[i]) field_names[i] = PyUnicode_InternFromString(name);
         if (!field_names[i]) return -1;
     }
-    return 0;
+    return PyModule_AddIntConstant(module, "ABI", KERNEL_ABI);
 }
 
 static PyModuleDef_Slot slots[] = {{Py_mod_exec, begin}, {0, NULL}};

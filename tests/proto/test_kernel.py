@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import random
@@ -437,6 +438,45 @@ def test_the_form_is_said_in_words(variable: str, begins: str) -> None:
     )
     assert done.stdout.startswith(begins)
     assert done.stderr == ""
+
+
+#: For each `ABI`, what the functions look like. With a change of them the number goes up, also if
+#: only what one does has changed.
+SIGNATURES = {1: "c97a780154cf87b7"}
+
+
+def test_a_change_of_the_functions_goes_with_another_number() -> None:
+    stub = ast.parse((ROOT / "proto/_native.pyi").read_text())
+    functions = [node for node in stub.body if isinstance(node, ast.FunctionDef)]
+    for function in functions:
+        function.body = [ast.Pass()]
+    looks = hashlib.sha256("".join(map(ast.unparse, functions)).encode()).hexdigest()
+    assert SIGNATURES[kernel.ABI] == looks[:16]
+    assert f"enum {{ KERNEL_ABI = {kernel.ABI} }};" in (NATIVE / "module.c").read_text()
+
+
+@pytest.mark.parametrize("others", ["", f"ABI = {kernel.ABI + 1}"], ids=["older", "newer"])
+def test_a_kernel_of_another_version_is_not_used(others: str) -> None:
+    """One that was left by an earlier installation failed saves with a TypeError."""
+    code = (
+        "import sys, types\n"
+        "other = sys.modules['prefixd.proto._native'] = types.ModuleType('other')\n"
+        "other.__file__ = '/there/_native.so'\n"
+        f"exec({others!r}, vars(other))\n"
+        "from prefixd.proto import kernel, payload\n"
+        "print(kernel.FORM, payload.crc32c(b'123456789') == 0xE3069283)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PREFIXD_PURE": "0"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    why = "the native kernel is of another version of prefixd"
+    assert done.stdout == f"pure Python ({why}) True\n"
+    assert f"{why} and is not used: install prefixd again" in done.stderr
+    assert "(/there/_native.so)" in done.stderr
 
 
 def test_this_process_runs_the_form_that_its_environment_asks_for() -> None:
