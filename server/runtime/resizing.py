@@ -202,6 +202,8 @@ class _Resize:
         self._core = core
         self._store = store
         self._tier: Final = store.tier
+        #: The notice of a start that had not enough of it.
+        self._room: Final = f"{store.tier.label} room"
         self._resized: Final = Resized(budget_bytes)
 
     @property
@@ -224,6 +226,7 @@ class _Resize:
             except (PrefixdError, StoreError) as problem:
                 log.warning("not_as_before", tier=self._tier.label, error=str(problem))
             raise
+        self._core.health.notices.pop(self._room, None)
         if store.secured_bytes < store.size_bytes:
             name = f"{self._tier.label} arena"
             self._core.supervisor.task(name, Securing(self._core, store).secure_all())
@@ -248,6 +251,11 @@ class _Resize:
             await self._set_size(budget_bytes, arena_bytes)
         except DeviceFull as problem:
             log.warning("tier_smaller_than_configured", tier=tier, error=str(problem))
+            has, wanted = format_bytes(ledger.limit_bytes), format_bytes(ledger.budget_bytes)
+            self._core.health.notices[self._room] = (
+                f"{has} of {wanted}: its device had no room for the rest when the daemon started; "
+                "when it has, resize the tier or restart the daemon"
+            )
         resized = self._resized
         if resized.entries:
             log.warning(

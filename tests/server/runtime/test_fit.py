@@ -14,8 +14,8 @@ from structlog.testing import capture_logs
 
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import resizing
-from prefixd.tiers.arena_stores import RecordedStore
-from prefixd.tiers.store import StoreError
+from prefixd.tiers.arena_stores import DiskStore, RecordedStore
+from prefixd.tiers.store import StoreError, StoreFull
 from tests.server.runtime.test_resizing import MIB, fill, resize, stats_of
 from tests.support.event_loop import in_loop
 from tests.support.running import SLAB, Running, key, payload, running
@@ -164,14 +164,14 @@ async def test_a_start_that_was_killed_in_the_middle_goes_on(
         await daemon.assert_sound()
 
 
-@in_loop
-async def test_a_copy_with_holes_is_served(tmp_path: Path) -> None:
-    """Its entries are whole, and everything else has its blocks before it is used."""
-    async with running(tmp_path) as daemon:
+async def copied_with_holes(directory: Path, *flags: str) -> int:
+    """A directory with 40 entries on disk, whose arena was copied without its zeros. Returns what
+    it occupied before."""
+    async with running(directory, *flags) as daemon:
         session = await daemon.open()
         await fill(session, Tier.DISK, range(40))
         blocks = held_bytes(daemon, Tier.DISK)
-    arena = tmp_path / "disk" / "arena"
+    arena = directory / "disk" / "arena"
     data, mode = arena.read_bytes(), arena.stat().st_mode
     arena.unlink()
     with arena.open("wb") as file:
@@ -182,6 +182,46 @@ async def test_a_copy_with_holes_is_served(tmp_path: Path) -> None:
         file.truncate(len(data))
     arena.chmod(mode)
     assert arena.stat().st_blocks * 512 < blocks
+    return blocks
+
+
+@in_loop
+async def test_a_start_with_a_smaller_budget_and_no_room_serves_what_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The holes are part of what fits, and their device is full. Nothing is evicted for that."""
+    await copied_with_holes(tmp_path, "--disk.budget=3MiB")
+    with capture_logs() as logs, monkeypatch.context() as patch:
+
+        def no_room(*_: object) -> None:
+            raise StoreFull("no room, on purpose")
+
+        patch.setattr(DiskStore, "take_back", no_room)
+        async with running(tmp_path, "--disk.budget=2MiB") as daemon:
+            assert "tier_smaller_than_configured" in [line["event"] for line in logs]
+            now = await stats_of(daemon, Tier.DISK)
+            assert (now.budget_bytes, now.state) == (2 * MIB, "serving")
+            assert 0 < now.published_bytes <= now.limit_bytes < MIB
+            assert "its device had no room" in daemon.core.notices()["disk room"]
+            assert present(daemon, range(40)) == list(range(40))
+            session = await daemon.open()
+            assert await session.restore(key(39)) == payload(39, ENTRY_BYTES)
+            await fill(session, Tier.DISK, range(40, 45))
+            await daemon.assert_sound()
+            patch.undo()
+            await resize(daemon, Tier.DISK, 2 * MIB)
+            assert "disk room" not in daemon.core.notices()
+            now = await stats_of(daemon, Tier.DISK)
+            assert now.limit_bytes > MIB
+            await fill(session, Tier.DISK, range(45, 60))
+            assert present(daemon, range(40, 60)) == list(range(40, 60))
+            await daemon.assert_sound()
+
+
+@in_loop
+async def test_a_copy_with_holes_is_served(tmp_path: Path) -> None:
+    """Its entries are whole, and everything else has its blocks before it is used."""
+    blocks = await copied_with_holes(tmp_path)
     async with running(tmp_path) as daemon:
         assert held_bytes(daemon, Tier.DISK) == blocks
         session = await daemon.open()
