@@ -16,6 +16,8 @@ from ..proto.vocabulary import Tier
 from ..tiers.arena_stores import DiskStore, RamStore, ShmStore
 from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
+from ..tiers.file_calls import CallsApart
+from ..tiers.files import HERE
 from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
 from ..tiers.shares import Share
@@ -40,8 +42,8 @@ _STAGING_IDLE_NS: Final = 10**9
 
 
 def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool, later: bool = False) -> Store:
-    """The store of one tier. `later`: that of the disk is not open yet. Raises StoreError if the
-    system can't provide what it needs."""
+    """The store of one tier. `later`: that of the disk is not open yet, and another process makes
+    its calls that may hang. Raises StoreError if the system can't provide what it needs."""
     if plan.tier is Tier.RAM:
         return RamStore(plan.budget_bytes, plan.slab_bytes, max_budget_bytes=plan.max_budget_bytes)
     assert plan.directory is not None
@@ -60,6 +62,7 @@ def make_store(plan: TierPlan, *, verify_at_start: bool, sync: bool, later: bool
         sync=sync,
         max_budget_bytes=plan.max_budget_bytes,
         later=later,
+        calls=CallsApart() if later else HERE,
     )
 
 

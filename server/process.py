@@ -92,9 +92,9 @@ def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iter
         note = {"pid": os.getpid(), "address": address, "started_unix_s": int(time.time())}
         os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(note).encode(), 0)
+        # The file stays. If it were removed, two processes could lock two files of one name. The
+        # note stays too: emptying it is a write, and a device that hangs would hold the daemon.
         yield used_before
-        # The file stays. If it were removed, two processes could lock two files of one name.
-        os.ftruncate(fd, 0)
     finally:
         os.close(fd)
 

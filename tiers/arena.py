@@ -38,7 +38,7 @@ from ..proto.arena_header import encode_arena_header
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
 from ..proto.kernel import native
 from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c
-from .files import open_own_file, punch_hole, secure_range, write_errors
+from .files import HERE, FileCalls, open_own_file, punch_hole, secure_range, write_errors
 from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreError
 
 #: The name of the arena in the directory of a tier.
@@ -81,6 +81,7 @@ class BaseArena(ABC):
     hole_bytes: int = 0
     #: `holes` in order, unless they have changed since.
     _sorted_holes: list[tuple[int, int]] | None = None
+    _calls: FileCalls = HERE
     #: Failed syncs. The kernel reports a failed write-back only once: bytes that were written
     #: before it may not be stored, although a later sync succeeds.
     failed_syncs: int = 0
@@ -96,7 +97,7 @@ class BaseArena(ABC):
                     f"secure more than {self.secured_bytes} of the {self.size_bytes} bytes of an "
                     "arena"
                 ):
-                    secure_range(self.fd, begin, part_bytes)
+                    secure_range(self.fd, begin, part_bytes, self._calls)
                 self._populate(begin, part_bytes)
             self._ready_bytes = start + length_bytes
             self.secured_bytes = max(self.secured_bytes, self._ready_bytes)
@@ -165,7 +166,7 @@ class BaseArena(ABC):
 
     def _punch(self, location: Location) -> bool:
         for start, length_bytes in zip(location[::2], location[1::2], strict=True):
-            if not punch_hole(self.fd, start, length_bytes):
+            if not punch_hole(self.fd, start, length_bytes, self._calls):
                 return False
             self.holes[start] = length_bytes
             self.hole_bytes += length_bytes
@@ -179,7 +180,7 @@ class BaseArena(ABC):
             if hole_bytes is None:
                 continue
             with write_errors(f"take {length_bytes} bytes of room for an arena again"):
-                secure_range(self.fd, start, length_bytes)
+                secure_range(self.fd, start, length_bytes, self._calls)
             self._populate(start, length_bytes)
             del self.holes[start]
             self.hole_bytes -= length_bytes
@@ -202,7 +203,8 @@ class BaseArena(ABC):
 
     def open_reader(self) -> int:
         """A new descriptor that can only read, for a client. The caller closes it."""
-        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        # Reading it sets no time in the file: that is a write, which may wait for the device.
+        return os.open(f"/proc/self/fd/{self.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOATIME)
 
 
 class NoArena(BaseArena):

@@ -37,7 +37,7 @@ from .arena import (
     whole_slabs,
 )
 from .disk_arena import DiskArena
-from .files import sync_parents, write_errors
+from .files import HERE, FileCalls, sync_parents, write_errors
 from .graves import Graves
 from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows
 from .records import USAGE_BYTES, USAGE_FILE, Records
@@ -196,8 +196,11 @@ class RecordedStore(ArenaStore):
         verify_payloads: bool = False,
         max_budget_bytes: int = 0,
         later: bool = False,
+        calls: FileCalls = HERE,
     ) -> None:
-        """`later`: touch no file before `open` is called."""
+        """`later`: touch no file before `open` is called. `calls`: those that may wait for the
+        device; the store closes them."""
+        self._calls: Final = calls
         check_slab(slab_bytes)
         self.directory: Final = directory
         self.slab_bytes = self.header_bytes = slab_bytes
@@ -211,7 +214,7 @@ class RecordedStore(ArenaStore):
             )
         self.arena = NoArena(slabs * slab_bytes, max_slabs * slab_bytes)
         self._opened: Records | None = None
-        self._graves: Final = Graves(directory, sync=sync)
+        self._graves: Final = Graves(directory, sync=sync, calls=calls)
         self._found_slabs = 0
         self._has_incarnation = False
         if not later:
@@ -235,7 +238,7 @@ class RecordedStore(ArenaStore):
             self._check_slab_of(directory / ARENA_FILE)
             if sync:
                 # Also where it is there: the start that made it may have got no further.
-                sync_parents(directory)
+                sync_parents(directory, self._calls)
         slabs, max_slabs = self.arena.size_bytes // slab_bytes, self.arena.max_bytes // slab_bytes
         arena = self._open_arena(directory / ARENA_FILE, slabs * slab_bytes, max_slabs * slab_bytes)
         try:
@@ -244,7 +247,7 @@ class RecordedStore(ArenaStore):
             arena.size_bytes = found_slabs * slab_bytes
             max_slabs = max(max_slabs, found_slabs)
             table = self._open_table(max_slabs, sync=sync)
-            records = Records(directory, self.tier, max_slabs, slab_bytes, table)
+            records = Records(directory, self.tier, max_slabs, slab_bytes, table, self._calls)
             # A larger tier that was killed before it used its slabs has left records only.
             records.cut(found_slabs)
         except BaseException:
@@ -412,6 +415,7 @@ class RecordedStore(ArenaStore):
         if self._opened is not None:
             self._opened.close()
         self.arena.close()
+        self._calls.close()
 
 
 class RamStore(ArenaStore):
@@ -519,10 +523,10 @@ class DiskStore(RecordedStore):
     arena: DiskArena
 
     def _open_arena(self, path: Path, size_bytes: int, max_bytes: int) -> DiskArena:
-        return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes)
+        return DiskArena(path, size_bytes, sync=self._sync, max_bytes=max_bytes, calls=self._calls)
 
     def _open_table(self, slabs: int, *, sync: bool) -> LmdbRows:
-        return LmdbRows(self.directory, slabs, sync=sync)
+        return LmdbRows(self.directory, slabs, sync=sync, calls=self._calls)
 
     def _sync_payloads(self, writers: Sequence[ArenaWriter]) -> None:
         self.arena.sync()

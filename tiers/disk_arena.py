@@ -16,6 +16,9 @@ from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
 from ..proto.payload import copy_crc32c, crc32c, unset_bytearray
 from .arena import BaseArena, check_size, ranges
 from .files import (
+    HERE,
+    ROOM_BYTES,
+    FileCalls,
     check_linked,
     open_own_file,
     pread_into,
@@ -26,9 +29,8 @@ from .files import (
 )
 from .store import SEGMENT_BYTES, Damaged, Location, StoreError, StoreFull
 
-#: What is checksummed and written at once: small enough that the write finds its bytes in the L2
-#: cache. Also the size of the buffer into which memory that others may change is copied first.
-PIECE_BYTES: Final = 512 * 2**10
+#: What is checksummed and written at once.
+PIECE_BYTES: Final = ROOM_BYTES
 #: Types whose memory only the daemon can change. Anything else may be shared with a client.
 _OWN: Final = frozenset((bytes, bytearray))
 
@@ -38,11 +40,17 @@ class DiskArena(BaseArena):
 
     With `sync`, `sync()` waits for the device; without it, what is written survives a crash of
     the daemon but not of the machine. While the arena is open the file has no write bits, so that
-    a reader can't open it for writing. Raises StoreError.
+    a reader can't open it for writing. `calls` wait for the device. Raises StoreError.
     """
 
     def __init__(
-        self, path: Path, size_bytes: int, *, sync: bool = True, max_bytes: int = 0
+        self,
+        path: Path,
+        size_bytes: int,
+        *,
+        sync: bool = True,
+        max_bytes: int = 0,
+        calls: FileCalls = HERE,
     ) -> None:
         check_size(size_bytes)
         self.path: Final = path
@@ -50,15 +58,15 @@ class DiskArena(BaseArena):
         self.holes = {}
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
-        #: Buffers that no thread uses now. There are at most as many as threads that write.
-        self._buffers: list[bytearray] = []
+        self._calls = calls
         with write_errors(f"open {path}"):
-            self.fd = open_own_file(path, 0o600)
+            self.fd = open_own_file(path, 0o600, calls)
             try:
+                calls.own(self.fd, path)
                 found_bytes = os.fstat(self.fd).st_size
-                os.fchmod(self.fd, 0o400)
+                calls.fchmod(self.fd, 0o400)
                 if sync:
-                    sync_directory(path.parent)
+                    sync_directory(path.parent, calls)
             except BaseException:
                 self.close()
                 raise
@@ -72,36 +80,24 @@ class DiskArena(BaseArena):
         except StoreFull:
             # Give back what the file system reserved of the segment.
             if os.fstat(self.fd).st_size > self.secured_bytes:
-                os.ftruncate(self.fd, self.secured_bytes)
+                self._calls.ftruncate(self.fd, self.secured_bytes)
             raise
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         with write_errors(f"write to {self.path}"):
-            if type(data.obj) in _OWN:
+            if self._calls.direct and type(data.obj) in _OWN:
                 for at in range(0, len(data), PIECE_BYTES):
                     piece = data[at : at + PIECE_BYTES]
                     crc = crc32c(piece, crc)
-                    pwrite_all(self.fd, piece, start + at)
+                    pwrite_all(self.fd, piece, start + at, self._calls)
                 return crc
-            return self._put_foreign(start, data, crc)
-
-    def _put_foreign(self, start: int, data: memoryview, crc: int) -> int:
-        """`put` for memory that a client may still write to. It is copied first, so that the
-        checksum is that of the bytes in the file."""
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = bytearray(PIECE_BYTES)
-        try:
-            with memoryview(buffer) as room:
+            # Copied first, so that the checksum is that of the bytes in the file.
+            with self._calls.room() as room:
                 for at in range(0, len(data), PIECE_BYTES):
                     piece = data[at : at + PIECE_BYTES]
-                    copied = room[: len(piece)]
-                    crc = copy_crc32c(copied, piece, crc)
-                    pwrite_all(self.fd, copied, start + at)
-        finally:
-            self._buffers.append(buffer)
-        return crc
+                    crc = copy_crc32c(room.view[: len(piece)], piece, crc)
+                    room.write(self.fd, len(piece), start + at)
+            return crc
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         """One view, which owns its memory."""
@@ -113,7 +109,7 @@ class DiskArena(BaseArena):
         for start, part_bytes in parts:
             part = own[filled_bytes : filled_bytes + part_bytes]
             try:
-                read_bytes = pread_into(self.fd, part, start)
+                read_bytes = pread_into(self.fd, part, start, self._calls)
             except OSError as problem:
                 raise StoreError(f"can't read from {self.path}: {problem}") from None
             if read_bytes < part_bytes:
@@ -124,8 +120,8 @@ class DiskArena(BaseArena):
     def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
         header = encode_arena_header(incarnation, slab_bytes)
         with write_errors(f"write the header of {self.path}"):
-            secure_range(self.fd, 0, slab_bytes)
-            pwrite_all(self.fd, header, 0)
+            secure_range(self.fd, 0, slab_bytes, self._calls)
+            pwrite_all(self.fd, header, 0, self._calls)
         self.secured_bytes = max(self.secured_bytes, slab_bytes)
         self._ready_bytes = max(self._ready_bytes, slab_bytes)
         self.sync()
@@ -136,7 +132,7 @@ class DiskArena(BaseArena):
             try:
                 check_linked(self.fd, self.path)
                 if self._sync:
-                    os.fdatasync(self.fd)
+                    self._calls.fdatasync(self.fd)
             except (OSError, StoreError) as problem:
                 self.failed_syncs += 1
                 raise StoreError(f"can't sync {self.path}: {problem}") from None
@@ -149,7 +145,7 @@ class DiskArena(BaseArena):
     def probe(self) -> None:
         """Write and sync a few bytes beside the header. Raises StoreError."""
         with write_errors(f"write to {self.path}"):
-            pwrite_all(self.fd, os.urandom(16), PROBE_OFFSET)
+            pwrite_all(self.fd, os.urandom(16), PROBE_OFFSET, self._calls)
         self.sync()
 
     def close(self) -> None:

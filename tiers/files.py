@@ -1,4 +1,8 @@
-"""Plain file I/O with the errors of the store contract."""
+"""Plain file I/O with the errors of the store contract.
+
+`calls` are those that change files, and may wait for the device: `HERE`, or those of a process that
+may hang in the place of this one (`file_calls`).
+"""
 
 from __future__ import annotations
 
@@ -18,9 +22,10 @@ FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.E
 #: Errors of a file system that can't reserve blocks.
 _NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
 _ZEROS: Final = bytes(2**20)
-#: linux/falloc.h
-_KEEP_SIZE: Final = 0x01
-_PUNCH_HOLE: Final = 0x02
+#: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
+PUNCH_HOLE: Final = 0x01 | 0x02
+#: What `FileCalls.room` lends: small enough that a write finds the bytes in the L2 cache.
+ROOM_BYTES: Final = 512 * 2**10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -35,11 +40,93 @@ def write_errors(what: str) -> Iterator[None]:
         raise kind(f"can't {what}: {problem}") from None
 
 
-def open_own_file(path: Path, mode: int) -> int:
+class Room:
+    """Memory that `FileCalls.room` lends, from which its first bytes are written to a file."""
+
+    def __init__(self, calls: FileCalls, view: memoryview) -> None:
+        self._calls = calls
+        self.view: Final = view
+
+    def write(self, fd: int, length_bytes: int, offset_bytes: int) -> None:
+        """Raises OSError."""
+        pwrite_all(fd, self.view[:length_bytes], offset_bytes, self._calls)
+
+
+class FileCalls:
+    """Calls that may wait for a device, as those of `os`: here by the calling thread itself. They
+    raise OSError. Thread-safe."""
+
+    #: Whether `pwrite` takes the bytes from where they are. If not, they are best put into a
+    #: `room`.
+    direct: bool = True
+
+    def __init__(self) -> None:
+        #: Buffers that no thread uses now. There are at most as many as threads that write.
+        self._buffers: list[bytearray] = []
+
+    @contextmanager
+    def room(self) -> Iterator[Room]:
+        """`ROOM_BYTES` of memory that nobody else changes, until the end of the context."""
+        try:
+            buffer = self._buffers.pop()
+        except IndexError:
+            buffer = bytearray(ROOM_BYTES)
+        try:
+            with memoryview(buffer) as view:
+                yield Room(self, view)
+        finally:
+            self._buffers.append(buffer)
+
+    def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
+        return os.open(path, flags, mode)
+
+    def pwrite(self, fd: int, data: bytes | memoryview, offset_bytes: int) -> int:
+        return os.pwrite(fd, data, offset_bytes)
+
+    def preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
+        return os.preadv(fd, [view], offset_bytes)
+
+    def fsync(self, fd: int) -> None:
+        os.fsync(fd)
+
+    def fdatasync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def posix_fallocate(self, fd: int, start: int, length_bytes: int) -> None:
+        os.posix_fallocate(fd, start, length_bytes)
+
+    def punch_hole(self, fd: int, start: int, length_bytes: int) -> None:
+        """Give the blocks of a range back to the device."""
+        if _libc.fallocate(fd, PUNCH_HOLE, start, length_bytes):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+
+    def ftruncate(self, fd: int, length_bytes: int) -> None:
+        os.ftruncate(fd, length_bytes)
+
+    def fchmod(self, fd: int, mode: int) -> None:
+        os.fchmod(fd, mode)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def own(self, fd: int, path: Path) -> None:
+        """No other process may still change this file. Raises StoreError if one does."""
+
+    def close(self) -> None:
+        """No calls follow. Waits for none that is under way."""
+
+
+#: The calls of this process.
+HERE: Final = FileCalls()
+
+
+def open_own_file(path: Path, mode: int, calls: FileCalls = HERE) -> int:
     """A descriptor for reading and writing. A missing file is created with `mode`.
 
     A file that is there gets `mode` first: an earlier start may have left it without write bits.
-    Raises OSError, and StoreError for anything but a regular file of this user.
+    Reading it sets no time in it, because that is a write, which may wait for the device. Raises
+    OSError, and StoreError for anything but a regular file of this user.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -50,83 +137,87 @@ def open_own_file(path: Path, mode: int) -> int:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
                 raise StoreError(f"{path} is not a file of this user")
-            os.fchmod(fd, mode)
+            calls.fchmod(fd, mode)
         finally:
             os.close(fd)
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOATIME
+    return calls.open(path, flags, mode)
 
 
-def pwrite_all(fd: int, data: bytes | memoryview, offset_bytes: int) -> None:
+def pwrite_all(
+    fd: int, data: bytes | memoryview, offset_bytes: int, calls: FileCalls = HERE
+) -> None:
     """`os.pwrite` until everything is written. Raises OSError."""
-    written_bytes = os.pwrite(fd, data, offset_bytes)
+    written_bytes = calls.pwrite(fd, data, offset_bytes)
     if written_bytes == len(data):
         return
     view = memoryview(data)
     while written_bytes < len(view):
-        written_bytes += os.pwrite(fd, view[written_bytes:], offset_bytes + written_bytes)
+        written_bytes += calls.pwrite(fd, view[written_bytes:], offset_bytes + written_bytes)
 
 
-def pread_into(fd: int, view: memoryview, offset_bytes: int) -> int:
+def pread_into(fd: int, view: memoryview, offset_bytes: int, calls: FileCalls = HERE) -> int:
     """Fill `view`, and return the bytes read: fewer at the end of the file. Raises OSError."""
     read_bytes = 0
     while read_bytes < len(view):
-        count = os.preadv(fd, [view[read_bytes:]], offset_bytes + read_bytes)
+        count = calls.preadv(fd, view[read_bytes:], offset_bytes + read_bytes)
         if not count:
             break
         read_bytes += count
     return read_bytes
 
 
-def secure_range(fd: int, start: int, length_bytes: int) -> None:
+def secure_range(fd: int, start: int, length_bytes: int, calls: FileCalls = HERE) -> None:
     """Reserve blocks of the device for a range of the file, and extend the file to hold it.
 
     Keeps what is written there. Where the file system can't reserve blocks, zeros are written
     behind the end of the file. Raises OSError; the file may be longer then.
     """
     try:
-        os.posix_fallocate(fd, start, length_bytes)
+        calls.posix_fallocate(fd, start, length_bytes)
     except OSError as problem:
         if problem.errno not in _NO_FALLOCATE:
             raise
         position, end = max(start, os.fstat(fd).st_size), start + length_bytes
         while position < end:
-            position += os.pwrite(fd, memoryview(_ZEROS)[: end - position], position)
+            position += calls.pwrite(fd, memoryview(_ZEROS)[: end - position], position)
 
 
-def punch_hole(fd: int, start: int, length_bytes: int) -> bool:
+def punch_hole(fd: int, start: int, length_bytes: int, calls: FileCalls = HERE) -> bool:
     """Give the blocks of a range of the file back to its device. The range reads as zeros then.
     False: the file system can't do it. Raises OSError."""
-    if not _libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, start, length_bytes):
-        return True
-    number = ctypes.get_errno()
-    if number in _NO_FALLOCATE:
-        return False
-    raise OSError(number, os.strerror(number))
+    try:
+        calls.punch_hole(fd, start, length_bytes)
+    except OSError as problem:
+        if problem.errno in _NO_FALLOCATE:
+            return False
+        raise
+    return True
 
 
-def cut_file(fd: int, length_bytes: int) -> None:
+def cut_file(fd: int, length_bytes: int, calls: FileCalls = HERE) -> None:
     """Shorten the file if it is longer. Raises OSError."""
     if os.fstat(fd).st_size > length_bytes:
-        os.ftruncate(fd, length_bytes)
+        calls.ftruncate(fd, length_bytes)
 
 
-def sync_directory(path: Path) -> None:
+def sync_directory(path: Path, calls: FileCalls = HERE) -> None:
     """Make the names of the files in a directory durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(fd)
+        calls.fsync(fd)
     finally:
         os.close(fd)
 
 
-def sync_parents(path: Path) -> None:
+def sync_parents(path: Path, calls: FileCalls = HERE) -> None:
     """Make the path of a directory durable: the parents on its device that this user can write to.
     Raises OSError."""
     device = path.stat().st_dev
     for parent in path.absolute().parents:
         if parent.stat().st_dev != device or not os.access(parent, os.R_OK | os.W_OK):
             return
-        sync_directory(parent)
+        sync_directory(parent, calls)
 
 
 def check_linked(fd: int, path: Path) -> None:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 from ..proto.keys import Key
 from ..proto.payload import crc32c
-from .files import open_own_file, pwrite_all, sync_directory, write_errors
+from .files import HERE, FileCalls, open_own_file, pwrite_all, sync_directory, write_errors
 
 GRAVES_FILE: Final = "deleted"
 _ROW: Final = struct.Struct("<32sQ")
@@ -33,9 +34,10 @@ _ROW_BYTES: Final = _ROW.size + _CRC.size
 class Graves:
     """The file in `directory`. Calls do I/O, one at a time."""
 
-    def __init__(self, directory: Path, *, sync: bool) -> None:
+    def __init__(self, directory: Path, *, sync: bool, calls: FileCalls = HERE) -> None:
         self._path: Final = directory / GRAVES_FILE
         self._sync: Final = sync
+        self._calls: Final = calls
 
     def add(self, keys: Iterable[Key], generation: int) -> None:
         """Records of these keys up to `generation` are deleted. Durable on return. Raises
@@ -45,16 +47,17 @@ class Graves:
             row = _ROW.pack(key, generation)
             rows += row + _CRC.pack(crc32c(row))
         with write_errors(f"note deleted keys in {self._path}"):
-            fd = open_own_file(self._path, 0o600)
+            fd = open_own_file(self._path, 0o600, self._calls)
             try:
                 size_bytes = os.fstat(fd).st_size
-                pwrite_all(fd, bytes(rows), size_bytes - size_bytes % _ROW_BYTES)
+                at = size_bytes - size_bytes % _ROW_BYTES
+                pwrite_all(fd, bytes(rows), at, self._calls)
                 if self._sync:
-                    os.fsync(fd)
+                    self._calls.fsync(fd)
             finally:
                 os.close(fd)
             if self._sync and not size_bytes:
-                sync_directory(self._path.parent)
+                sync_directory(self._path.parent, self._calls)
 
     def read(self) -> dict[Key, int]:
         """The deleted keys, and up to which generation. Raises StoreError."""
@@ -74,5 +77,5 @@ class Graves:
 
     def clear(self) -> None:
         """The records of all of them were erased durably. Raises StoreError."""
-        with write_errors(f"remove {self._path}"):
-            self._path.unlink(missing_ok=True)
+        with write_errors(f"remove {self._path}"), suppress(FileNotFoundError):
+            self._calls.unlink(self._path)

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Final
 import structlog
 
 from . import lmdb_wire as wire
-from .files import open_own_file, secure_range, sync_directory, write_errors
+from .files import HERE, FileCalls, open_own_file, secure_range, sync_directory, write_errors
 from .rows import Erasure, RowTable
 from .store import StoreError, StoreFull
 
@@ -58,7 +58,8 @@ class LmdbRows(RowTable):
     #: The command of the process, without its arguments.
     command: ClassVar[Sequence[str]] = (sys.executable, "-m", f"{__package__}.lmdb_child")
 
-    def __init__(self, directory: Path, slabs: int, *, sync: bool) -> None:
+    def __init__(self, directory: Path, slabs: int, *, sync: bool, calls: FileCalls = HERE) -> None:
+        self._calls: Final = calls
         self._directory: Final = directory.absolute()
         self._slabs: Final = slabs
         self._sync: Final = sync
@@ -75,9 +76,9 @@ class LmdbRows(RowTable):
         with write_errors(f"open the records in {directory}"):
             try:
                 for path in self._paths():
-                    self._fds.append(open_own_file(path, 0o600))
+                    self._fds.append(open_own_file(path, 0o600, calls))
                 if sync:
-                    sync_directory(directory)
+                    sync_directory(directory, calls)
                 self._start()
             except BaseException:
                 self.close()
@@ -110,7 +111,8 @@ class LmdbRows(RowTable):
             if self._closed:
                 raise StoreError(f"the records in {self._directory} are closed")
             for fd in self._fds:
-                secure_range(fd, self._secured_bytes, upto_bytes - self._secured_bytes)
+                more_bytes = upto_bytes - self._secured_bytes
+                secure_range(fd, self._secured_bytes, more_bytes, self._calls)
         self._secured_bytes = upto_bytes
 
     def apply(self, erasures: Sequence[Erasure], rows: Sequence[tuple[int, bytes]]) -> None:

@@ -47,7 +47,7 @@ from ..proto.entry import EntryRecord, Location, Recorded
 from ..proto.keys import Key
 from ..proto.payload import crc32c
 from ..proto.vocabulary import Tier
-from .files import cut_file, open_own_file, pwrite_all, secure_range, write_errors
+from .files import HERE, FileCalls, cut_file, open_own_file, pwrite_all, secure_range, write_errors
 from .rows import (
     KEY_SLICE,
     MARK_SLAB,
@@ -83,8 +83,15 @@ class Records:
     """
 
     def __init__(
-        self, directory: Path, tier: Tier, slabs: int, slab_bytes: int, table: RowTable
+        self,
+        directory: Path,
+        tier: Tier,
+        slabs: int,
+        slab_bytes: int,
+        table: RowTable,
+        calls: FileCalls = HERE,
     ) -> None:
+        self._calls: Final = calls
         self.directory: Final = directory
         self.tier: Final = tier
         self.slabs: Final = slabs
@@ -111,18 +118,18 @@ class Records:
         """A usage file that can't be used is renamed: lost hints must not stop the start."""
         path = self.directory / USAGE_FILE
         try:
-            return open_own_file(path, 0o600)
+            return open_own_file(path, 0o600, self._calls)
         except (OSError, StoreError):
             aside = (path.with_name(f"{USAGE_FILE}.damaged-{number}") for number in count(1))
             path.rename(next(name for name in aside if not os.path.lexists(name)))
-            return open_own_file(path, 0o600)
+            return open_own_file(path, 0o600, self._calls)
 
     def cut(self, slabs: int) -> None:
         """Give the room of the rows back whose slabs, from `slabs` on, are not there. Raises
         StoreError."""
         self.table.cut(slabs)
         with write_errors(f"shorten the records in {self.directory}"):
-            cut_file(self._usage_fd, slabs * USAGE_BYTES)
+            cut_file(self._usage_fd, slabs * USAGE_BYTES, self._calls)
 
     def secure(self, slabs: int) -> None:
         """Reserve room for the rows of the first `slabs` slabs. Raises StoreFull, StoreError."""
@@ -131,7 +138,8 @@ class Records:
             return
         self.table.secure(slabs)
         with write_errors(f"make room for records in {self.directory}"):
-            secure_range(self._usage_fd, first * USAGE_BYTES, more * USAGE_BYTES)
+            at, length_bytes = first * USAGE_BYTES, more * USAGE_BYTES
+            secure_range(self._usage_fd, at, length_bytes, self._calls)
         self._secured_slabs = slabs
 
     # ---- changes
@@ -178,7 +186,7 @@ class Records:
             for usage in usages:
                 row = encode_usage(usage.entry.generation, usage.last_used_ns, usage.hits)
                 slab = usage.entry.location[0] // self.slab_bytes
-                pwrite_all(self._usage_fd, row, slab * USAGE_BYTES)
+                pwrite_all(self._usage_fd, row, slab * USAGE_BYTES, self._calls)
 
     def probe(self) -> None:
         """Write the row that belongs to no entry, durably. Raises StoreError, StoreFull."""

@@ -18,6 +18,7 @@ from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 from prefixd.proto.payload import crc32c
 from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
+from prefixd.tiers.files import FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
 
@@ -182,9 +183,10 @@ def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
     disk: Callable[..., Placed],
 ) -> None:
     """Data in the daemon's own memory, as in `placed.save`, needs no buffer."""
-    placed = disk(sync=False)
+    calls = FileCalls()
+    placed = disk(sync=False, calls=calls)
     placed.save(1, 2, payload_bytes=3 * PIECE_BYTES + 5)
-    buffers = placed.store.arena._buffers  # type: ignore[attr-defined]  # of the disk
+    buffers = calls._buffers
     assert not buffers
     with mmap.mmap(-1, 3 * PIECE_BYTES + 5) as shared:
         entry = placed.entry(0, payload_bytes=len(shared))
