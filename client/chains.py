@@ -126,6 +126,8 @@ class BlockChain(Sequence[Key]):
             return self._keys[selected]
         if selected:
             self._hash_up_to(max(selected[0], selected[-1]))
+        if selected.step == 1:
+            return self._keys[selected.start : selected.stop]
         return [self._keys[position] for position in selected]
 
     def __repr__(self) -> str:

@@ -36,7 +36,7 @@ from .hits import Reader
 from .identity import StateIdentity
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
 from .policy import LoadSpeeds, MinBenefit, SavePolicy
-from .recording import Recorder, RecordOptions
+from .recording import FolderRecorder, Recorders, RecordOptions
 from .restores import VERIFY_CHOICES, Verify
 from .results import SaveOutcome
 from .saves import Reservation, SaveItem, Writer
@@ -149,7 +149,8 @@ class Client(Lookups):
         benefit = MinBenefit(self.speeds, prefill_tokens_per_s, min_benefit_ms)
         searcher_type, reader_type, writer_type, spans = _parts(tracing)
         record = record or RecordOptions.from_environment()
-        self._recorder = None if record is None else Recorder(record, label or "")
+        recorders = Recorders(None if record is None else FolderRecorder(record, label or ""))
+        self._recorders = recorders
         counters = counters or Counters()
         if transport is None:
             # Imported here with gRPC and protobuf, three quarters of the time of all imports, for
@@ -158,7 +159,12 @@ class Client(Lookups):
             from .wire.remote_transport import RemoteTransport
 
             transport = remote = RemoteTransport(
-                address, name, label=label, counters=counters, connect_timeout_ms=connect_timeout_ms
+                address,
+                name,
+                label=label,
+                counters=counters,
+                connect_timeout_ms=connect_timeout_ms,
+                recorders=recorders,
             )
             remote.spans = spans
             if local:
@@ -182,8 +188,8 @@ class Client(Lookups):
         self._finalizer = weakref.finalize(
             self, _forgotten, context, self._writer.queue, self._calls, self._reader
         )
-        if self._recorder is not None:
-            weakref.finalize(self, self._recorder.close)
+        # Before the other one, and after that one was made: the last is the first to be called.
+        self._recorders_finalizer = weakref.finalize(self, recorders.close)
 
     # ---- saving state
 
@@ -407,9 +413,9 @@ class Client(Lookups):
         self._finalizer.detach()
         if self._context.owner.is_here:
             within_ms = self._within_ms(deadline_ms)
+            self._recorders.close(leaving=True)
             _close(self._context, self._writer.queue, self._calls, self._reader, within_ms / 1e3)
-            if self._recorder is not None:
-                self._recorder.close()
+            self._recorders_finalizer()
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "connected" if self.connected else "not connected"

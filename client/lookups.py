@@ -17,7 +17,7 @@ from .context import CallContext
 from .counters import Missing
 from .hits import Hit, Reader
 from .policy import SavePolicy
-from .recording import Recorder
+from .recording import Recorders
 from .results import NOT_FOUND, Found, RestoreResult
 from .search import Searcher
 from .thread_pool import CallQueue
@@ -50,7 +50,7 @@ class Lookups:
     _searcher: Searcher
     _reader: Reader
     _calls: CallQueue
-    _recorder: Recorder | None
+    _recorders: Recorders
 
     # ---- looking for state
 
@@ -123,6 +123,8 @@ class Lookups:
     ) -> Hit:
         """The first of `keys` that is there."""
         stride_tokens = self.policy.boundary_align_tokens
+        if self._recorders.active:
+            self._recorders.looked_otherwise()
         return self._searcher.search(
             keys, counts, ClaimMode.FIRST, wait_ms, deadline, pin=claim, stride_tokens=stride_tokens
         )
@@ -179,8 +181,8 @@ class Lookups:
             pin=claim,
             counted=counted,
         )
-        if counted and self._recorder is not None:
-            self._recorder.looked(
+        if counted and self._recorders.active:
+            self._recorders.looked(
                 keys if isinstance(keys, BlockChain) else run, prompt_tokens, len(hit)
             )
         return hit
@@ -220,12 +222,12 @@ class Lookups:
         hit = self._searcher.search(
             keys, None, mode, wait_ms, deadline, prompt_tokens, counted=counted
         )
-        if counted and self._recorder is not None and mode is not ClaimMode.FIRST:
+        if counted and self._recorders.active and mode is not ClaimMode.FIRST:
             if len(keys) == 1:
-                self._recorder.looked_for_one()
+                self._recorders.looked_otherwise()
             else:
                 leading = sum(map(int.__eq__, hit.positions, range(len(keys))))
-                self._recorder.looked(keys, prompt_tokens, leading)
+                self._recorders.looked(keys, prompt_tokens, leading)
         return hit
 
     # ---- what is there
@@ -308,8 +310,8 @@ class Lookups:
             missing = Missing(gap, 0, checked[first : first + 1])
         if counted:
             self._context.counters.looked(there, len(found), prompt_tokens, missing)
-            if self._recorder is not None and not one:
-                self._recorder.looked(checked, prompt_tokens, first)
+            if self._recorders.active and not one:
+                self._recorders.looked(checked, prompt_tokens, first)
         return list(map(bool, found))
 
     def exists_one(
@@ -327,8 +329,8 @@ class Lookups:
             prompt_tokens = whole("prompt_tokens", prompt_tokens, 0)
         if type(key) is not bytes or len(key) != KEY_BYTES:
             key = check_key(key)
-        if counted and self._recorder is not None:
-            self._recorder.looked_for_one()
+        if counted and self._recorders.active:
+            self._recorders.looked_otherwise()
         tier = self._transport.peek_one(key)
         if tier is None:
             (found,) = self._exist(
@@ -377,8 +379,8 @@ class Lookups:
         if counted:
             missing = Missing(gap, 0, run[length : length + 1]) if length < len(run) else None
             self._context.counters.looked(found, len(run), prompt_tokens, missing)
-            if self._recorder is not None:
-                self._recorder.looked(
+            if self._recorders.active:
+                self._recorders.looked(
                     keys if isinstance(keys, BlockChain) else run, prompt_tokens, length
                 )
         return length
@@ -434,8 +436,8 @@ class Lookups:
             raise InvalidSize(f"{len(buffers)} buffers for {len(run)} keys")
         left_ms = self._context.countdown(deadline_ms)
         result = self._searcher.restore(run, counts, mode, buffers, left_ms, counted=counted)
-        if counted and self._recorder is not None and mode is ClaimMode.RUN:
-            self._recorder.looked(
+        if counted and self._recorders.active and mode is ClaimMode.RUN:
+            self._recorders.looked(
                 keys if isinstance(keys, BlockChain) else run, sum(counts or ()), result.run
             )
         return result

@@ -1,13 +1,16 @@
 """Records what a client looks up, as a trace that `prefixctl replay` and the others read.
 
-Off by default: `Client(record=RecordOptions(folder))`, or $PREFIXD_RECORD=FOLDER for every client
-of a process, those in engines too. $PREFIXD_RECORD_SAMPLE=0.1 records a tenth.
+Off by default. `Client(record=RecordOptions(folder))`, or $PREFIXD_RECORD=FOLDER for every client
+of a process, those in engines too, records into a folder; $PREFIXD_RECORD_SAMPLE=0.1 records a
+tenth. `prefixctl trace record` has the daemon ask all of its clients, which then send what they
+look up with their session.
 
 A look-up of blocks becomes one line: its time, prompt tokens, block ids and hit blocks. An id is 64
-bits of a BLAKE2b of the block's key under a secret in the folder (`secret`, readable by its owner
-alone). So a trace says which prompts share what, and no guess of a prompt can be tried on it by
-those who lack the secret; all clients that record into one folder have the same ids, and deleting
-the secret afterwards makes guessing impossible for all.
+bits of a BLAKE2b of the block's key under a secret: one in the folder (`secret`, readable by its
+owner alone), or one that the daemon draws. So a trace says which prompts share what, and no guess
+of a prompt can be tried on it by those who lack the secret; all clients that record into one
+folder, or for one daemon, have the same ids. Deleting the secret of a folder makes guessing
+impossible for all.
 
 What it costs: the look-up itself puts a tuple into a bounded queue; a thread hashes and writes,
 four times a second. Look-ups that find the queue full are dropped and counted. Files have a limit,
@@ -23,17 +26,20 @@ import logging
 import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from secrets import token_bytes
-from typing import IO, Final, NamedTuple
+from typing import IO, Final, TypeAlias
 
+from ..proto import prefixd_pb2 as pb
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
+from ..proto.limits import MAX_RECORDED_IDS, MAX_RECORDED_LOOKUPS, RECORD_SECRET_BYTES
 from .chains import BlockChain
 
 logger = logging.getLogger("prefixd.client")
@@ -41,12 +47,13 @@ logger = logging.getLogger("prefixd.client")
 FOLDER_VARIABLE: Final = "PREFIXD_RECORD"
 SAMPLE_VARIABLE: Final = "PREFIXD_RECORD_SAMPLE"
 _SECRET: Final = "secret"
-_SECRET_BYTES: Final = 32
 #: Look-ups that may wait to be written, and their keys, of some 70 bytes each.
 _MAX_PENDING: Final = 4_096
 _MAX_PENDING_KEYS: Final = 1 << 18
 _WRITE_EVERY_S: Final = 0.25
 _STOP_WITHIN_S: Final = 2.0
+#: A message to the daemon ends with the look-up that brings it to so many ids.
+_ENOUGH_IDS: Final = 8_192
 _numbers = count()
 
 
@@ -83,129 +90,160 @@ class RecordOptions:
             raise ConfigError(f"{SAMPLE_VARIABLE} is a number, not {share!r}") from None
 
 
-class _Lookup(NamedTuple):
-    at_s: float
-    keys: Sequence[Key]
-    block_tokens: int
-    prompt_tokens: int
-    hit_blocks: int
+#: A look-up: its time in seconds, keys, tokens of a block (0: not known), prompt tokens (0: not
+#: known) and hit blocks. A plain tuple, because a look-up waits for it to be made.
+_Lookup: TypeAlias = tuple[float, Sequence[Key], int, int, int]
 
 
-class Recorder:
-    """The recorder of one client. Thread-safe; `close` writes what is pending."""
+class Recorder(ABC):
+    """Takes look-ups, and has a thread of its own that records them. Thread-safe; `close` records
+    what is pending."""
 
-    def __init__(
-        self, options: RecordOptions, label: str = "", clock: Callable[[], float] = time.time
-    ) -> None:
-        """`label` is written as the tenant of each request. Raises ConfigError if the folder can't
-        be used."""
-        self._folder = Path(options.folder)
-        self._options = options
+    def __init__(self, sample: float, secret: bytes, clock: Callable[[], float]) -> None:
+        """`secret`: what ids are made with. The subclass calls `_start`."""
+        self._keyed = blake2b(digest_size=8, key=secret)
         self._clock = clock
-        self._more = f', "tenant": {json.dumps(label)}' if label else ""
-        self._below = round(options.sample * (1 << 64))
+        self._below = None if sample == 1 else round(sample * (1 << 64))
         self._pending: deque[_Lookup] = deque()
         #: Keys that were put into `_pending`, and that were taken out: each by one thread, or under
         #: the interpreter's lock. A race makes the bound a little less exact.
         self._keys_in = self._keys_out = 0
-        self._last_ms = 0
-        self._file: IO[bytes] | None = None
-        self._paths: deque[Path] = deque()
-        #: Look-ups that were written, and those that were not because too many waited.
-        self.recorded = self.dropped = 0
-        self._failed = self._told_of_one = False
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._secret = _secret(self._folder)
-            self._next_file()
-        except OSError as error:
-            raise ConfigError(
-                f"look-ups cannot be recorded in {self._folder}: {error.strerror or error}"
-            ) from None
+        #: Look-ups that were recorded; those that were not because too many waited; and those that
+        #: can't be, because they don't name the blocks of a prompt.
+        self.recorded = self.dropped = self.unnamed = 0
+        self._failed = False
         self._write_lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="prefixd-recorder", daemon=True)
-        self._thread.start()
 
     def looked(self, keys: BlockChain | Sequence[Key], prompt_tokens: int, hit_blocks: int) -> None:
-        """Note a look-up of blocks, root first. `prompt_tokens`: what they stand for, 0 if that is
-        not known."""
-        if self._failed or not len(keys):
+        """Note a look-up of blocks, root first. `keys`: not changed any more by the caller.
+        `prompt_tokens`: what they stand for, 0 if that is not known."""
+        chain = isinstance(keys, BlockChain)
+        blocks = keys.whole_blocks if chain else len(keys)  # type: ignore[union-attr]
+        if self._failed or not blocks:
             return
-        if self._below < 1 << 64 and int.from_bytes(keys[0][:8], "big") >= self._below:
+        if self._below is not None and int.from_bytes(keys[0][:8], "big") >= self._below:
             return
-        waiting = self._keys_in - self._keys_out
-        if len(self._pending) >= _MAX_PENDING or waiting + len(keys) > _MAX_PENDING_KEYS:
+        if (
+            len(self._pending) >= _MAX_PENDING
+            or self._keys_in - self._keys_out + blocks > _MAX_PENDING_KEYS
+        ):
             self.dropped += 1
             return
         at_s = self._clock()
-        if isinstance(keys, BlockChain):
+        self._keys_in += blocks
+        if chain:
             # Hashed to the end now: a chain is not thread-safe, and its save needs the keys anyway.
-            size, whole = keys.block_tokens, keys[: keys.whole_blocks]
-            if not whole:
-                return
-            tokens = size * len(whole) + keys.partial_tokens
-            lookup = _Lookup(at_s, whole, size, tokens, hit_blocks)
+            size = keys.block_tokens  # type: ignore[union-attr]
+            tokens = size * blocks + keys.partial_tokens  # type: ignore[union-attr]
+            self._pending.append((at_s, keys[:blocks], size, tokens, hit_blocks))
         else:
-            # The caller's list may change before it is written.
-            lookup = _Lookup(at_s, tuple(keys), 0, prompt_tokens, hit_blocks)
-        self._keys_in += len(lookup.keys)
-        self._pending.append(lookup)
+            self._pending.append((at_s, keys, 0, prompt_tokens, hit_blocks))
 
-    def looked_for_one(self) -> None:
-        """Note a look-up of a single block of a prompt, which can't be recorded: nobody says which
-        other blocks the prompt has."""
-        if not self._told_of_one:
-            self._told_of_one = True
-            logger.warning("look-ups of single blocks, as vLLM makes them, are not recorded: they "
-                           "don't say which blocks make a prompt")  # fmt: skip
+    def looked_otherwise(self) -> None:
+        """Note a look-up that can't be recorded: of a single block of a prompt, when nobody says
+        which other blocks the prompt has, or of a whole state."""
+        self.unnamed += 1
 
     def close(self) -> None:
-        """Write what is pending, and end. Idempotent. Of a disk that hangs it waits two seconds."""
+        """Record what is pending, and end. Idempotent. If that hangs it waits two seconds."""
         self._stop.set()
         self._thread.join(_STOP_WITHIN_S)
         if self._thread.is_alive():
             logger.warning("look-ups are not recorded to the end: the disk hangs")
             return
         self.flush()
-        if self._file is not None:
-            self._file.close()
 
     def flush(self) -> None:
-        """Write what is pending now."""
+        """Record what is pending now."""
         with self._write_lock:
+            waiting = [self._pending.popleft() for _ in range(len(self._pending))]
+            self._keys_out += sum(len(keys) for _, keys, *_ in waiting)
+            waiting.sort(key=_time_of)
             try:
-                for line in self._lines():
-                    self._write(line)
-                if self._file is not None and not self._file.closed:
-                    self._file.flush()
+                self._record(waiting)
             except OSError as error:
                 self._failed = True
                 self._pending.clear()
                 logger.warning("recording look-ups ends: %s", error.strerror or error)
 
+    def _start(self) -> None:
+        self._thread.start()
+
     def _run(self) -> None:
         while not self._stop.wait(_WRITE_EVERY_S):
-            if self._pending:
-                self.flush()
+            self.flush()
 
-    def _lines(self) -> Iterator[bytes]:
-        """The pending look-ups, in the order of their times."""
-        waiting = [self._pending.popleft() for _ in range(len(self._pending))]
-        self._keys_out += sum(len(lookup.keys) for lookup in waiting)
-        for lookup in sorted(waiting, key=lambda each: each.at_s):
+    @abstractmethod
+    def _record(self, lookups: Iterable[_Lookup]) -> None:
+        """Record these, in the order of their times. Raises OSError, which ends the recording."""
+
+    def _ids(self, keys: Sequence[Key]) -> Iterator[int]:
+        keyed = self._keyed.copy  # half of the time of a new one for each
+        for key in keys:
+            digest = keyed()
+            digest.update(key)
+            yield int.from_bytes(digest.digest(), "big")
+
+
+def _time_of(lookup: _Lookup) -> float:
+    return lookup[0]
+
+
+class FolderRecorder(Recorder):
+    """Records into the files of a folder."""
+
+    def __init__(
+        self, options: RecordOptions, label: str = "", clock: Callable[[], float] = time.time
+    ) -> None:
+        """`label` is written with each request. Raises ConfigError if the folder can't
+        be used."""
+        self._folder = Path(options.folder)
+        self._options = options
+        self._more = f', "label": {json.dumps(label)}' if label else ""
+        self._last_ms = 0
+        self._file: IO[bytes] | None = None
+        self._paths: deque[Path] = deque()
+        self._told = False
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            secret = _secret(self._folder)
+            self._next_file()
+        except OSError as error:
+            raise ConfigError(
+                f"look-ups cannot be recorded in {self._folder}: {error.strerror or error}"
+            ) from None
+        super().__init__(options.sample, secret, clock)
+        self._start()
+
+    def looked_otherwise(self) -> None:
+        super().looked_otherwise()
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "look-ups of single blocks, as vLLM makes them, and of whole states are not "
+                "recorded: they don't say which blocks make a prompt"
+            )
+
+    def close(self) -> None:
+        super().close()
+        if self._file is not None and not self._thread.is_alive():
+            self._file.close()
+
+    def _record(self, lookups: Iterable[_Lookup]) -> None:
+        for at_s, keys, block_tokens, prompt_tokens, hit_blocks in lookups:
             # Never before the one above it, whatever the clock does.
-            self._last_ms = max(self._last_ms, round(lookup.at_s * 1000))
-            ids = ", ".join(str(self._id(key)) for key in lookup.keys)
-            size = f', "block_size": {lookup.block_tokens}' if lookup.block_tokens else ""
-            yield (
-                f'{{"timestamp": {self._last_ms}, "input_length": {lookup.prompt_tokens}, '
-                f'"output_length": 0, "hash_ids": [{ids}]{size}{self._more}, '
-                f'"hit_blocks": {lookup.hit_blocks}}}\n'
-            ).encode()
-
-    def _id(self, key: Key) -> int:
-        return int.from_bytes(blake2b(key, digest_size=8, key=self._secret).digest(), "big")
+            self._last_ms = max(self._last_ms, round(at_s * 1000))
+            ids = ", ".join(map(str, self._ids(keys)))
+            size = f', "block_size": {block_tokens}' if block_tokens else ""
+            length = f'"input_length": {prompt_tokens}, ' if prompt_tokens else ""
+            self._write(
+                f'{{"timestamp": {self._last_ms}, {length}"output_length": 0, '
+                f'"hash_ids": [{ids}]{size}{self._more}, "hit_blocks": {hit_blocks}}}\n'.encode()
+            )
+        if self._file is not None and not self._file.closed:
+            self._file.flush()
 
     def _write(self, line: bytes) -> None:
         assert self._file is not None
@@ -227,6 +265,117 @@ class Recorder:
             self._paths.popleft().unlink(missing_ok=True)
 
 
+class SessionRecorder(Recorder):
+    """Sends look-ups to the daemon, which has asked for them."""
+
+    def __init__(
+        self,
+        record: pb.Record,
+        send: Callable[[pb.SessionRequest], bool],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`send` returns False if it takes no more for now."""
+        super().__init__(record.sample_permille / 1000, record.secret, clock)
+        self.record = record
+        self._send = send
+        self._last_ns = 0
+        #: `dropped` and `unnamed` as the daemon knows them.
+        self._told_dropped = self._told_unnamed = 0
+        self._message()  # says that this client records
+        self._start()
+
+    def _record(self, lookups: Iterable[_Lookup]) -> None:
+        waiting: list[pb.RecordedLookup] = []
+        ids = 0
+        for at_s, keys, block_tokens, prompt_tokens, hit_blocks in lookups:
+            if len(keys) > MAX_RECORDED_IDS:
+                self.dropped += 1
+                continue
+            if ids + len(keys) > _ENOUGH_IDS or len(waiting) == MAX_RECORDED_LOOKUPS:
+                self._message(waiting)
+                waiting, ids = [], 0
+            # Never before the one above it, whatever the clock does.
+            self._last_ns = max(self._last_ns, round(at_s * 1e9))
+            waiting.append(
+                pb.RecordedLookup(
+                    at_unix_ns=self._last_ns,
+                    ids=self._ids(keys),
+                    block_tokens=block_tokens,
+                    prompt_tokens=prompt_tokens,
+                    hit_blocks=hit_blocks,
+                )
+            )
+            ids += len(keys)
+        if waiting or (self.dropped, self.unnamed) != (self._told_dropped, self._told_unnamed):
+            self._message(waiting)
+
+    def _message(self, lookups: Sequence[pb.RecordedLookup] = ()) -> None:
+        dropped, unnamed = self.dropped, self.unnamed
+        message = pb.LookedUp(
+            lookups=lookups,
+            dropped=dropped - self._told_dropped,
+            unnamed=unnamed - self._told_unnamed,
+        )
+        if self._send(pb.SessionRequest(looked_up=message)):
+            self._told_dropped, self._told_unnamed = dropped, unnamed
+            self.recorded += len(lookups)
+        else:
+            self.dropped += len(lookups)
+
+
+class Recorders:
+    """The recorders of a client: one into a folder, if it was asked for, and one for its daemon
+    while that asks. Thread-safe."""
+
+    def __init__(self, folder: FolderRecorder | None = None) -> None:
+        self._folder = folder
+        self._session: SessionRecorder | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        #: Those that record now. Replaced as a whole, so that look-ups need no lock.
+        self.active: tuple[Recorder, ...] = (folder,) if folder else ()
+
+    def looked(self, keys: BlockChain | Sequence[Key], prompt_tokens: int, hit_blocks: int) -> None:
+        """See `Recorder.looked`."""
+        for recorder in self.active:
+            recorder.looked(keys, prompt_tokens, hit_blocks)
+
+    def looked_otherwise(self) -> None:
+        """See `Recorder.looked_otherwise`."""
+        for recorder in self.active:
+            recorder.looked_otherwise()
+
+    def asked(self, record: pb.Record, send: Callable[[pb.SessionRequest], bool]) -> None:
+        """The daemon asks for a recording, or for none any more."""
+        with self._lock:
+            if self._session is not None and self._session.record == record:
+                return
+            self._end_session()
+            valid = len(record.secret) == RECORD_SECRET_BYTES
+            if valid and 0 < record.sample_permille <= 1000 and not self._closed:
+                self._session = SessionRecorder(record, send)
+                self.active = (*self.active, self._session)
+
+    def leave(self) -> None:
+        """The session ends: send it what is pending."""
+        with self._lock:
+            self._end_session()
+
+    def close(self, *, leaving: bool = False) -> None:
+        """End all, or with `leaving` the daemon's. No more is begun. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._end_session()
+        if self._folder is not None and not leaving:
+            self._folder.close()
+
+    def _end_session(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            self.active = (self._folder,) if self._folder else ()
+            session.close()
+
+
 def _secret(folder: Path) -> bytes:
     """The secret of a folder, made by the first client that records into it."""
     path = folder / _SECRET
@@ -234,7 +383,7 @@ def _secret(folder: Path) -> bytes:
         aside = folder / f".{_SECRET}.{os.getpid()}.{next(_numbers)}"
         with aside.open("xb") as file:
             os.fchmod(file.fileno(), 0o600)
-            file.write(token_bytes(_SECRET_BYTES))
+            file.write(token_bytes(RECORD_SECRET_BYTES))
         try:
             os.link(aside, path)  # whole or not at all, and only the first
         except FileExistsError:
@@ -245,6 +394,6 @@ def _secret(folder: Path) -> bytes:
         if not path.exists():
             raise
     secret = path.read_bytes()
-    if len(secret) != _SECRET_BYTES:
-        raise OSError(f"{path} is no secret of {_SECRET_BYTES} bytes")
+    if len(secret) != RECORD_SECRET_BYTES:
+        raise OSError(f"{path} is no secret of {RECORD_SECRET_BYTES} bytes")
     return secret

@@ -53,6 +53,12 @@ MAX_TOLD_MISSES: Final = 512
 MAX_TOLD_KEYS: Final = 256
 MAX_TOLD_KEYS_IN_ALL: Final = 1024
 
+#: Look-ups that a client records for the daemon: in one message, the ids of all of these, and the
+#: secret that ids are made with.
+MAX_RECORDED_LOOKUPS: Final = 4_096
+MAX_RECORDED_IDS: Final = 65_536
+RECORD_SECRET_BYTES: Final = 32
+
 # ---- time
 
 DEFAULT_HEARTBEAT_INTERVAL_MS: Final = 2_000

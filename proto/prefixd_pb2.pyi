@@ -431,6 +431,7 @@ class SessionRequest(google.protobuf.message.Message):
     SUSPECT_FIELD_NUMBER: builtins.int
     GIVE_BACK_FIELD_NUMBER: builtins.int
     IDENTITY_FIELD_NUMBER: builtins.int
+    LOOKED_UP_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> Global___Hello: ...
     @property
@@ -443,6 +444,8 @@ class SessionRequest(google.protobuf.message.Message):
     def give_back(self) -> Global___GiveBack: ...
     @property
     def identity(self) -> Global___Identity: ...
+    @property
+    def looked_up(self) -> Global___LookedUp: ...
     def __init__(
         self,
         *,
@@ -452,10 +455,11 @@ class SessionRequest(google.protobuf.message.Message):
         suspect: Global___Suspect | None = ...,
         give_back: Global___GiveBack | None = ...,
         identity: Global___Identity | None = ...,
+        looked_up: Global___LookedUp | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect", "give_back", "identity"] | None: ...
+    def HasField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "looked_up", b"looked_up", "suspect", b"suspect", "touch", b"touch"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["give_back", b"give_back", "heartbeat", b"heartbeat", "hello", b"hello", "identity", b"identity", "kind", b"kind", "looked_up", b"looked_up", "suspect", b"suspect", "touch", b"touch"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["hello", "heartbeat", "touch", "suspect", "give_back", "identity", "looked_up"] | None: ...
 
 Global___SessionRequest: typing_extensions.TypeAlias = SessionRequest
 
@@ -892,6 +896,7 @@ class SessionEvent(google.protobuf.message.Message):
     CLAIM_LOST_FIELD_NUMBER: builtins.int
     RESERVATION_LOST_FIELD_NUMBER: builtins.int
     DRAINING_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> Global___Welcome: ...
     @property
@@ -902,6 +907,8 @@ class SessionEvent(google.protobuf.message.Message):
     def reservation_lost(self) -> Global___ReservationLost: ...
     @property
     def draining(self) -> Global___Draining: ...
+    @property
+    def record(self) -> Global___Record: ...
     def __init__(
         self,
         *,
@@ -910,10 +917,11 @@ class SessionEvent(google.protobuf.message.Message):
         claim_lost: Global___ClaimLost | None = ...,
         reservation_lost: Global___ReservationLost | None = ...,
         draining: Global___Draining | None = ...,
+        record: Global___Record | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["claim_lost", b"claim_lost", "draining", b"draining", "heartbeat_ack", b"heartbeat_ack", "kind", b"kind", "reservation_lost", b"reservation_lost", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["claim_lost", b"claim_lost", "draining", b"draining", "heartbeat_ack", b"heartbeat_ack", "kind", b"kind", "reservation_lost", b"reservation_lost", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "heartbeat_ack", "claim_lost", "reservation_lost", "draining"] | None: ...
+    def HasField(self, field_name: typing.Literal["claim_lost", b"claim_lost", "draining", b"draining", "heartbeat_ack", b"heartbeat_ack", "kind", b"kind", "record", b"record", "reservation_lost", b"reservation_lost", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["claim_lost", b"claim_lost", "draining", b"draining", "heartbeat_ack", b"heartbeat_ack", "kind", b"kind", "record", b"record", "reservation_lost", b"reservation_lost", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["kind", b"kind"]) -> typing.Literal["welcome", "heartbeat_ack", "claim_lost", "reservation_lost", "draining", "record"] | None: ...
 
 Global___SessionEvent: typing_extensions.TypeAlias = SessionEvent
 
@@ -940,6 +948,7 @@ class Welcome(google.protobuf.message.Message):
     SESSION_SECRET_FIELD_NUMBER: builtins.int
     DATA_PORT_FIELD_NUMBER: builtins.int
     IDLE_HEARTBEAT_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    RECORD_FIELD_NUMBER: builtins.int
     incarnation: builtins.bytes
     session_id: builtins.int
     heartbeat_interval_ms: builtins.int
@@ -964,6 +973,10 @@ class Welcome(google.protobuf.message.Message):
     """0: heartbeat_interval_ms"""
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierLimits]: ...
+    @property
+    def record(self) -> Global___Record:
+        """not set: nothing is recorded now"""
+
     def __init__(
         self,
         *,
@@ -982,8 +995,10 @@ class Welcome(google.protobuf.message.Message):
         session_secret: builtins.bytes = ...,
         data_port: builtins.int = ...,
         idle_heartbeat_interval_ms: builtins.int = ...,
+        record: Global___Record | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_heartbeat_interval_ms", b"idle_heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["record", b"record"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["chunk_bytes", b"chunk_bytes", "claim_lease_ms", b"claim_lease_ms", "daemon_version", b"daemon_version", "data_port", b"data_port", "heartbeat_interval_ms", b"heartbeat_interval_ms", "idle_heartbeat_interval_ms", b"idle_heartbeat_interval_ms", "incarnation", b"incarnation", "local_socket", b"local_socket", "max_batch_keys", b"max_batch_keys", "max_message_bytes", b"max_message_bytes", "record", b"record", "reservation_ttl_ms", b"reservation_ttl_ms", "session_id", b"session_id", "session_secret", b"session_secret", "shares", b"shares", "tiers", b"tiers"]) -> None: ...
 
 Global___Welcome: typing_extensions.TypeAlias = Welcome
 
@@ -1094,6 +1109,97 @@ class Draining(google.protobuf.message.Message):
     ) -> None: ...
 
 Global___Draining: typing_extensions.TypeAlias = Draining
+
+@typing.final
+class Record(google.protobuf.message.Message):
+    """Asks a client to send what it looks up (`LookedUp`), until the next Record or the end of the session.
+    A client need not. One that does answers at once, if need be with an empty message.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECRET_FIELD_NUMBER: builtins.int
+    SAMPLE_PERMILLE_FIELD_NUMBER: builtins.int
+    secret: builtins.bytes
+    """32 bytes, by which ids are made of keys; empty: no more"""
+    sample_permille: builtins.int
+    """The share of prompts, by their first blocks: those with the first 8 bytes of the key, read as a
+    big-endian number, below this many thousandths of 2^64.
+    """
+    def __init__(
+        self,
+        *,
+        secret: builtins.bytes = ...,
+        sample_permille: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sample_permille", b"sample_permille", "secret", b"secret"]) -> None: ...
+
+Global___Record: typing_extensions.TypeAlias = Record
+
+@typing.final
+class LookedUp(google.protobuf.message.Message):
+    """Look-ups of blocks since the message before, in the order of their times. At most 4,096, with 65,536
+    ids in all. Ignored unless the daemon asked for them.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    UNNAMED_FIELD_NUMBER: builtins.int
+    dropped: builtins.int
+    """further look-ups, because too many waited"""
+    unnamed: builtins.int
+    """further ones that don't name the blocks of a prompt: of one block, of whole states"""
+    @property
+    def lookups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RecordedLookup]: ...
+    def __init__(
+        self,
+        *,
+        lookups: collections.abc.Iterable[Global___RecordedLookup] | None = ...,
+        dropped: builtins.int = ...,
+        unnamed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped", "lookups", b"lookups", "unnamed", b"unnamed"]) -> None: ...
+
+Global___LookedUp: typing_extensions.TypeAlias = LookedUp
+
+@typing.final
+class RecordedLookup(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    AT_UNIX_NS_FIELD_NUMBER: builtins.int
+    IDS_FIELD_NUMBER: builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    HIT_BLOCKS_FIELD_NUMBER: builtins.int
+    LABEL_FIELD_NUMBER: builtins.int
+    at_unix_ns: builtins.int
+    """by the client's clock"""
+    block_tokens: builtins.int
+    """0: not known"""
+    prompt_tokens: builtins.int
+    """0: not known"""
+    hit_blocks: builtins.int
+    label: builtins.str
+    """of the client; set by the daemon"""
+    @property
+    def ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """of the blocks, root first: 8 bytes of BLAKE2b of the key, under the secret, big-endian"""
+
+    def __init__(
+        self,
+        *,
+        at_unix_ns: builtins.int = ...,
+        ids: collections.abc.Iterable[builtins.int] | None = ...,
+        block_tokens: builtins.int = ...,
+        prompt_tokens: builtins.int = ...,
+        hit_blocks: builtins.int = ...,
+        label: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_unix_ns", b"at_unix_ns", "block_tokens", b"block_tokens", "hit_blocks", b"hit_blocks", "ids", b"ids", "label", b"label", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+
+Global___RecordedLookup: typing_extensions.TypeAlias = RecordedLookup
 
 @typing.final
 class LookupRequest(google.protobuf.message.Message):
@@ -4262,3 +4368,55 @@ class WatchResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["events", b"events", "incarnation", b"incarnation", "sequence", b"sequence"]) -> None: ...
 
 Global___WatchResponse: typing_extensions.TypeAlias = WatchResponse
+
+@typing.final
+class RecordRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SAMPLE_PERMILLE_FIELD_NUMBER: builtins.int
+    sample_permille: builtins.int
+    """the share of prompts, by their first blocks: 1 to 1,000"""
+    def __init__(
+        self,
+        *,
+        sample_permille: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["sample_permille", b"sample_permille"]) -> None: ...
+
+Global___RecordRequest: typing_extensions.TypeAlias = RecordRequest
+
+@typing.final
+class RecordResponse(google.protobuf.message.Message):
+    """Also sent without look-ups every second."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LOOKUPS_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    UNNAMED_FIELD_NUMBER: builtins.int
+    SESSIONS_FIELD_NUMBER: builtins.int
+    RECORDING_FIELD_NUMBER: builtins.int
+    dropped: builtins.int
+    """since the message before, by clients and by the daemon"""
+    unnamed: builtins.int
+    """since the message before, as in LookedUp"""
+    sessions: builtins.int
+    """that are open now"""
+    recording: builtins.int
+    """of them, those that answered Record"""
+    @property
+    def lookups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___RecordedLookup]:
+        """Those of a session in their order, those of different sessions as they came."""
+
+    def __init__(
+        self,
+        *,
+        lookups: collections.abc.Iterable[Global___RecordedLookup] | None = ...,
+        dropped: builtins.int = ...,
+        unnamed: builtins.int = ...,
+        sessions: builtins.int = ...,
+        recording: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["dropped", b"dropped", "lookups", b"lookups", "recording", b"recording", "sessions", b"sessions", "unnamed", b"unnamed"]) -> None: ...
+
+Global___RecordResponse: typing_extensions.TypeAlias = RecordResponse

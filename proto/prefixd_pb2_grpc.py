@@ -733,6 +733,11 @@ class AdminStub(object):
                 request_serializer=prefixd__pb2.WatchRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.WatchResponse.FromString,
                 _registered_method=True)
+        self.Record = channel.unary_stream(
+                '/prefixd.v1.Admin/Record',
+                request_serializer=prefixd__pb2.RecordRequest.SerializeToString,
+                response_deserializer=prefixd__pb2.RecordResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -921,6 +926,16 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Record(self, request, context):
+        """Asks all clients to send what they look up, and streams it until its caller hangs up. No key is
+        sent: ids are hashes under a secret that is drawn for this call, another for each namespace. One
+        call at a time. What its caller does not take in time is dropped and counted.
+        Errors: INVALID_ARGUMENT (sample), RESOURCE_EXHAUSTED (another call records).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -1033,6 +1048,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Watch,
                     request_deserializer=prefixd__pb2.WatchRequest.FromString,
                     response_serializer=prefixd__pb2.WatchResponse.SerializeToString,
+            ),
+            'Record': grpc.unary_stream_rpc_method_handler(
+                    servicer.Record,
+                    request_deserializer=prefixd__pb2.RecordRequest.FromString,
+                    response_serializer=prefixd__pb2.RecordResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -1631,6 +1651,33 @@ class Admin(object):
             '/prefixd.v1.Admin/Watch',
             prefixd__pb2.WatchRequest.SerializeToString,
             prefixd__pb2.WatchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Record(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/prefixd.v1.Admin/Record',
+            prefixd__pb2.RecordRequest.SerializeToString,
+            prefixd__pb2.RecordResponse.FromString,
             options,
             channel_credentials,
             insecure,

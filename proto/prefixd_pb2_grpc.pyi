@@ -953,7 +953,23 @@ _AdminWatchType = typing_extensions.TypeVar(
     ],
 )
 
-class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminListIdentitiesType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType, _AdminWatchType]):
+_AdminRecordType = typing_extensions.TypeVar(
+    '_AdminRecordType',
+    grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.RecordRequest,
+        prefixd_pb2.RecordResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.RecordRequest,
+        prefixd_pb2.RecordResponse,
+    ],
+    default=grpc.UnaryStreamMultiCallable[
+        prefixd_pb2.RecordRequest,
+        prefixd_pb2.RecordResponse,
+    ],
+)
+
+class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminInspectType, _AdminListClaimsType, _AdminListReservationsType, _AdminListSessionsType, _AdminListIdentitiesType, _AdminPreviewType, _AdminEvictType, _AdminCurveType, _AdminDropType, _AdminKickType, _AdminConfigureType, _AdminGcType, _AdminCheckType, _AdminVerifyType, _AdminResizeType, _AdminDrainType, _AdminSetLogLevelType, _AdminWhyType, _AdminClearType, _AdminWatchType, _AdminRecordType]):
     """---- operators"""
 
     @typing.overload
@@ -1046,6 +1062,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
             prefixd_pb2.WatchRequest,
             prefixd_pb2.WatchResponse,
         ],
+        grpc.UnaryStreamMultiCallable[
+            prefixd_pb2.RecordRequest,
+            prefixd_pb2.RecordResponse,
+        ],
     ], channel: grpc.Channel) -> None: ...
 
     @typing.overload
@@ -1137,6 +1157,10 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
         grpc.aio.UnaryStreamMultiCallable[
             prefixd_pb2.WatchRequest,
             prefixd_pb2.WatchResponse,
+        ],
+        grpc.aio.UnaryStreamMultiCallable[
+            prefixd_pb2.RecordRequest,
+            prefixd_pb2.RecordResponse,
         ],
     ], channel: grpc.aio.Channel) -> None: ...
 
@@ -1249,6 +1273,13 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
     Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
     """
 
+    Record: _AdminRecordType
+    """Asks all clients to send what they look up, and streams it until its caller hangs up. No key is
+    sent: ids are hashes under a secret that is drawn for this call, another for each namespace. One
+    call at a time. What its caller does not take in time is dropped and counted.
+    Errors: INVALID_ARGUMENT (sample), RESOURCE_EXHAUSTED (another call records).
+    """
+
 AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.StatsRequest,
@@ -1337,6 +1368,10 @@ AdminAsyncStub: typing_extensions.TypeAlias = AdminStub[
     grpc.aio.UnaryStreamMultiCallable[
         prefixd_pb2.WatchRequest,
         prefixd_pb2.WatchResponse,
+    ],
+    grpc.aio.UnaryStreamMultiCallable[
+        prefixd_pb2.RecordRequest,
+        prefixd_pb2.RecordResponse,
     ],
 ]
 
@@ -1560,6 +1595,18 @@ class AdminServicer(metaclass=abc.ABCMeta):
         the daemon still knows what happened since. A watcher learns every key, and a key is all that a
         client needs to read an entry.
         Errors: INVALID_ARGUMENT (tier), RESOURCE_EXHAUSTED (too many watchers, or this one is too slow).
+        """
+
+    @abc.abstractmethod
+    def Record(
+        self,
+        request: prefixd_pb2.RecordRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[prefixd_pb2.RecordResponse], collections.abc.AsyncIterator[prefixd_pb2.RecordResponse]]:
+        """Asks all clients to send what they look up, and streams it until its caller hangs up. No key is
+        sent: ids are hashes under a secret that is drawn for this call, another for each namespace. One
+        call at a time. What its caller does not take in time is dropped and counted.
+        Errors: INVALID_ARGUMENT (sample), RESOURCE_EXHAUSTED (another call records).
         """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

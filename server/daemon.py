@@ -285,6 +285,7 @@ async def _serve_rpcs(
     await _first(draining, stop.hurried.wait(), core.broken.wait())
     core.end_sessions()
     front.watching.close()
+    front.sessions.recording.close()
     await _within(asyncio.gather(sockets.close(), *(server.stop(grace=1.0) for server in remote)))
     log.info("stopped")
 

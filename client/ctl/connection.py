@@ -11,6 +11,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from enum import Enum
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
@@ -217,8 +218,24 @@ class AdminConnection:
         message."""
         request = pb.VerifyRequest(tiers=[wire_tier(tier) for tier in tiers])
         address = self._operators_address()
-        call = self._admin.Verify(request)
-        messages: SimpleQueue[pb.VerifyResponse | grpc.RpcError | None] = SimpleQueue()
+        problems: list[str] = []
+        with closing(self._streamed(address, self._admin.Verify(request))) as messages:
+            for message in messages:
+                problems += message.problems
+                message.problems[:] = problems
+                yield message
+
+    def record(self, sample_permille: int) -> Generator[pb.RecordResponse, None, None]:
+        """What all clients look up from now on, until the iterator is closed: this share of the
+        prompts. Yields at least once a second. Raises LimitReached while another call records."""
+        address = self._operators_address()
+        return self._streamed(
+            address, self._admin.Record(pb.RecordRequest(sample_permille=sample_permille))
+        )
+
+    def _streamed(self, address: str, call: Any) -> Generator[Any, None, None]:
+        """The messages of a stream; the timeout is for each."""
+        messages: SimpleQueue[Any] = SimpleQueue()
 
         def receive() -> None:
             # In a thread, because gRPC has no deadline for a single message of a stream.
@@ -229,14 +246,11 @@ class AdminConnection:
             except grpc.RpcError as failure:
                 messages.put(failure)
 
-        threading.Thread(target=receive, name="prefixctl-verify", daemon=True).start()
+        threading.Thread(target=receive, name="prefixctl-stream", daemon=True).start()
         try:
-            problems: list[str] = []
             while (message := messages.get(timeout=self.timeout_s)) is not None:
                 if isinstance(message, grpc.RpcError):
                     raise self._explained(address, from_grpc(message))
-                problems += message.problems
-                message.problems[:] = problems
                 yield message
         except Empty:
             raise self._explained(address, DeadlineExceeded("no message came")) from None

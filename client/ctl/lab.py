@@ -126,7 +126,7 @@ def generate(
     from .views.lab import written
     from .views.progress import counting
 
-    _check_trace_output(ctl, output, force=force)
+    check_trace_output(ctl, output, force=force)
     with bad_input():
         made = workloads.generate(
             profile,
@@ -213,7 +213,7 @@ def convert(
     from .views.lab import written
     from .views.progress import reading
 
-    _check_trace_output(ctl, output, force=force)
+    check_trace_output(ctl, output, force=force)
     with bad_input():
         options = ConvertOptions(
             block_tokens,
@@ -436,7 +436,8 @@ class _Timed:
 # ---- values of options
 
 
-def _check_trace_output(ctl: Ctl, output: str, *, force: bool) -> None:
+def check_trace_output(ctl: Ctl, output: str, *, force: bool) -> None:
+    """Exit with a sentence if a trace can't be written there."""
     check_new(output, force=force)
     if output == STDOUT and ctl.as_json:
         fail("the trace and the JSON cannot both go to standard output", ExitCode.BAD_INPUT)

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 
 import typer
 
-from . import bench, change, identity, lab, live, look, policies, transfer, watch
+from . import bench, change, identity, lab, live, look, policies, record, transfer, watch
 from .command import (
     AddressOption,
     Ctl,
@@ -160,8 +160,11 @@ app.add_typer(config, name="config", rich_help_panel=CHANGE)
 tier = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="The tiers of the running daemon.")
 command(tier, "resize", change.resize)
 app.add_typer(tier, name="tier", rich_help_panel=CHANGE)
-trace = typer.Typer(cls=PlainGroup, no_args_is_help=True, help="Make and convert request traces.")
+trace = typer.Typer(
+    cls=PlainGroup, no_args_is_help=True, help="Make, record and convert request traces."
+)
 command(trace, "generate", lab.generate, needs_daemon=False)
+command(trace, "record", record.record)
 command(trace, "convert", lab.convert, needs_daemon=False)
 command(trace, "formats", lab.formats, needs_daemon=False)
 app.add_typer(trace, name="trace", rich_help_panel=LAB)

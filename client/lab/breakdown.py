@@ -1,4 +1,4 @@
-"""The hits of a replay, divided: over time, after a warm-up, by model and tenant."""
+"""The hits of a replay, divided: over time, after a warm-up, by model and tenant, or label."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Requests:
     def __iter__(self) -> Iterator[Request]:
         for request in self._requests:
             self._times.append(request.timestamp_ms)
-            owner = (request.model, request.tenant)
+            owner = (request.model, request.tenant or request.label)
             self._owners.append(self._names.setdefault(owner, len(self._names)))
             yield request
 

@@ -140,7 +140,7 @@ class Converter(RequestReader):
         self._assumptions: dict[str, None] = {}
         self._block_tokens: int | None = None
         self._columns = _Columns()
-        self._owners: dict[tuple[str, str], int] = {}
+        self._owners: dict[tuple[str, str, str], int] = {}
         self._ids = ChainedIds()
         self._size = BlockSize("--source-block-tokens")
         #: What all records must have in common: what the first has, and where it is.
@@ -201,7 +201,7 @@ class Converter(RequestReader):
         columns.input_lengths.append(_UNKNOWN if known is None else known)
         known = prompt.output_length
         columns.output_lengths.append(_UNKNOWN if known is None else known)
-        owner = (prompt.scope.model, prompt.scope.tenant)
+        owner = (prompt.scope.model, prompt.scope.tenant, prompt.label)
         columns.owners.append(self._owners.setdefault(owner, len(self._owners)))
         self._images += prompt.images
         if prompt.kind == b"text":

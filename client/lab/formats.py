@@ -162,7 +162,10 @@ def _ids(record: Record, state: FileState, ids: str = "hash_ids", size: str = "b
 
 
 def _mooncake(record: Record, state: FileState) -> list[Prompt]:
-    return _ids(record, state)
+    found = _ids(record, state)
+    if isinstance(label := record.get("label"), str):
+        found[0].label = label
+    return found
 
 
 def _bailian(record: Record, state: FileState) -> list[Prompt]:

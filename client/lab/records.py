@@ -175,6 +175,8 @@ class Prompt:
     #: Bytes of text whose tokens the record states, 0 if they are estimated.
     text_bytes: int = 0
     images: int = 0
+    #: Whose it is, where that separates no caches.
+    label: str = ""
 
     @property
     def has_ids(self) -> bool:

@@ -6,9 +6,10 @@
 per block of the prompt, the last of which may be partial. An id stands for its block *and
 everything before it*: two prompts that share ids share that prefix. A trace has no prompt text.
 
-Three more fields may be there: `block_size`, the tokens of a block, the same in all requests; and
-`model` and `tenant`, by which results can be divided. `trace convert` writes them where it knows
-them. The ids of two models or tenants are different ones.
+More fields may be there: `block_size`, the tokens of a block, the same in all requests; `model` and
+`tenant`, by which results are divided; and `label`, by which they are, too, but which separates no
+caches. `trace convert` writes them where it knows them. The ids of two models or tenants are
+different ones.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_ou
 _HEAD_REQUESTS = 2_048
 _HEAD_IDS = 8_192
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-_OPTIONAL_FIELDS = ("block_size", "model", "tenant")
+_OPTIONAL_FIELDS = ("block_size", "model", "tenant", "label")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,7 @@ class Request:
     hash_ids: tuple[int, ...]
     model: str = ""
     tenant: str = ""
+    label: str = ""
 
 
 #: A request and the number of its line.
@@ -326,6 +328,8 @@ def format_request(request: Request, block_tokens: int | None = None) -> bytes:
         more += f', "model": {json.dumps(request.model)}'
     if request.tenant:
         more += f', "tenant": {json.dumps(request.tenant)}'
+    if request.label:
+        more += f', "label": {json.dumps(request.label)}'
     return (
         f'{{"timestamp": {request.timestamp_ms}, "input_length": {request.input_length}, '
         f'"output_length": {request.output_length}, "hash_ids": [{ids}]{more}}}\n'
@@ -397,14 +401,16 @@ class _Parser:
         other = [name for name in record if name in _SEPARATING and record[name]]
         if other:
             raise _OtherFormat(f"{other[0]} separates caches, which the ids of a trace don't say")
-        model, tenant = (str(record.get(name) or "") for name in ("model", "tenant"))
+        model, tenant, label = (
+            str(record.get(name) or "") for name in ("model", "tenant", "label")
+        )
         if (model or tenant) and request.hash_ids:
             owner = self._owners.setdefault(request.hash_ids[0], (model, tenant))
             if owner != (model, tenant):
                 raise _OtherFormat(
                     f"hash_ids[0] is {request.hash_ids[0]}, which another model or tenant has, too"
                 )
-        return replace(request, model=model, tenant=tenant)
+        return replace(request, model=model, tenant=tenant, label=label)
 
 
 #: Fields by which caches are apart, but for those that the ids of a trace follow.

@@ -40,6 +40,8 @@ from .holdings import Holdings
 BEATS_PER_INTERVAL: Final = 2
 #: Heartbeats without an answer after which the daemon counts as gone.
 MAX_UNANSWERED: Final = SESSION_LOST_AFTER_INTERVALS * BEATS_PER_INTERVAL
+#: Messages in the outbox above which nothing is taken that may as well be dropped.
+_MAX_OFFERED: Final = 64
 #: Marks in the outbox: send a heartbeat now, and send the last one.
 _BEAT: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
 _FAREWELL: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
@@ -146,6 +148,14 @@ class Link:
     def send(self, request: pb.SessionRequest) -> None:
         """Send a message on the session stream, soon. Callable from a finalizer."""
         self._outbox.put(request)
+
+    def offer(self, request: pb.SessionRequest) -> bool:
+        """`send`, unless the daemon is behind with what was sent before, or gone. Returns whether
+        it was sent."""
+        if self.why_ended or self._outbox.qsize() >= _MAX_OFFERED:
+            return False
+        self._outbox.put(request)
+        return True
 
     def call_timed_out(self) -> None:
         """A call got no answer in time: send a heartbeat at once, to test the daemon."""

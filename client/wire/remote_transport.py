@@ -41,7 +41,7 @@ from .greenlets import prepare_grpc
 from .holdings import Holding
 from .link import Link
 from .security import Security
-from .session import Backoff, SessionKeeper, check_answering, hello_of
+from .session import Backoff, Recorders, SessionKeeper, check_answering, hello_of
 from .trace_context import CallSpans, trace_metadata
 from .transport import (
     SOME_TIER,
@@ -89,10 +89,12 @@ class RemoteTransport(Transport):
         backoff: Backoff | None = None,
         security: Security | None = None,
         wire: Wire = "fast",
+        recorders: Recorders | None = None,
     ) -> None:
         """`address` None: the default ones, in their order. `name` None: that of the program.
-        `label`: see `Client`. `security`: see `security.open_channel`. Raises ConfigError for a
-        malformed address, InvalidSize for a malformed name or label."""
+        `label`: see `Client`. `security`: see `security.open_channel`. `recorders`: told when the
+        daemon asks for what is looked up. Raises ConfigError for a malformed address, InvalidSize
+        for a malformed name or label."""
         prepare_grpc()
         self._wire = wire
         self.counters: Final = counters
@@ -107,6 +109,7 @@ class RemoteTransport(Transport):
             backoff=backoff,
             when_opened=self._session_opened,
             security=security,
+            recorders=recorders,
         )
 
     #: Called with every new session, in the keeper's thread; must not block.

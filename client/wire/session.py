@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
@@ -92,6 +92,17 @@ class Backoff:
         self._next_ms = 0.0
 
 
+class Recorders(Protocol):
+    """Sends what is looked up while the daemon asks for it."""
+
+    def asked(self, record: pb.Record, send: Callable[[pb.SessionRequest], bool]) -> None:
+        """The daemon asks for a recording, or for none any more. `send` returns False when it takes
+        no message for now."""
+
+    def leave(self) -> None:
+        """The session has ended."""
+
+
 class SessionKeeper:
     """Keeps a session open whenever the daemon can be reached. Thread-safe."""
 
@@ -105,10 +116,12 @@ class SessionKeeper:
         backoff: Backoff | None = None,
         when_opened: Callable[[Link], None] | None = None,
         security: Security | None = None,
+        recorders: Recorders | None = None,
     ) -> None:
         """`addresses`: for each session the first one is used at which a daemon answers (`reach`).
         `when_opened`: called with each session before it is used, in the keeper's thread.
-        `security`: see `security.open_channel`."""
+        `security`: see `security.open_channel`. `recorders`: see `RemoteTransport`."""
+        self._recorders = recorders
         self._when_opened = when_opened
         self._security = security
         self._addresses = tuple(addresses)
@@ -279,6 +292,8 @@ class SessionKeeper:
                 why = str(problem).replace(target, address)
                 raise DaemonUnavailable(f"no daemon at {address}: {why}") from None
             self._counters.add("sessions")
+            if self._recorders is not None and link.welcome.HasField("record"):
+                self._recorders.asked(link.welcome.record, link.offer)
             if self._when_opened is not None:
                 self._when_opened(link)
             version = link.welcome.daemon_version
@@ -299,6 +314,8 @@ class SessionKeeper:
                 link.send(pb.SessionRequest(identity=identity))
             self._told = False
             self._serve(link)
+            if self._recorders is not None:
+                self._recorders.leave()
             self._why_down = link.why_ended
             if not self._closing.is_set():
                 logger.warning("lost the daemon at %s: %s", address, link.why_ended)
@@ -329,6 +346,9 @@ class SessionKeeper:
                 case "draining":
                     link.draining = True
                     logger.info("the daemon is stopping")
+                case "record":
+                    if self._recorders is not None:
+                        self._recorders.asked(event.record, link.offer)
                 case _:
                     pass  # an event of a later version
 

@@ -35,7 +35,7 @@ from ..runtime.slices import Slices, recount
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews
-from .calls import Caller
+from .calls import Caller, audit
 from .service import DELETE_WAIT_S, delete_entries, drop_entries, durable_deletes
 from .sessions import ServiceConfig, Sessions
 
@@ -52,18 +52,6 @@ _LOGGED_KEYS: Final = 8
 _DELETED: Final = frozenset({DeleteStatus.DELETED, DeleteStatus.ERASING})
 #: How often the client of a Verify hears of its progress.
 _PROGRESS_EVERY_S: Final = 0.2
-
-
-def audit(caller: Caller, action: str, **details: object) -> None:
-    """Log what an operator changes. gRPC does not tell the process at the other end: without a
-    token it is one that may open the operators' socket, of the daemon's user or of root."""
-    process, access = caller.process, caller.access
-    who = "an operator on the admin socket"
-    if access is not None:
-        who = f"the token {access.token!r} over TCP"
-    elif process is not None:
-        who = f"pid {process.pid}, uid {process.uid}"
-    log.info("admin_action", action=action, who=who, **details)
 
 
 class AdminService(AdminViews):

@@ -10,6 +10,8 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
+import structlog
+
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DeviceFull, LimitReached, PrefixdError, StoreFailed
 from ...tiers.store import StoreError, StoreFull
@@ -18,6 +20,7 @@ from ..runtime.limited_log import LimitedLog
 from .access import Access
 
 log = LimitedLog("prefixd.calls")
+_audit_log = structlog.get_logger("prefixd.audit")
 
 T = TypeVar("T")
 
@@ -88,6 +91,18 @@ class PlainCaller:
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         """Never called: there is nothing to give back."""
+
+
+def audit(caller: Caller, action: str, **details: object) -> None:
+    """Log what an operator changes. gRPC does not tell the process at the other end: without a
+    token it is one that may open the operators' socket, of the daemon's user or of root."""
+    process, access = caller.process, caller.access
+    who = "an operator on the admin socket"
+    if access is not None:
+        who = f"the token {access.token!r} over TCP"
+    elif process is not None:
+        who = f"pid {process.pid}, uid {process.uid}"
+    _audit_log.info("admin_action", action=action, who=who, **details)
 
 
 class CallerGone(Exception):  # no failure: the client may leave

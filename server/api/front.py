@@ -94,6 +94,7 @@ class Front:
             core, config, self.sessions, self.in_flight, self.scrubber.scrubs
         )
         self.watching: Final = Watching(core, config)
+        self.sessions.recording.stall_timeout_s = config.stall_timeout_s
         self.health: Final = health.aio.HealthServicer()
         #: Calls over gRPC that are open now, and those that ask for no token.
         self.calls: Final = Shares("calls over gRPC (max_rpcs)", config.max_rpcs)
@@ -118,6 +119,7 @@ class Front:
         self.sessions.namespaces.learn(self.tokens.namespaces)
         known = self.tokens.accesses()
         self.watching.end_revoked(known)
+        self.sessions.recording.end_revoked(known)
         for number in self.sessions.opened_with_others(known):
             listener = self._core.listener(number)
             if listener is not None:
@@ -152,6 +154,7 @@ class Front:
     def close(self) -> None:
         """End watchers and free the clients' staging memory, once nothing is served any more."""
         self.watching.close()
+        self.sessions.recording.close()
         self.stagings.close_all()
 
     def in_flight(self) -> dict[str, int]:
@@ -199,7 +202,7 @@ class Front:
         return methods if tracing is None else _traced(methods, tracing)
 
     def _admin_methods(self) -> dict[str, Method]:
-        return methods_of(_ADMIN, self.admin, self.watching)
+        return methods_of(_ADMIN, self.admin, self.watching, self.sessions.recording)
 
     def _server(
         self,

@@ -43,6 +43,7 @@ from . import messages
 from .access import Access, Namespaces, Role, check_same
 from .calls import Caller, CallerGone, Process, cut_off
 from .identities import Identities
+from .recording import EventOf, Recording
 from .usage import LabelUsage, ReportPace, SessionUsage, UsageBook, check_usage
 
 log = LimitedLog("prefixd.sessions")
@@ -53,7 +54,7 @@ Q = TypeVar("Q")
 _MAX_UNREAD_EVENTS = 4096
 #: A client that opened a session says hello within this time.
 _PATIENCE_S = 5.0
-#: Sessions that are told of pressure in one turn of the loop: each sends a message then.
+#: Sessions that are told something in one turn of the loop: each sends a message then.
 _TOLD_AT_ONCE: Final = 16
 #: 128 random bits: too many to guess.
 _SECRET_BYTES: Final = 16
@@ -142,6 +143,8 @@ class Sessions:
         self.usage: Final = UsageBook()
         #: What their clients say that keys depend on.
         self.identities: Final = Identities()
+        #: What they look up, while an operator asks for it.
+        self.recording: Final = Recording(self._tell_all, lambda: len(self._open))
         #: How long their calls take.
         self.latencies: Final = Latencies(Clock())
         #: The port of the data socket. 0: there is none.
@@ -192,6 +195,7 @@ class Sessions:
             return
         del self.usage.sessions[number]
         self.identities.close(number)
+        self.recording.left(number)
         membership.ended.set_result(None)
         for callback in self.when_closed:
             callback(number)
@@ -199,10 +203,13 @@ class Sessions:
     async def tell_pressure(self) -> None:
         """Tell all sessions whether memory is short: idle ones don't ask for a while."""
         event = pb.SessionEvent(heartbeat_ack=pb.HeartbeatAck(under_pressure=self.under_pressure()))
+        await self._tell_all(lambda _access: event)
+
+    async def _tell_all(self, event_of: EventOf) -> None:
         for number, membership in enumerate(list(self._open.values())):
             if number % _TOLD_AT_ONCE == 0:
                 await asyncio.sleep(0)  # each stream sends it in the next turn of the loop
-            membership.tell(event)
+            membership.tell(event_of(membership.access))
 
     def prove(self, ref: pb.SessionRef, caller: Caller, needed: Role = Role.READ) -> Membership:
         """The session that `caller` acts for, if it may do what takes the role `needed`.
@@ -352,6 +359,7 @@ class SessionStream:
             shares=config.shares,
             data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
+            record=self._sessions.recording.asked_of(membership.access),
         )
 
     def _tier_limits(self, ledger: Ledger) -> pb.TierLimits:
@@ -465,6 +473,8 @@ class SessionStream:
                 # A session that is ending takes no more: nothing would remove them.
                 if self._sessions.is_open(session):
                     self._sessions.identities.announce(session, request.identity, now_ns)
+            case "looked_up":
+                self._sessions.recording.take(session, self._usage.name, request.looked_up)
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
         return wait_ns

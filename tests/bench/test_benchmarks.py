@@ -21,6 +21,7 @@ SMALL = {
     "bench_lending.py": "--rounds 1 --clients 1 --most-kib 192 --ram 32MiB",
     "bench_order.py": "--entries 100",
     "bench_local.py": "--calls 2 --rounds 1 --entries 2 --entry-bytes 4096",
+    "bench_recording.py": "--rounds 2",
     "bench_replay.py": "--requests 20 --repeats 1 --keys 100 --pinned 10 --capacities 50",
     "bench_restart.py": "--entries 100",
     "bench_stalls.py": "--entries 500",

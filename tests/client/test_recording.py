@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, recording
 from prefixd.client.chains import BlockChain
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.recording import Recorder, RecordOptions
+from prefixd.client.recording import FolderRecorder, RecordOptions
 from prefixd.proto.errors import ConfigError
 from prefixd.proto.keys import Key, Namespace
 from prefixd.proto.vocabulary import ClaimMode, Tier
@@ -41,7 +41,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_a_line_says_who_shares_what_and_no_key(tmp_path: Path) -> None:
     times = iter([100.0, 101.5, 101.0])
-    recorder = Recorder(RecordOptions(tmp_path / "new"), "team-a", lambda: next(times))
+    recorder = FolderRecorder(RecordOptions(tmp_path / "new"), "team-a", lambda: next(times))
     recorder.looked(keys(1, 2, 3), 40, 2)
     chain = BlockChain(NAMESPACE, range(70), 32, include_partial=True)
     recorder.looked(chain, 0, 0)
@@ -52,7 +52,7 @@ def test_a_line_says_who_shares_what_and_no_key(tmp_path: Path) -> None:
     assert (first["timestamp"], third["timestamp"], second["timestamp"]) == (
         100_000, 101_000, 101_500,
     )  # fmt: skip
-    assert (first["input_length"], first["hit_blocks"], first["tenant"]) == (40, 2, "team-a")
+    assert (first["input_length"], first["hit_blocks"], first["label"]) == (40, 2, "team-a")
     assert first["hash_ids"][:2] == third["hash_ids"][:2]
     assert len({*first["hash_ids"], *second["hash_ids"], *third["hash_ids"]}) == 6
     assert (second["input_length"], second["block_size"], len(second["hash_ids"])) == (70, 32, 2)
@@ -67,7 +67,7 @@ def test_a_line_says_who_shares_what_and_no_key(tmp_path: Path) -> None:
 
 def test_clients_of_one_folder_have_the_same_ids_and_others_have_not(tmp_path: Path) -> None:
     for folder in ("a", "a", "b"):
-        recorder = Recorder(RecordOptions(tmp_path / folder))
+        recorder = FolderRecorder(RecordOptions(tmp_path / folder))
         recorder.looked(keys(1), 8, 0)
         recorder.close()
     one, two = lines(tmp_path / "a")
@@ -76,7 +76,7 @@ def test_clients_of_one_folder_have_the_same_ids_and_others_have_not(tmp_path: P
 
 
 def test_a_sample_takes_whole_trees(tmp_path: Path) -> None:
-    recorder = Recorder(RecordOptions(tmp_path, sample=0.5))
+    recorder = FolderRecorder(RecordOptions(tmp_path, sample=0.5))
     for first in range(256):
         for second in (1, 200):
             recorder.looked(keys(first, second), 16, 0)
@@ -85,7 +85,7 @@ def test_a_sample_takes_whole_trees(tmp_path: Path) -> None:
 
 
 def test_files_are_limited_and_the_oldest_go(tmp_path: Path) -> None:
-    recorder = Recorder(RecordOptions(tmp_path, max_file_bytes=500, max_files=3))
+    recorder = FolderRecorder(RecordOptions(tmp_path, max_file_bytes=500, max_files=3))
     for number in range(100):
         recorder.looked(keys(number), number, 0)
         recorder.flush()
@@ -99,7 +99,7 @@ def test_files_are_limited_and_the_oldest_go(tmp_path: Path) -> None:
 def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixd.client.recording._MAX_PENDING", 3)
     monkeypatch.setattr("prefixd.client.recording._WRITE_EVERY_S", 3600)
-    recorder = Recorder(RecordOptions(tmp_path))
+    recorder = FolderRecorder(RecordOptions(tmp_path))
     for number in range(10):
         recorder.looked(keys(number), 1, 0)
     assert recorder.dropped == 7
@@ -107,15 +107,11 @@ def test_what_waits_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert recorder.recorded == 3
 
 
-def test_the_keys_that_wait_are_bounded_and_are_those_of_the_look_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_keys_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("prefixd.client.recording._MAX_PENDING_KEYS", 5)
     monkeypatch.setattr("prefixd.client.recording._WRITE_EVERY_S", 3600)
-    recorder = Recorder(RecordOptions(tmp_path))
-    mine = keys(1, 2, 3)
-    recorder.looked(mine, 24, 0)
-    mine.append(keys(9)[0])
+    recorder = FolderRecorder(RecordOptions(tmp_path))
+    recorder.looked(keys(1, 2, 3), 24, 0)
     recorder.looked(keys(4, 5, 6), 24, 0)
     assert recorder.dropped == 1
     recorder.flush()
@@ -127,11 +123,11 @@ def test_the_keys_that_wait_are_bounded_and_are_those_of_the_look_up(
 def test_a_full_disk_ends_the_recording_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(_self: Recorder, _line: bytes) -> None:
+    def full(_self: FolderRecorder, _line: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    recorder = Recorder(RecordOptions(tmp_path))
-    monkeypatch.setattr(Recorder, "_write", full)
+    recorder = FolderRecorder(RecordOptions(tmp_path))
+    monkeypatch.setattr(FolderRecorder, "_write", full)
     recorder.looked(keys(1), 1, 0)
     recorder.flush()
     recorder.looked(keys(2), 1, 0)
@@ -144,13 +140,13 @@ def test_a_disk_that_hangs_does_not_keep_a_client_from_closing(
 ) -> None:
     writing, answers = threading.Event(), threading.Event()
 
-    def hang(_self: Recorder, _line: bytes) -> None:
+    def hang(_self: FolderRecorder, _line: bytes) -> None:
         writing.set()
         answers.wait(PATIENCE_S)
 
-    monkeypatch.setattr(Recorder, "_write", hang)
+    monkeypatch.setattr(FolderRecorder, "_write", hang)
     monkeypatch.setattr(recording, "_STOP_WITHIN_S", 0.0)
-    recorder = Recorder(RecordOptions(tmp_path))
+    recorder = FolderRecorder(RecordOptions(tmp_path))
     recorder.looked(keys(1), 1, 0)
     assert writing.wait(PATIENCE_S)
     closing = threading.Thread(target=recorder.close)
@@ -178,7 +174,7 @@ def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             RecordOptions(tmp_path, **bad)  # type: ignore[arg-type]
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be recorded in"):
-        Recorder(RecordOptions(tmp_path / "file"))
+        FolderRecorder(RecordOptions(tmp_path / "file"))
 
 
 def test_nothing_is_recorded_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +190,9 @@ def test_every_look_up_of_blocks_is_recorded(
     are not, and that is said."""
     with Client(daemon.address, record=RecordOptions(tmp_path)) as client:
         client.save(keys(1)[0], b"x", tier=Tier.RAM)
-        client.longest_run(keys(1, 2)).release()
+        mine = keys(1, 2)
+        client.longest_run(mine).release()
+        mine.append(keys(9)[0])
         client.leading_run(keys(1, 2))
         client.exists(keys(1, 2, 3), prompt_tokens=24)
         client.exists(keys(1))

@@ -33,8 +33,8 @@ from .messages import damaged, pieces, requests
 #: need next to nothing.
 BOUND_S: Final = 30.0
 #: Not called: operators' calls that stop the daemon or change how it handles the next requests, and
-#: Watch, which does not end.
-_NOT_CALLED: Final = ("Drain", "Resize", "SetLogLevel", "Configure", "Watch")
+#: those that do not end.
+_NOT_CALLED: Final = ("Drain", "Resize", "SetLogLevel", "Configure", "Watch", "Record")
 CALLED: Final = [method for method in METHODS if method.name not in _NOT_CALLED]
 #: Log levels that no request may cause.
 _GRAVE: Final = ("error", "critical", "exception")

@@ -75,6 +75,10 @@ COUNTS = {
     "refused",
     "restores",
     "restore_times",
+    "dropped",
+    "unnamed",
+    "recording",
+    "hit_blocks",
 }
 NAMES = {
     "token_address",
@@ -82,6 +86,7 @@ NAMES = {
     "session_id",
     "claim_id",
     "claim_ids",
+    "ids",
     "token",
     "tokens",  # of reservations
     "generation",

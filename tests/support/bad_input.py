@@ -499,6 +499,9 @@ def _operators() -> Iterator[Mistake]:
     watch = pb.WatchRequest(tiers=[9])  # type: ignore[list-item]
     yield admin("a watch of a tier that does not exist", "Watch", "unknown_tier", watch)
     yield Mistake("one watcher too many", "Watch", "limit_reached", too_many_watchers)
+    for permille in (0, 1001):
+        record = pb.RecordRequest(sample_permille=permille)
+        yield admin(f"a sample of {permille} permille", "Record", "invalid_size", record)
     loud = pb.SetLogLevelRequest(level="loud")
     yield admin("an unknown log level", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):

@@ -50,6 +50,21 @@ def written(data: Json) -> RenderableType:
     return pairs_table(rows)
 
 
+def recorded_view(data: Json) -> RenderableType:
+    """The trace that was recorded."""
+    output = data["output"]
+    paths = [output] if isinstance(output, str) else output
+    rows: list[tuple[str, RenderableType]] = [
+        ("requests", f"{data['requests']:,} in {seconds(data['seconds'])}"),
+        ("prompt tokens", f"{data['prompt_tokens']:,}"),
+        ("blocks", f"{data['blocks']:,}, {data['hit_blocks']:,} of them hit"),
+        ("clients", f"{data['most_recording_sessions']:,} at once"),
+    ]
+    if data["requests"] and paths != ["-"]:
+        rows.insert(0, ("written", "\n".join(paths)))
+    return pairs_table(rows)
+
+
 def formats_view(rows: Sequence[Json]) -> RenderableType:
     """The formats that `trace convert` reads, each with an example."""
     parts: list[RenderableType] = []

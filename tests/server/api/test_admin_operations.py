@@ -17,8 +17,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import admin
-from prefixd.server.api.admin import audit
-from prefixd.server.api.calls import Process
+from prefixd.server.api.calls import Process, audit
 from prefixd.tiers.store import Damaged, Store
 from tests.contract.faulty import FaultyStore
 from tests.support.event_loop import PATIENCE_S, in_loop
