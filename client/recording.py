@@ -34,13 +34,15 @@ from hashlib import blake2b
 from itertools import count
 from pathlib import Path
 from secrets import token_bytes
-from typing import IO, Final, TypeAlias
+from typing import IO, TYPE_CHECKING, Final, TypeAlias
 
-from ..proto import prefixd_pb2 as pb
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
 from ..proto.limits import MAX_RECORDED_IDS, MAX_RECORDED_LOOKUPS, RECORD_SECRET_BYTES
 from .chains import BlockChain
+
+if TYPE_CHECKING:
+    from ..proto import prefixd_pb2 as pb
 
 logger = logging.getLogger("prefixd.client")
 
@@ -285,6 +287,8 @@ class SessionRecorder(Recorder):
         self._start()
 
     def _record(self, lookups: Iterable[_Lookup]) -> None:
+        from ..proto import prefixd_pb2 as pb
+
         waiting: list[pb.RecordedLookup] = []
         ids = 0
         for at_s, keys, block_tokens, prompt_tokens, hit_blocks in lookups:
@@ -310,6 +314,8 @@ class SessionRecorder(Recorder):
             self._message(waiting)
 
     def _message(self, lookups: Sequence[pb.RecordedLookup] = ()) -> None:
+        from ..proto import prefixd_pb2 as pb
+
         dropped, unnamed = self.dropped, self.unnamed
         message = pb.LookedUp(
             lookups=lookups,

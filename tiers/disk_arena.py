@@ -150,5 +150,6 @@ class DiskArena(BaseArena):
 
     def close(self) -> None:
         if self.fd >= 0:
+            self._calls.disown(self.fd)
             os.close(self.fd)
             self.fd = -1

@@ -5,9 +5,9 @@ its process stays, with all descriptors that it has open, until the device answe
 has another process make these calls. When its disk hangs, that process is left to the kernel; the
 daemon ends when it should, and so do its sockets and locks.
 
-The process has a copy of the descriptor of each call that is under way. So the arena's lock (`own`)
-stands until the last call on it has ended: no later daemon uses the file while an earlier one may
-still write to it.
+A call on the arena has the descriptor of its lock (`own`) with it. So the lock stands until the
+last call has ended: no later daemon uses the arena while an earlier one may still write to it. The
+lock is a file of its own, because clients have descriptors of the arena, and could lock that.
 
 Bytes pass through shared memory. What the page cache holds is read without the process.
 """
@@ -52,9 +52,9 @@ class _Channel:
         self.start: Final = start
         self.view: Final = view
 
-    def call(self, fd: int, name: str, *arguments: bytes | int) -> Any:
-        """Raises OSError, and EOFError if the process has ended."""
-        fds = [fd] if fd >= 0 else []
+    def call(self, fds: Sequence[int], name: str, *arguments: bytes | int) -> Any:
+        """`fds`: the file, if there is one, and its lock, if it has one. Raises OSError, and
+        EOFError if the process has ended."""
         try:
             socket.send_fds(self.connection, [marshal.dumps((name, *arguments))], fds)
             answer, carried, _, _ = self.connection.recvmsg(
@@ -134,8 +134,12 @@ class _Process:
                 idle.append(self.free.get_nowait())
         for channel in idle:
             self.done(channel)
-        with suppress(subprocess.TimeoutExpired):
+        try:
             self._process.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            waits = threading.Thread(target=self._process.wait, name="prefixd-calls", daemon=True)
+            with suppress(RuntimeError):  # this process is exiting
+                waits.start()
 
     def done(self, channel: _Channel) -> None:
         """No call uses it any more."""
@@ -161,6 +165,8 @@ class CallsApart(FileCalls):
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._closed = False
+        #: The descriptors of the locks of owned files, by those of the files.
+        self._locks: dict[int, int] = {}
 
     @property
     def pid(self) -> int | None:
@@ -195,7 +201,11 @@ class CallsApart(FileCalls):
 
     def _call(self, fd: int, name: str, *arguments: bytes | int) -> Any:
         with self._channel() as channel:
-            return channel.call(fd, name, *arguments)
+            return channel.call(self._with_lock(fd), name, *arguments)
+
+    def _with_lock(self, fd: int) -> list[int]:
+        lock_fd = self._locks.get(fd)
+        return [fd] if lock_fd is None else [fd, lock_fd]
 
     # ---- the calls
 
@@ -205,14 +215,17 @@ class CallsApart(FileCalls):
             yield _SharedRoom(self, channel)
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
-        fd: int = self._call(-1, "open", os.fsencode(path.absolute()), flags, mode)
-        return fd
+        with self._channel() as channel:
+            fd: int = channel.call([], "open", os.fsencode(path.absolute()), flags, mode)
+            return fd
 
     def pwrite(self, fd: int, data: bytes | memoryview, offset_bytes: int) -> int:
         with self._channel() as channel:
             length = min(len(data), len(channel.view))
             channel.view[:length] = data[:length]
-            written: int = channel.call(fd, "pwrite", channel.start, length, offset_bytes)
+            written: int = channel.call(
+                self._with_lock(fd), "pwrite", channel.start, length, offset_bytes
+            )
             return written
 
     def preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
@@ -221,8 +234,8 @@ class CallsApart(FileCalls):
             if cached := os.preadv(fd, [view], offset_bytes, os.RWF_NOWAIT):
                 return cached
         with self._channel() as channel:
-            length = min(len(view), len(channel.view))
-            count: int = channel.call(fd, "preadv", channel.start, length, offset_bytes)
+            length, fds = min(len(view), len(channel.view)), self._with_lock(fd)
+            count: int = channel.call(fds, "preadv", channel.start, length, offset_bytes)
             view[:count] = channel.view[:count]
             return count
 
@@ -245,13 +258,25 @@ class CallsApart(FileCalls):
         self._call(fd, "fchmod", mode)
 
     def unlink(self, path: Path) -> None:
-        self._call(-1, "unlink", os.fsencode(path.absolute()))
+        with self._channel() as channel:
+            channel.call([], "unlink", os.fsencode(path.absolute()))
 
     def own(self, fd: int, path: Path) -> None:
-        if not _within(_OWNED_S, lambda: self._locked(fd)):
-            raise StoreError(
-                f"{path} is still written to by an earlier daemon, whose device does not answer"
-            )
+        lock_fd = self.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _within(_OWNED_S, lambda: self._locked(lock_fd)):
+                raise StoreError(
+                    f"{path} is still written to by an earlier daemon, whose device does not answer"
+                )
+        except BaseException:
+            os.close(lock_fd)
+            raise
+        self._locks[fd] = lock_fd
+
+    def disown(self, fd: int) -> None:
+        lock_fd = self._locks.pop(fd, None)
+        if lock_fd is not None:
+            os.close(lock_fd)
 
     def _locked(self, fd: int) -> bool:
         try:
@@ -272,13 +297,15 @@ class _SharedRoom(Room):
 
     def __init__(self, calls: CallsApart, channel: _Channel) -> None:
         super().__init__(calls, channel.view)
+        self._with_lock = calls._with_lock
         self._channel = channel
 
     def write(self, fd: int, length_bytes: int, offset_bytes: int) -> None:
         done, start = 0, self._channel.start
+        fds = self._with_lock(fd)
         while done < length_bytes:
             done += self._channel.call(
-                fd, "pwrite", start + done, length_bytes - done, offset_bytes + done
+                fds, "pwrite", start + done, length_bytes - done, offset_bytes + done
             )
 
 

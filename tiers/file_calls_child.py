@@ -4,8 +4,9 @@ It may wait for a device for ever, inside a call that nothing interrupts. So it 
 the files of calls that are under way, and imports little. It ends when the daemon has.
 
 Arguments: the descriptor of the shared memory, and that of a socket for each thread. A request is
-the name of a call and its arguments (`marshal`), with the descriptor that it is for. The answer is
-the result, or None, and the number of the error, or 0. One of `open` carries the new descriptor.
+the name of a call and its arguments (`marshal`), with the descriptor that it is for, and that of
+its lock, if it has one, to be held during the call. The answer is the result, or None, and the
+number of the error, or 0. One of `open` carries the new descriptor.
 """
 
 import _thread
@@ -70,7 +71,7 @@ class Files:
 def answer(files: Files, connection: socket.socket) -> bool:
     """Answer one request. False: the daemon has ended."""
     request, got, _, _ = connection.recvmsg(
-        _MAX_REQUEST_BYTES, socket.CMSG_SPACE(_DESCRIPTOR_BYTES)
+        _MAX_REQUEST_BYTES, socket.CMSG_SPACE(2 * _DESCRIPTOR_BYTES)
     )
     if not request:
         return False

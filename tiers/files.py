@@ -113,6 +113,9 @@ class FileCalls:
     def own(self, fd: int, path: Path) -> None:
         """No other process may still change this file. Raises StoreError if one does."""
 
+    def disown(self, fd: int) -> None:
+        """The file is about to be closed."""
+
     def close(self) -> None:
         """No calls follow. Waits for none that is under way."""
 

@@ -30,6 +30,7 @@ from prefixd.server.runtime import resizing
 from prefixd.tiers.arena import Arena, BaseArena
 from prefixd.tiers.arena_stores import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
+from prefixd.tiers.file_calls import CallsApart
 from tests.support.daemon import eventually
 from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process
@@ -418,13 +419,18 @@ async def test_missing_memory_is_requested_again(
 ) -> None:
     """The daemon serves with the memory that it has, and reports that it needs more."""
     segment_bytes, room_bytes = 64 * 1024, 256 * 1024
-    allocate = os.posix_fallocate
 
-    def with_little_room(fd: int, offset: int, length: int) -> None:
-        name = str(Path(f"/proc/self/fd/{fd}").readlink())
-        if "records" not in name and "usage" not in name and offset + length > room_bytes:
-            raise OSError(28, "No space left on device")
-        allocate(fd, offset, length)
+    def in_little_room(owner: Any) -> None:
+        allocate = owner.posix_fallocate
+
+        def with_little_room(*arguments: Any) -> None:
+            fd, offset, length = arguments[-3:]
+            name = str(Path(f"/proc/self/fd/{fd}").readlink())
+            if "records" not in name and "usage" not in name and offset + length > room_bytes:
+                raise OSError(28, "No space left on device")
+            allocate(*arguments)
+
+        monkeypatch.setattr(owner, "posix_fallocate", with_little_room)
 
     def in_small_segments(kind: type[BaseArena]) -> None:
         segments = kind.secure_segments
@@ -432,7 +438,8 @@ async def test_missing_memory_is_requested_again(
             kind, "secure_segments", lambda arena, _segment_bytes: segments(arena, segment_bytes)
         )
 
-    monkeypatch.setattr(os, "posix_fallocate", with_little_room)
+    in_little_room(os)
+    in_little_room(CallsApart)  # those of the disk
     in_small_segments(Arena)
     in_small_segments(DiskArena)
     monkeypatch.setattr(resizing, "SECURE_AGAIN_S", 0.001)

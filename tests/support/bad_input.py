@@ -18,7 +18,17 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.runtime.quota import Quota
 from tests.support.columns import Item, columns
-from tests.support.running import OpenSession, Running, answer, item, key, part, payload, stream
+from tests.support.running import (
+    OpenSession,
+    Running,
+    answer,
+    item,
+    key,
+    next_of,
+    part,
+    payload,
+    stream,
+)
 from tests.support.watchers import too_many_watchers
 
 Code = grpc.StatusCode
@@ -470,6 +480,17 @@ def _used_up_quotas() -> Iterator[Mistake]:
     yield Mistake("no memory for its bytes", "Read", "limit_reached", attempt)
 
 
+async def two_recordings(daemon: Running, _session: OpenSession) -> None:
+    """Raises Refused."""
+    calls = [daemon.admin.Record(pb.RecordRequest(sample_permille=1000)) for _ in range(2)]
+    try:
+        for call in calls:
+            await next_of(call)
+    finally:
+        for call in calls:
+            call.cancel()
+
+
 def _operators() -> Iterator[Mistake]:
     def admin(description: str, rpc: str, error: str, request: Any) -> Mistake:
         return Mistake(
@@ -502,6 +523,7 @@ def _operators() -> Iterator[Mistake]:
     for permille in (0, 1001):
         record = pb.RecordRequest(sample_permille=permille)
         yield admin(f"a sample of {permille} permille", "Record", "invalid_size", record)
+    yield Mistake("a second recording", "Record", "limit_reached", two_recordings)
     loud = pb.SetLogLevelRequest(level="loud")
     yield admin("an unknown log level", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):

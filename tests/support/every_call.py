@@ -26,6 +26,7 @@ from prefixd.client import (
     ClaimMode,
     Client,
     Hit,
+    Reservation,
     ReserveItem,
     SaveItem,
     StateIdentity,
@@ -237,6 +238,9 @@ class OnHangingDisk:
                 took_s, what = time.perf_counter() - begun_s, repr(found)
                 if isinstance(found, Hit):
                     found.release()
+                for each in found if isinstance(found, list) else ():
+                    if isinstance(each, Reservation):
+                        each.cancel(**WITHIN)
             except Exception as problem:
                 took_s, what = time.perf_counter() - begun_s, f"raised {problem!r}"
             result.set_result((took_s, what))
@@ -247,6 +251,7 @@ class OnHangingDisk:
         except TimeoutError:
             return Ended(name, None, 0.0, "it has not ended")
         scene.hit.release()
+        scene.reservation.cancel(**WITHIN)
         return Ended(name, took_s, 0.0, what)
 
     async def _awaited(self, name: str, call: Call, client: Client, scene: Scene) -> Ended:

@@ -61,7 +61,7 @@ def recorded_view(data: Json) -> RenderableType:
         ("clients", f"{data['most_recording_sessions']:,} at once"),
     ]
     if data["requests"] and paths != ["-"]:
-        rows.insert(0, ("written", "\n".join(paths)))
+        rows.insert(0, ("written", ", ".join(paths)))
     return pairs_table(rows)
 
 

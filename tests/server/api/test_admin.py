@@ -19,6 +19,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.admin_views import AdminViews
+from prefixd.server.api.recording import Recording
 from prefixd.server.api.watching import Watching
 from prefixd.tiers.arena_stores import ARENA_FILE
 from prefixd.tiers.eviction import POLICIES
@@ -48,7 +49,7 @@ def test_the_service_is_what_the_contract_describes() -> None:
     """gRPC would answer an rpc without a method with UNIMPLEMENTED."""
     methods = pb.DESCRIPTOR.services_by_name["Admin"].methods_by_name
     own = vars(AdminService).keys() | vars(AdminViews).keys()
-    own |= vars(Watching).keys()
+    own |= vars(Watching).keys() | vars(Recording).keys()
     assert {re.sub("(?<!^)(?=[A-Z])", "_", name).lower() for name in methods} <= own
 
 

@@ -305,6 +305,13 @@ def of_daemons() -> dict[str, RenderableType]:
         ),
         "daemon.verify_view": daemon.verify_view(verified),
         "lab.totals_view": lab.totals_view(totals(), "live replay of a trace"),
+        "lab.recorded_view": lab.recorded_view(
+            {
+                "output": [f"/var/lib/prefixd/traces/of-{n}.jsonl.gz" for n in range(3)],
+                "requests": MANY, "seconds": 86_400.5, "prompt_tokens": 512 * MANY,
+                "blocks": 32 * MANY, "hit_blocks": 31 * MANY, "most_recording_sessions": 16_384,
+            }
+        ),
         "daemon.sessions_table": daemon.sessions_table(sessions, rates, 2.0),
         "stats.activity_table": stats_views.activity_table(stats),
         "stats.budget_table": stats_views.budget_table(stats),
