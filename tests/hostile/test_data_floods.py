@@ -156,9 +156,10 @@ def test_readers_that_read_nothing_are_cut_off(daemon: PrivateDaemon, by_room: b
         ):
             for connection in flood:
                 connection.sendall(frame(fetch=fetch))
-            with client.claim([key]) as hit:
-                assert hit.read(0) == LARGE
             with daemon.admin() as admin:
+                eventually(lambda: admin.stats().in_flight["read_stream_bytes"])
+                with client.claim([key]) as hit:
+                    assert hit.read(0) == LARGE
                 eventually(lambda: not admin.stats().in_flight["read_stream_bytes"])
                 assert not admin.claims()
         assert 0 < watch.most["read_stream_bytes"] <= 16 * MIB

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -197,6 +198,11 @@ def test_mistakes(arguments: list[str], why: str, capsys: pytest.CaptureFixture[
 # ---- a server that somebody else started
 
 
+def listening(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as connection:
+        return connection.connect_ex(str(path)) == 0
+
+
 class Upstream:
     """A fake llama-server on TCP, and the wrapper before it."""
 
@@ -292,7 +298,7 @@ def test_a_server_that_is_another_model_now(upstream: Upstream) -> None:
 def test_before_a_server_that_is_not_there_yet(upstream: Upstream) -> None:
     upstream.server("-m", "upstream later").kill()
     upstream.gateway()
-    eventually(lambda: upstream.listens.exists())
+    eventually(lambda: listening(upstream.listens))
     assert upstream.ask(P)[0] == 503
     upstream.server("-m", "upstream later")
     eventually(lambda: ready(upstream.listens))
