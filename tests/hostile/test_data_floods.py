@@ -149,7 +149,12 @@ def test_readers_that_read_nothing_are_cut_off(daemon: PrivateDaemon, by_room: b
             ranges=[pb.ReadRange()] * 8,
         )
         if by_room:
-            fetch = pb.FetchRequest(session=link.ref, keys=[key] * 8, room_bytes=[len(LARGE)] * 8)
+            fetch = pb.FetchRequest(
+                session=link.ref,
+                keys=[key] * 8,
+                room_bytes=[len(LARGE)] * 8,
+                mode=pb.CLAIM_MODE_RUN,
+            )
         with (
             data_connections(link, 20, receive_bytes=2**16) as flood,
             watching(daemon, 0) as watch,
