@@ -86,7 +86,7 @@ def test_compression_is_seen_by_content_and_may_have_several_members(
 @given(
     st.lists(
         st.builds(
-            Request,
+            lambda *fields: Request(*fields),  # not whose they are, by which ids are apart
             st.integers(0, 10**9 - 1),
             st.integers(0, 2**63 - 1),
             st.integers(0, 2**63 - 1),
