@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures manifests sim power mutants fuzz soak kernel-san s3 engines engines-llama-server docs release-check check format proto clean
+.PHONY: dev demo test quick pictures manifests sim sim-fleet power mutants fuzz soak kernel-san s3 engines engines-llama-server docs release-check check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install '.[server]'`.
@@ -48,6 +48,9 @@ RUNS ?= 1000
 STEPS ?= 30
 sim: $(VENV)/.dev ## simulate daemons and clients: seeds SEED to SEED + RUNS, of STEPS steps each
 	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --seed $(SEED) --runs $(RUNS) --steps $(STEPS)
+
+sim-fleet: $(VENV)/.dev ## simulate fleets of nodes on one engine: seeds SEED to SEED + RUNS
+	PYTHONHASHSEED=0 $(BIN)/python -m tests.sim --fleet --seed $(SEED) --runs $(RUNS)
 
 LOSSES ?= 200
 power: $(VENV)/.dev ## simulate power losses of a recorded daemon, and start a daemon on each; needs a C compiler

@@ -4242,7 +4242,7 @@ class ClearResponse(google.protobuf.message.Message):
     unknown_entries: builtins.int
     """in these tiers, without a known label, as they are of an earlier start"""
     erasing: builtins.bool
-    """a device has not taken it yet: a crash now may bring some back"""
+    """a device, or the shared engine, has not taken it yet: it goes on"""
     def __init__(
         self,
         *,

@@ -908,7 +908,8 @@ class AdminServicer(object):
 
     def Clear(self, request, context):
         """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
-        in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+        in flight stay, and so do those of an earlier start, whose label is not known. Where nodes share
+        entries and no tier is named, all nodes drop theirs, also what is pinned. Errors:
         INVALID_ARGUMENT (label, tier).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

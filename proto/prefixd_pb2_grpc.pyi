@@ -1261,7 +1261,8 @@ class AdminStub(typing.Generic[_AdminStatsType, _AdminListEntriesType, _AdminIns
 
     Clear: _AdminClearType
     """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
-    in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+    in flight stay, and so do those of an earlier start, whose label is not known. Where nodes share
+    entries and no tier is named, all nodes drop theirs, also what is pinned. Errors:
     INVALID_ARGUMENT (label, tier).
     """
 
@@ -1580,7 +1581,8 @@ class AdminServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.ClearResponse, collections.abc.Awaitable[prefixd_pb2.ClearResponse]]:
         """Drops the entries that clients with a label have saved since the start. Entries that are pinned or
-        in flight stay, and so do those of an earlier start, whose label is not known. Errors:
+        in flight stay, and so do those of an earlier start, whose label is not known. Where nodes share
+        entries and no tier is named, all nodes drop theirs, also what is pinned. Errors:
         INVALID_ARGUMENT (label, tier).
         """
 

@@ -395,6 +395,12 @@ class RecordedStore(ArenaStore):
     def exhume(self) -> None:
         self._graves.clear()
 
+    def follow(self, mark: bytes) -> None:
+        self._graves.mark(mark)
+
+    def followed(self) -> bytes:
+        return self._graves.marked()
+
     def _verified(self, batch: RecoveryBatch) -> RecoveryBatch:
         entries: list[StoredEntry] = []
         dropped: list[tuple[Key, str]] = list(batch.dropped)

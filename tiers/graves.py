@@ -1,4 +1,5 @@
-"""Keys that were deleted while the records of a tier were still being read.
+"""What a tier notes about deletes: keys that were deleted while its records were still being read,
+and how far it has followed the deletes of a fleet.
 
 A recovery may find the record of a key after a client was told that it is deleted. The daemon
 remembers such keys, and writes them to this file first, so that they stay deleted if the recovery
@@ -10,6 +11,10 @@ is interrupted. The file goes when the recovery has erased their records.
         40      4  u32   CRC32C of bytes 0..39
 
 A row that was torn by a crash was never acknowledged; it and what follows it are ignored.
+
+The other file holds a CRC32C, and a mark in the log of a fleet's deletes
+(`server/sharing/delete_log.py`). What was deleted up to there is gone from the records, too. If the
+file is torn or missing, the tier has to follow the log from its beginning.
 """
 
 from __future__ import annotations
@@ -26,16 +31,20 @@ from ..proto.payload import crc32c
 from .files import HERE, FileCalls, open_own_file, pwrite_all, sync_directory, write_errors
 
 GRAVES_FILE: Final = "deleted"
+MARK_FILE: Final = "deletes-followed"
+#: The longest mark.
+MAX_MARK_BYTES: Final = 255
 _ROW: Final = struct.Struct("<32sQ")
 _CRC: Final = struct.Struct("<I")
 _ROW_BYTES: Final = _ROW.size + _CRC.size
 
 
 class Graves:
-    """The file in `directory`. Calls do I/O, one at a time."""
+    """The files in `directory`. Calls do I/O, one at a time."""
 
     def __init__(self, directory: Path, *, sync: bool, calls: FileCalls = HERE) -> None:
         self._path: Final = directory / GRAVES_FILE
+        self._mark_path: Final = directory / MARK_FILE
         self._sync: Final = sync
         self._calls: Final = calls
 
@@ -79,3 +88,26 @@ class Graves:
         """The records of all of them were erased durably. Raises StoreError."""
         with write_errors(f"remove {self._path}"), suppress(FileNotFoundError):
             self._calls.unlink(self._path)
+
+    def mark(self, mark: bytes) -> None:
+        """Everything up to here is deleted. Durable on return. Raises StoreError, StoreFull."""
+        with write_errors(f"write {self._mark_path}"):
+            fd = open_own_file(self._mark_path, 0o600, self._calls)
+            try:
+                row = _CRC.pack(crc32c(mark)) + bytes([len(mark)]) + mark
+                pwrite_all(fd, row, 0, self._calls)
+                if self._sync:
+                    self._calls.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def marked(self) -> bytes:
+        """The last mark; empty: there is none. Raises StoreError."""
+        with write_errors(f"read {self._mark_path}"):
+            try:
+                found = self._mark_path.read_bytes()
+            except FileNotFoundError:
+                return b""
+        length = found[_CRC.size] if len(found) > _CRC.size else 0
+        mark = found[_CRC.size + 1 :][:length]
+        return mark if found[: _CRC.size] == _CRC.pack(crc32c(mark)) else b""

@@ -303,6 +303,14 @@ class Store(ABC):
         """Forget what `bury` noted: after `recover`, when what it dropped is erased. Raises
         StoreError."""
 
+    def follow(self, mark: bytes) -> None:  # noqa: B027  # RAM starts empty
+        """Note durably that the deletes of a fleet are done up to this mark, of at most 255 bytes.
+        Raises StoreError, StoreFull."""
+
+    def followed(self) -> bytes:
+        """The last mark of `follow`; empty: there is none. Raises StoreError."""
+        return b""
+
     @abstractmethod
     def scan(self) -> Iterator[list[EntryRecord]]:
         """The entries that have records now, in batches, for cross-checks. Raises StoreError."""

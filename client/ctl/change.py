@@ -132,7 +132,8 @@ def clear(
 
     Those are the entries that clients with this label saved since the daemon's start and, if it is
     a tenant's, all that it ever saved. Clients without a tenant's token choose their label
-    themselves. Asks first; where there is no terminal to ask, say --yes. Exits 1 when some entries
+    themselves. If nodes share entries, all of them drop theirs within seconds, unless --tier is
+    given. Asks first; where there is no terminal to ask, say --yes. Exits 1 when some entries
     stay because they are being read.
     """
     from .message_json import as_dict

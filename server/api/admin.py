@@ -28,7 +28,7 @@ from ..core.events import Tick
 from ..core.journal import EvictionCause
 from ..runtime.gate import stopping
 from ..runtime.loop import Core
-from ..runtime.recovery import collect_garbage
+from ..runtime.recovery import collect_garbage, durable_deletes
 from ..runtime.resizing import evict
 from ..runtime.scrubbing import Scrub
 from ..runtime.slices import Slices, recount
@@ -36,7 +36,7 @@ from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews
 from .calls import Caller, audit
-from .service import DELETE_WAIT_S, delete_entries, drop_entries, durable_deletes
+from .service import DELETE_WAIT_S, delete_entries, drop_entries
 from .sessions import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.audit")
@@ -151,7 +151,9 @@ class AdminService(AdminViews):
                 continue
             # An engine that did not answer once is asked in the background.
             until_s = monotonic() + (0.0 if response.erasing else DELETE_WAIT_S)
-            results, withdrawn = await drop_entries(core, None, tuple(stored_bytes), until_s)
+            results, withdrawn = await drop_entries(
+                core, None, tuple(stored_bytes), until_s, announced=False
+            )
             response.erasing |= not withdrawn
             for key, result in zip(stored_bytes, results, strict=True):
                 if result in _DELETED:
@@ -162,6 +164,11 @@ class AdminService(AdminViews):
         if request.dry_run:
             return response
         until_s = monotonic() + DELETE_WAIT_S
+        if core.entry_listener is not None and not request.tiers:
+            response.erasing |= not await core.entry_listener.cleared(label, until_s)
+            # They are dropped on every node, claimed or not.
+            response.entries += response.pinned_entries
+            response.pinned_entries = 0
         response.erasing |= not await durable_deletes(core, (), until_s)
         audit(
             caller,

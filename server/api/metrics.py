@@ -118,9 +118,12 @@ SHARED: Final = {
     "offers_dropped": "Entries that were not offered: too many waited, they left, or it hung.",
     "touched": "Entries whose lifetime in the engine was extended.",
     "withdrawn": "Deleted entries that the engine dropped, too.",
+    "deletes_learned": "Deletes of other nodes that were read: of up to 32 keys, or a namespace.",
+    "unvouched": "Entries that were not fetched: their node may not know that they were deleted.",
     "unanswered": "Requests that no node of the engine answered in time.",
     "waiting_offers": "Entries that wait to be offered.",
     "waiting_withdrawals": "Deleted entries that the engine has not dropped yet.",
+    "waiting_deletes": "Deletes that are not durable here yet, or not in the engine's log.",
     "nodes": "Nodes of the engine that are known.",
     "nodes_serving": "Nodes of the engine that are in use now.",
 }
@@ -135,7 +138,13 @@ PRESSURE: Final = {
     "source_failures": "How often the source failed or did not answer.",
 }
 _PRESSURE_GAUGES: Final = ("under", "used_ratio", "stalled_ratio")
-SHARED_GAUGES: Final = ("waiting_offers", "waiting_withdrawals", "nodes", "nodes_serving")
+SHARED_GAUGES: Final = (
+    "waiting_offers",
+    "waiting_withdrawals",
+    "waiting_deletes",
+    "nodes",
+    "nodes_serving",
+)
 #: Sizes of the tables.
 TABLE_SIZES: Final[dict[str, tuple[str, Callable[[Tables], int]]]] = {
     "open_sessions": ("Connected clients.", lambda t: len(t.sessions)),

@@ -3,7 +3,6 @@ the core. Saves are in `saves`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -20,11 +19,12 @@ from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
-from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked, TierState
+from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..runtime.devices import DoesNotAnswer
 from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
+from ..runtime.recovery import durable_deletes
 from ..runtime.slices import Slices
 from . import messages
 from .access import Access, Role
@@ -345,30 +345,17 @@ async def delete_entries(
     return results
 
 
-async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bool:
-    """Wait until no crash brings these deleted keys back. False: a device did not say so by
-    `until_s` (`time.monotonic`).
-
-    Records that stand are erased. Of a tier that is still recovering, the keys are noted beside its
-    records. Either costs a write of a few rows, shared with what is saved at the same time.
-    """
-    durable = await core.committers.erased(max(0.0, until_s - monotonic()))
-    for store in core.stores.values():
-        if not store.recorded or not core.devices.recovers(store.tier):
-            continue
-        if core.devices.state(store.tier) is not TierState.RECOVERING:
-            return False
-        burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
-        buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))
-        durable = durable and bool(buried) and burying.exception() is None
-    return durable
-
-
 async def drop_entries(
-    core: Core, session: int | None, keys: Sequence[Key], until_s: float
+    core: Core,
+    session: int | None,
+    keys: Sequence[Key],
+    until_s: float,
+    *,
+    announced: bool = True,
 ) -> tuple[list[DeleteStatus], bool]:
     """Delete entries here, a few at a time, and from the shared engine. Does not wait until that is
-    durable. Returns what became of each, and whether the engine has dropped them by `until_s`."""
+    durable. Returns what became of each, and whether the engine has dropped them by `until_s`, and
+    tells the other nodes. `announced`: they are to be told of these keys."""
     results: list[DeleteStatus] = []
     if not keys:
         return results, True
@@ -387,7 +374,7 @@ async def drop_entries(
         if shared is not None:
             gone = {key: None for key, each in zip(keys, results, strict=False) if each in _GONE}
             kept = [key for key in keys if key not in gone]
-            withdrawn = await shared.deleted(list(gone), kept, until_s)
+            withdrawn = await shared.deleted(list(gone), kept, until_s, announced=announced)
     return results, shared is None or withdrawn
 
 

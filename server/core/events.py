@@ -118,12 +118,14 @@ class ReleaseAsked:
 
 @dataclass(frozen=True, slots=True)
 class DeleteAsked:
-    """A client, or an operator (`session` is None), asks to drop entries."""
+    """A client, or an operator (`session` is None), asks to drop entries. `claimed`: also those
+    with claims, whose room is free when the claims end."""
 
     request: int
     session: int | None
     keys: tuple[Key, ...]
     now_ns: int
+    claimed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

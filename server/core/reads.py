@@ -183,15 +183,17 @@ def release(transition: Transition, asked: ev.ReleaseAsked) -> ReleaseAnswer:
     the answer that reported it first may not have arrived."""
     t = transition.tables
     session = transition.session(asked.session)
-    # Nearly always empty. The claims are searched only for damaged entries of this session.
-    damaged = {entry for entry in t.condemned.values() if entry in session.pins}
+    # Nearly always empty. The claims are searched only for dropped entries of this session.
+    dropped = {entry for entry in t.condemned.values() if entry in session.pins}
     results: list[ReleaseOutcome] = []
     for claim_id in asked.claims:
         if claim_id in session.claims:
-            lost = damaged and not damaged.isdisjoint(t.claims[claim_id].entries)
+            lost = dropped and not dropped.isdisjoint(t.claims[claim_id].entries)
             transition.drop_claim(claim_id)
             if lost:
-                transition.remember_loss(session, claim_id, "one of its entries was damaged")
+                transition.remember_loss(
+                    session, claim_id, "one of its entries was damaged or deleted"
+                )
                 results.append(ReleaseOutcome.LOST)
             else:
                 t.counters.releases += 1
@@ -209,8 +211,9 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
     """Drop entries by key. Keys can't be guessed: a client that names one can compute it or was
     told it.
 
-    Pinned entries and saves in flight stay, because others rely on them. While a tier does not
-    serve, deleted keys are remembered: `tier_changes.recovered` drops their records.
+    Pinned entries, unless `asked.claimed`, and saves in flight stay, because others rely on them.
+    While a tier does not serve, deleted keys are remembered: `tier_changes.recovered` drops their
+    records.
     """
     if asked.session is not None:
         transition.session(asked.session)
@@ -223,7 +226,7 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
         if entry is None and key in t.in_flight:
             results.append(DeleteStatus.IN_FLIGHT)
             continue
-        if entry is not None and entry.pins:
+        if entry is not None and entry.pins and not asked.claimed:
             results.append(DeleteStatus.PINNED)
             continue
         if t.closed:
@@ -232,9 +235,7 @@ def delete(transition: Transition, asked: ev.DeleteAsked) -> DeleteAnswer:
         if entry is None:
             results.append(DeleteStatus.ABSENT)
         else:
-            t.ledgers[entry.tier].remove(entry)
-            transition.forget(key)
-            t.journal.note(Happening.DELETED, (entry,), transition.now_ns, asked.session or 0)
+            transition.drop(entry, Happening.DELETED, asked.session or 0)
             t.counters.deletes += 1
             results.append(DeleteStatus.DELETED)
     return DeleteAnswer(tuple(results))

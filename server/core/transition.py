@@ -318,13 +318,13 @@ class Transition:
         tables.ledgers[entry.tier].forget(entry, heir)
         return entry
 
-    def drop(self, entry: Entry, why: Happening) -> None:
-        """Unpublish an entry at once, claimed or not.
+    def drop(self, entry: Entry, why: Happening, session: int = 0) -> None:
+        """Unpublish an entry at once, claimed or not. `session`: the one that asks for it.
 
         Claims on it stay until they are released, and the release reports them as lost. Its room is
         free when the last of them has ended.
         """
-        self.tables.journal.note(why, (entry,), self.now_ns)
+        self.tables.journal.note(why, (entry,), self.now_ns, session)
         ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
         self._leave(entry)

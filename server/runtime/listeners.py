@@ -42,9 +42,16 @@ class EntryListener(Protocol):
         """These keys are about to be deleted: do not bring them back. Raises LimitReached, and then
         they must not be deleted."""
 
-    async def deleted(self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float) -> bool:
-        """Of the keys of `deleting`, `keys` are gone and `kept` stay. False: what could bring keys
-        back has not dropped them by `deadline_s` (`time.monotonic`)."""
+    async def deleted(
+        self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float, *, announced: bool
+    ) -> bool:
+        """Of the keys of `deleting`, `keys` are gone and `kept` stay. `announced`: other nodes are
+        to delete `keys`, too. False: by `deadline_s` (`time.monotonic`) they were not told, or what
+        could bring keys back has not dropped them."""
+
+    async def cleared(self, namespace: str, deadline_s: float) -> bool:
+        """The entries of a namespace, or label, are gone; other nodes are to delete theirs. False:
+        they were not told by `deadline_s`."""
 
 
 class ChangeListener:

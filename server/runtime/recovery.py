@@ -1,16 +1,19 @@
-"""Reconciles stores and index with the state: at a start, and when garbage is collected."""
+"""Reconciles stores and index with the state: at a start, when garbage is collected, and when
+deletes are to be durable."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic
 from typing import Final
 
 import structlog
 
 from ...proto.entry import EntryRecord
 from ...proto.index import unpack_row
+from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.store import RecoveryBatch, Store, StoredEntry, StoreError
 from ..core.events import TierRecovered, TierState
@@ -208,3 +211,22 @@ async def _sweep_index(core: Core) -> int:
         if not start:
             return swept
         await slices.pause()
+
+
+async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bool:
+    """Wait until no crash brings these deleted keys back. False: a device did not say so by
+    `until_s` (`time.monotonic`).
+
+    Records that stand are erased. Of a tier that is still recovering, the keys are noted beside its
+    records. Either costs a write of a few rows, shared with what is saved at the same time.
+    """
+    durable = await core.committers.erased(max(0.0, until_s - monotonic()))
+    for store in core.stores.values():
+        if not store.recorded or not core.devices.recovers(store.tier):
+            continue
+        if core.devices.state(store.tier) is not TierState.RECOVERING:
+            return False
+        burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
+        buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))
+        durable = durable and bool(buried) and burying.exception() is None
+    return durable

@@ -19,6 +19,7 @@ from ..core.events import ReserveAsked, SaveItem
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
 from ..runtime.writes import Piece
+from .deletes import Deletes
 from .link import BATCH_BYTES, Link, What
 from .store import Outcome, SharedEntry, Wanted
 from .withdrawals import Withdrawals
@@ -39,10 +40,13 @@ _FINDING_SHARE: Final = 0.5
 class Fetcher:
     """Fetches under `session`, which is the daemon's own. Belongs to the event loop."""
 
-    def __init__(self, core: Core, link: Link, session: int, withdrawals: Withdrawals) -> None:
+    def __init__(
+        self, core: Core, link: Link, session: int, withdrawals: Withdrawals, deletes: Deletes
+    ) -> None:
         self._core = core
         self._link = link
         self._withdrawals = withdrawals
+        self._deletes = deletes
         #: Replaced when it has ended.
         self.session = session
         #: Keys of running fetches, and futures that are done when the fetches end.
@@ -73,6 +77,8 @@ class Fetcher:
         self._fetching |= dict.fromkeys(missing, done)
         try:
             async with asyncio.timeout(deadline_s - monotonic()):
+                if not await self._deletes.ready():
+                    return 0
                 return await self._fetch(missing, mode, deadline_s)
         except TimeoutError:
             return 0
@@ -95,13 +101,14 @@ class Fetcher:
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         deadline_s, find_by_s = _engine_deadlines(monotonic(), deadline_s)
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
-        for key, entry in zip(keys, found, strict=True):
-            if entry is None:  # evicted or lost there: it is offered again once it is saved here
+        wanted = [entry and self._wanted(entry) for entry in found]
+        for key, entry, usable in zip(keys, found, wanted, strict=True):
+            if usable is None:  # it is offered again once it is saved here
                 self._link.known.forget(key)
-        found = [entry and self._wanted(entry) for entry in found]
+                self._link.counters.unvouched += entry is not None
         fetched = 0
         ancestors: list[Key] = []
-        for batch in _batches(_needed(found, mode), self._link.config.memory_bytes):
+        for batch in _batches(_needed(wanted, mode), self._link.config.memory_bytes):
             count = await self._fetch_batch(batch, ancestors, deadline_s)
             fetched += count
             if count < len(batch):
@@ -110,9 +117,11 @@ class Fetcher:
         return fetched
 
     def _wanted(self, entry: SharedEntry) -> SharedEntry | None:
-        """The entry, unless its key was deleted and the engine has not dropped it yet."""
+        """The entry, unless its key was deleted and this may be what it was before."""
         key = entry.key
-        return None if key in self._deleted or key in self._withdrawals else entry
+        if key in self._deleted or key in self._withdrawals:
+            return None
+        return entry if self._deletes.allows(key, entry.stamp) else None
 
     async def _fetch_batch(
         self, batch: Sequence[SharedEntry], ancestors: Sequence[Key], deadline_s: float

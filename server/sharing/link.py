@@ -78,6 +78,10 @@ class SharingCounters:
     touched: int = 0
     #: Deleted entries that the engine dropped, too.
     withdrawn: int = 0
+    #: Deletes of other nodes that this node has read: of up to 32 keys each, or of a namespace.
+    deletes_learned: int = 0
+    #: Entries that were found and not fetched: their nodes may have missed a delete of them.
+    unvouched: int = 0
 
 
 def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:
@@ -123,6 +127,10 @@ class Known:
     def forget(self, key: Key) -> None:
         """The engine evicted or lost the key: it may be offered again."""
         self._until_ms.pop(key, None)
+
+    def clear(self) -> None:
+        """Every key may be offered again."""
+        self._until_ms.clear()
 
 
 class What(Enum):

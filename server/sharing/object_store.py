@@ -8,6 +8,7 @@ live longer. The client is obstore, without its streams: with them, the interpre
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,13 +17,14 @@ from time import monotonic
 from typing import Any, Final, TypeVar
 
 import obstore
-from obstore.exceptions import BaseError
+from obstore.exceptions import AlreadyExistsError, BaseError
 from obstore.store import from_url
 
 from ...proto.keys import Key
 from ...proto.payload import crc32c
-from .record import HEADER_BYTES, decode_header, encode_header
-from .store import NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .delete_log import MAX_RECORDS, Logged
+from .record import HEADER_BYTES, decode_header, encode_header, same_entry
+from .store import LogPage, NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 T = TypeVar("T")
 
@@ -33,10 +35,15 @@ REQUEST_TIMEOUT_S: Final = 30
 #: After this many requests in a row without an answer, the engine rests for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
+#: Records of the log of deletes that are read at once, one request each.
+_LOG_PAGE: Final = 100
 
 
 class ObjectStore(SharedStore):
     """One bucket, or a prefix in it. Nodes with different `fleet` share nothing."""
+
+    #: Two requests each: requests cost money.
+    log_every_s = 10.0
 
     def __init__(self, url: str, fleet: str, store: Any = None) -> None:
         """`url`: `s3://bucket[/prefix]`; the endpoint and credentials are in AWS_ENDPOINT_URL,
@@ -76,7 +83,7 @@ class ObjectStore(SharedStore):
             entry = want.entry
             value = self._range(entry.key, HEADER_BYTES + entry.payload_bytes)
             payload = value[HEADER_BYTES:]
-            whole = decode_header(entry.key, value) == entry and len(payload) == entry.payload_bytes
+            whole = same_entry(entry.key, value, entry) and len(payload) == entry.payload_bytes
             return payload if whole and crc32c(payload) == entry.payload_crc32c else Outcome.DAMAGED
 
         outcomes = []
@@ -110,6 +117,62 @@ class ObjectStore(SharedStore):
         results = self._each(delete, keys, deadline_s)
         pairs = zip(keys, results, strict=True)
         return [key for key, result in pairs if result is Outcome.UNAVAILABLE]
+
+    def log(self, records: Sequence[bytes], deadline_s: float) -> int:
+        """Each record is an object, `<fleet>/deletes/<16 digits>`, numbered without gaps: it is
+        made only if there is none of that number."""
+
+        number = -1
+
+        def append(record: bytes) -> Outcome:
+            nonlocal number
+            number = number + 1 if number >= 0 else self._log_numbers().stop
+            while True:
+                try:
+                    obstore.put(self._store, self._log_path(number), record, mode="create")
+                except AlreadyExistsError:
+                    number += 1
+                else:
+                    break
+            if number >= MAX_RECORDS:
+                obstore.delete(self._store, self._log_path(number - MAX_RECORDS))
+            return Outcome.DONE
+
+        for count, record in enumerate(records):
+            if self._each(append, [record], deadline_s) != [Outcome.DONE]:
+                return count
+        return len(records)
+
+    def read_log(self, place: bytes, deadline_s: float) -> LogPage | None:
+        # What was read by then is returned, so that the next call goes on from there.
+        until_s = monotonic() + (deadline_s - monotonic()) / 2
+
+        def read(start: int | None) -> LogPage:
+            numbers = self._log_numbers() if start is None else range(start, start + 1)
+            found: list[Logged] = []
+            for number in itertools.count(numbers.start):
+                try:
+                    record = obstore.get(self._store, self._log_path(number)).bytes()
+                except FileNotFoundError:
+                    break
+                found.append(Logged(b"%016d" % number, bytes(record)))
+                if len(found) == _LOG_PAGE or (len(found) > 1 and monotonic() >= until_s):
+                    break
+            if not found and start is not None:  # it expired, or the bucket was emptied
+                return read(None)
+            return LogPage(found, numbers.start > 0)
+
+        (page,) = self._each(read, [int(place) if place else None], deadline_s)
+        return page if isinstance(page, LogPage) else None
+
+    def _log_path(self, number: int) -> str:
+        return f"{self._prefix}/deletes/{number:016d}"
+
+    def _log_numbers(self) -> range:
+        """The numbers of all records. Lists them, so it is for a start and for writers."""
+        listed = obstore.list_with_delimiter(self._store, f"{self._prefix}/deletes")
+        numbers = [int(each["path"].rpartition("/")[2]) for each in listed["objects"]]
+        return range(min(numbers), max(numbers) + 1) if numbers else range(0)
 
     def problems(self) -> list[str]:
         return []  # not every service lists the rules of a bucket

@@ -17,6 +17,7 @@ from ...proto.limits import MAX_BATCH_KEYS
 from ...tiers.store import Damaged, Store, StoreError, Usage
 from ..core.entries import Entry
 from ..runtime.loop import Core
+from .deletes import Deletes
 from .fetcher import Fetcher
 from .link import BATCH_BYTES, TOUCH_EVERY_MS, Link, What, WritePolicy, expiries_ms
 from .store import Offer, Outcome, SharedEntry
@@ -38,11 +39,19 @@ _HAPPENED: Final = {
 class Offers:
     """Offers entries that were published or used. Belongs to the event loop."""
 
-    def __init__(self, core: Core, link: Link, fetcher: Fetcher, withdrawals: Withdrawals) -> None:
+    def __init__(
+        self,
+        core: Core,
+        link: Link,
+        fetcher: Fetcher,
+        withdrawals: Withdrawals,
+        deletes: Deletes,
+    ) -> None:
         self._core = core
         self._link = link
         self._fetcher = fetcher
         self._withdrawals = withdrawals
+        self._deletes = deletes
         #: Entries and their expiries, by key, in the order in which they are sent.
         self._offers: dict[Key, tuple[Entry, int]] = {}
         #: Keys of offers that are being sent, and those of them that were deleted meanwhile.
@@ -157,10 +166,11 @@ class Offers:
                 await self._withdrawals.withdraw(deleted, monotonic() + _OFFER_TIMEOUT_S)
 
     async def _send(self, some: Sequence[tuple[Entry, int]]) -> None:
+        stamp = self._deletes.stamp  # what is deleted after this may be in the copies
         copies = await self._copies([entry for entry, _ in some])
         # If an entry left its tier while it was copied, its room may hold another entry by now.
         offers = [
-            Offer(_shared(entry), [memoryview(copies[entry.key])], until_ms)
+            Offer(_shared(entry, stamp), [memoryview(copies[entry.key])], until_ms)
             for entry, until_ms in some
             if entry.key in copies and entry.published
         ]
@@ -171,7 +181,8 @@ class Offers:
             if outcome is Outcome.DONE:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer.entry.payload_bytes
-                self._link.known.remember(offer.entry.key, offer.expires_at_ms)
+                if self._deletes.log.allows(offer.entry.key, stamp):
+                    self._link.known.remember(offer.entry.key, offer.expires_at_ms)
                 if offer.entry.key not in self._deleted:
                     # It replaced what the engine had not dropped yet.
                     self._withdrawals.release([offer.entry.key])
@@ -205,7 +216,12 @@ class Offers:
         return copies
 
 
-def _shared(entry: Entry) -> SharedEntry:
+def _shared(entry: Entry, stamp: int) -> SharedEntry:
     return SharedEntry(
-        entry.key, entry.payload_bytes, entry.token_count, entry.layer_count, entry.payload_crc32c
+        entry.key,
+        entry.payload_bytes,
+        entry.token_count,
+        entry.layer_count,
+        entry.payload_crc32c,
+        stamp,
     )

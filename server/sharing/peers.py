@@ -32,7 +32,7 @@ from ...proto.keys import Key
 from ...proto.payload import crc32c
 from .record import HEADER_BYTES, decode_header, encode_header
 from .redis_store import RedisStore
-from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255
@@ -154,7 +154,8 @@ class PeerStore(SharedStore):
         self._here: Final = here.encode()
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, DaemonPeer] = OrderedDict()
-        self._came_from: OrderedDict[Key, str] = OrderedDict()
+        #: The node of each fetched entry, and the stamp with which it vouched for it.
+        self._came_from: OrderedDict[Key, tuple[str, int]] = OrderedDict()
         self._counts = super().counts()
         self._closed = False
         self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-peer")
@@ -249,7 +250,7 @@ class PeerStore(SharedStore):
         with self._lock:
             for want, outcome in zip(wanted, outcomes, strict=True):
                 if outcome is Outcome.DONE:
-                    self._came_from[want.entry.key] = location
+                    self._came_from[want.entry.key] = location, want.entry.stamp
             while len(self._came_from) > MAX_CAME_FROM:
                 self._came_from.popitem(last=False)
         return outcomes
@@ -279,9 +280,12 @@ class PeerStore(SharedStore):
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
         located = []
         for offer in offers:
+            key = offer.entry.key
             with self._lock:
-                second = self._came_from.get(offer.entry.key)
-            places = self._here + b" " + second.encode() if second else self._here
+                second, stamp = self._came_from.get(key, ("", 0))
+            # A node that may have missed a delete of the entry since is not named.
+            named = second and self.allows(key, stamp)
+            places = self._here + b" " + second.encode() if named else self._here
             value = memoryview(encode_header(offer.entry) + places)
             located.append(replace(offer, pieces=[value]))
         return self._engine.put_values(located, deadline_s)
@@ -295,6 +299,12 @@ class PeerStore(SharedStore):
             for key in keys:
                 self._came_from.pop(key, None)
         return self._engine.drop(keys, deadline_s)
+
+    def log(self, records: Sequence[bytes], deadline_s: float) -> int:
+        return self._engine.log(records, deadline_s)
+
+    def read_log(self, place: bytes, deadline_s: float) -> LogPage | None:
+        return self._engine.read_log(place, deadline_s)
 
     def problems(self) -> list[str]:
         return self._engine.problems()

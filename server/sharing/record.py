@@ -13,7 +13,8 @@ against its CRC32C, over all parts.
 | 0 | 4 | `pxs1` |
 | 4 | 4 | layers, 0: no layer table |
 | 8 | 8 | payload bytes |
-| 16 | 8 | tokens |
+| 16 | 4 | tokens |
+| 20 | 4 | stamp: the deletes that the writer had done (`delete_log`), 0: none |
 | 24 | 4 | CRC32C of the payload |
 | 28 | 32 | key |
 | 60 | 4 | CRC32C of the 60 bytes before |
@@ -24,6 +25,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ...proto.keys import Key
@@ -32,10 +34,8 @@ from ...proto.payload import crc32c
 from .store import SharedEntry
 
 MAGIC: Final = b"pxs1"
-_FIELDS: Final = struct.Struct("<4sIQQI32s")
+_FIELDS: Final = struct.Struct("<4sIQIII32s")
 _CHECK: Final = struct.Struct("<I")
-#: The largest number that the other formats of an entry hold.
-_MAX_TOKENS: Final = 2**32 - 1
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values block an engine's event loop, and are distributed unevenly.
 MAX_VALUE_BYTES: Final = HEADER_BYTES + 4 * 2**20
@@ -50,6 +50,7 @@ def encode_header(entry: SharedEntry) -> bytes:
         entry.layer_count,
         entry.payload_bytes,
         entry.token_count,
+        entry.stamp,
         entry.payload_crc32c,
         entry.key,
     )
@@ -62,15 +63,21 @@ def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEnt
     if len(header) < HEADER_BYTES:
         return None
     fields = bytes(header[: _FIELDS.size])
-    magic, layers, payload_bytes, tokens, payload_crc32c, named = _FIELDS.unpack(fields)
+    magic, layers, payload_bytes, tokens, stamp, payload_crc32c, named = _FIELDS.unpack(fields)
     (check,) = _CHECK.unpack_from(header, _FIELDS.size)
     if magic != MAGIC or check != crc32c(fields) or named != key:
         return None
-    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES or layers > MAX_LAYERS or tokens > _MAX_TOKENS:
+    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES or layers > MAX_LAYERS:
         return None
     if layers and payload_bytes % layers:
         return None
-    return SharedEntry(key, payload_bytes, tokens, layers, payload_crc32c)
+    return SharedEntry(key, payload_bytes, tokens, layers, payload_crc32c, stamp)
+
+
+def same_entry(key: Key, header: bytes | bytearray | memoryview, entry: SharedEntry) -> bool:
+    """Whether the header of `key` describes this entry, whoever vouches for it."""
+    found = decode_header(key, header)
+    return found is not None and replace(found, stamp=entry.stamp, location=entry.location) == entry
 
 
 def parts_of(payload_bytes: int) -> list[slice]:

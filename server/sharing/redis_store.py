@@ -20,10 +20,11 @@ import redis
 
 from ...proto.keys import Key
 from ...proto.payload import crc32c
-from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of
-from .redis_nodes import Address, Nodes, name_of
+from .delete_log import MAX_RECORDS, Logged
+from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of, same_entry
+from .redis_nodes import PRIMARY_EVERY_S, Address, Nodes, name_of
 from .resp import Piece, Refused, Request, Result, Work, exchange
-from .store import NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node. A node is unavailable to a call that finds all of them in use.
 CONNECTIONS_PER_NODE: Final = 4
@@ -33,6 +34,10 @@ _THREAD_BYTES: Final = 2**20
 _THREADS: Final = 16
 _MAX_NODE_TIMEOUT_MS: Final = 2_000
 _MIN_SAMPLES: Final = 10
+#: Errors that say that another node serves the slot, or none at the moment.
+_MOVED: Final = ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING")
+#: Records of the log that are read at once: a megabyte at most.
+_LOG_PAGE: Final = 1_000
 #: Between the clocks of a node and of ours: as much as a use is worth (`TOUCH_EVERY_MS`).
 _MAX_CLOCK_SKEW_S: Final = 10.0
 
@@ -53,7 +58,13 @@ class RedisStore(SharedStore):
         """Connects in the background; see `Nodes` for `urls`. `prefix`: begins all names; values of
         another format need another one. Raises ValueError."""
         self._prefix: Final = b"%b:%b:" % (prefix, epoch.encode())
+        self._log_name: Final = self._prefix + b"{deletes}"
         self.nodes: Final = Nodes(urls, connections_per_node, password)
+        self._log_lock = threading.Lock()
+        self._log_connection: Any = None
+        self._log_of: Address | None = None
+        self._log_until_s = 0.0
+        self._closed = False
         self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-node")
         self._idle: Final = threading.Semaphore(_THREADS)
 
@@ -122,6 +133,73 @@ class RedisStore(SharedStore):
         pairs = zip(keys, drops, strict=True)
         return [key for key, drop in pairs if not isinstance(drop.result, int)]
 
+    def log(self, records: Sequence[bytes], deadline_s: float) -> int:
+        appends = [
+            ("XADD", self._log_name, "MAXLEN", "~", MAX_RECORDS, "*", b"r", record)
+            for record in records
+        ]
+        answers = self._ask_log(deadline_s, appends)
+        logged = [isinstance(answer, bytes) for answer in answers]
+        return logged.index(False) if False in logged else len(logged)
+
+    def read_log(self, place: bytes, deadline_s: float) -> LogPage | None:
+        page = "XRANGE", self._log_name, place or "-", "+", "COUNT", _LOG_PAGE
+        found, length = self._ask_log(deadline_s, [page, ("XLEN", self._log_name)])
+        if not (isinstance(found, list) and isinstance(length, int)):
+            return None
+        return LogPage(
+            [Logged(at, fields.get(b"r", b"")) for at, fields in found], length >= MAX_RECORDS
+        )
+
+    def _ask_log(self, deadline_s: float, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers to commands about the log, by redis-py, as `resp` reads no lists. None: no
+        answer, or an error."""
+        nothing: list[Any] = [None] * len(commands)
+        address = self.nodes.of(self._log_name)
+        if address is None or deadline_s <= time.monotonic():
+            return nothing
+        with self._log_lock:
+            if self._closed:
+                return nothing
+            client = self._log_client(address)
+            try:
+                asked = client.pipeline(transaction=False)
+                for command in commands:
+                    asked.execute_command(*command)
+                answers = asked.execute(raise_on_error=False)
+            except (redis.RedisError, OSError):
+                self._close_log()
+                self.nodes.count(address, len(commands), len(commands), 0)
+                return nothing
+        refusals = [answer for answer in answers if isinstance(answer, redis.RedisError)]
+        lasting = ""
+        for refusal in refusals:
+            code = str(getattr(refusal, "status_code", None) or "")
+            if code == "READONLY":
+                self.nodes.renew(address)
+            elif code in _MOVED:
+                self.nodes.moved()
+            else:
+                lasting = f"{code} {refusal}".strip()
+        self.nodes.count(address, len(commands), 0, len(refusals), lasting)
+        return [None if isinstance(answer, redis.RedisError) else answer for answer in answers]
+
+    def _log_client(self, address: Address) -> Any:
+        """A connection for the log alone. It is renewed now and then, as the name may lead to
+        another machine by now."""
+        now_s = time.monotonic()
+        if self._log_of != address or now_s >= self._log_until_s:
+            self._close_log()
+        if self._log_connection is None:
+            self._log_connection = self.nodes.client(address)
+            self._log_of, self._log_until_s = address, now_s + PRIMARY_EVERY_S
+        return self._log_connection
+
+    def _close_log(self) -> None:
+        if self._log_connection is not None:
+            self._log_connection.close()
+        self._log_connection = None
+
     def problems(self) -> list[str]:
         found = []
         for address in self.nodes.all():
@@ -148,6 +226,9 @@ class RedisStore(SharedStore):
         return "" if address is None else name_of(address)
 
     def close(self) -> None:
+        with self._log_lock:
+            self._close_log()
+            self._closed = True
         self.nodes.close()
         self._threads.shutdown()
 
@@ -237,9 +318,7 @@ def _expiry(offer: Offer) -> tuple[bytes, bytes]:
 
 def _moved(request: Request) -> bool:
     """Whether another node serves the slot, or none at the moment."""
-    return isinstance(request.result, Refused) and str(request.result).startswith(
-        ("MOVED", "ASK", "CLUSTERDOWN", "TRYAGAIN", "READONLY", "LOADING")
-    )
+    return isinstance(request.result, Refused) and str(request.result).startswith(_MOVED)
 
 
 def _stored(request: Request) -> Outcome:
@@ -257,7 +336,7 @@ def _fetched(want: Wanted, header: memoryview, results: Sequence[object]) -> Out
         return Outcome.ABSENT
     if any(result is not Result.FILLED for result in results):
         return Outcome.UNAVAILABLE
-    same = decode_header(want.entry.key, header) == want.entry
+    same = same_entry(want.entry.key, header, want.entry)
     whole = same and crc32c(want.room) == want.entry.payload_crc32c
     return Outcome.DONE if whole else Outcome.DAMAGED
 

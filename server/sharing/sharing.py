@@ -33,6 +33,7 @@ from ..core.events import HeartbeatCame, SessionLost, SessionOpened
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from ..runtime.supervision import ended_within
+from .deletes import Deletes
 from .fetcher import Fetcher
 from .link import Link, SharingConfig
 from .offers import Offers
@@ -56,9 +57,11 @@ class Sharing:
         self._core = core
         self._link = link
         self._withdrawals = Withdrawals(link)
-        self._fetcher = Fetcher(core, link, session, self._withdrawals)
+        self._deletes = Deletes(core, link)
+        link.store.allows = self._deletes.log.allows
+        self._fetcher = Fetcher(core, link, session, self._withdrawals, self._deletes)
         self.fetch: Final = self._fetcher.fetch
-        self._offers = Offers(core, link, self._fetcher, self._withdrawals)
+        self._offers = Offers(core, link, self._fetcher, self._withdrawals, self._deletes)
         self.published: Final = self._offers.published
         self.used: Final = self._offers.used
         self._tasks: list[asyncio.Task[None]] = []
@@ -74,6 +77,7 @@ class Sharing:
             "shared heartbeat": sharing._beat(),
             "shared offers": sharing._offers.run(),
             "shared withdrawals": sharing._withdrawals.run(),
+            "shared deletes": sharing._deletes.run(),
             "shared engine": sharing._look_at_engine(),
         }
         sharing._tasks += [core.supervisor.task(name, each) for name, each in work.items()]
@@ -85,6 +89,7 @@ class Sharing:
         self._core.entry_listener = None
         for task in self._tasks:
             task.cancel()  # before their threads end
+        self._deletes.close()
         closings: list[Callable[[], None]] = [self._link.store.close, self._link.threads.shutdown]
         await ended_within(_CLOSED_WITHIN_S, closings)
         now_ns = self._core.clock.now_ns()
@@ -92,14 +97,22 @@ class Sharing:
 
     def deleting(self, keys: Sequence[Key]) -> None:
         """See `EntryListener`."""
+        self._deletes.check_room()
         self._withdrawals.hold(keys)
         self._fetcher.deleting(keys)
         self._offers.deleting(keys)
 
-    async def deleted(self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float) -> bool:
+    async def deleted(
+        self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float, *, announced: bool
+    ) -> bool:
         """See `EntryListener`."""
         self._withdrawals.release(kept)
-        return await self._withdrawals.withdraw(keys, deadline_s)
+        told = not announced or await self._deletes.announce(keys, deadline_s)
+        return await self._withdrawals.withdraw(keys, deadline_s) and told
+
+    async def cleared(self, namespace: str, deadline_s: float) -> bool:
+        """See `EntryListener`."""
+        return await self._deletes.announce_clear(namespace, deadline_s)
 
     def counts(self) -> dict[str, int]:
         """The counters by name, with the numbers of waiting offers and of nodes. On any thread."""
@@ -109,6 +122,7 @@ class Sharing:
             **self._link.store.counts(),
             "waiting_offers": self._offers.waiting,
             "waiting_withdrawals": len(self._withdrawals),
+            "waiting_deletes": self._deletes.waiting,
             "unanswered": sum(node.unanswered for node in nodes),
             "nodes": len(nodes),
             "nodes_serving": sum(node.state is NodeState.SERVING for node in nodes),

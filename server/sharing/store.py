@@ -12,12 +12,13 @@ never after that.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
 from ...proto.keys import Key
+from .delete_log import Logged
 
 
 class Outcome(Enum):
@@ -44,6 +45,8 @@ class SharedEntry:
     #: 0: the payload has no layer table.
     layer_count: int
     payload_crc32c: int
+    #: The deletes that the node had done which vouches for the entry, see `delete_log`.
+    stamp: int = 0
     #: The nodes that have the payload, `host:port`, separated by blanks; empty: the engine itself.
     location: str = ""
 
@@ -91,11 +94,24 @@ class NodeStatus:
     refused: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class LogPage:
+    """A part of the fleet's log of deletes, in its order."""
+
+    records: list[Logged]
+    #: Whether the engine has dropped earlier records since the log began.
+    trimmed: bool = False
+
+
 class SharedStore(ABC):
     """An engine that several nodes use."""
 
     #: False: the engine knows which node has a payload, and offers need no pieces.
     holds_payloads: ClassVar[bool] = True
+    #: How often a node reads the log of deletes. Within this time it learns of a delete.
+    log_every_s: ClassVar[float] = 1.0
+    #: Whether an entry with this stamp may be used (`DeleteLog.allows`). Called on any thread.
+    allows: Callable[[Key, int], bool] = staticmethod(lambda _key, _stamp: True)
 
     @abstractmethod
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
@@ -127,6 +143,16 @@ class SharedStore(ABC):
         damaged = [want.entry.key for want, outcome in pairs if outcome is Outcome.DAMAGED]
         if damaged:
             self.drop(damaged, deadline_s)
+
+    @abstractmethod
+    def log(self, records: Sequence[bytes], deadline_s: float) -> int:
+        """Append records to the log of deletes, in this order, until one fails. Returns how many
+        are there for sure; of one more it is not known."""
+
+    @abstractmethod
+    def read_log(self, place: bytes, deadline_s: float) -> LogPage | None:
+        """Some records of the log, at least one if there is any: from the one at `place` on, or if
+        that is gone from the next; from the beginning, if `place` is empty. None: no answer."""
 
     @abstractmethod
     def problems(self) -> list[str]:

@@ -18,10 +18,11 @@ from obstore.store import MemoryStore, from_url
 
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing import object_store, redis_store
 from prefixd.server.sharing.object_store import ObjectStore
 from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from prefixd.server.sharing.store import LogPage, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from tests.support.lengths import times
 
 from ..support.fake_redis import fake_redis
@@ -185,6 +186,7 @@ def test_a_real_engine_does_the_same(real_engine: Engine) -> None:
     assert real_engine.store.health() == {}
     flips(real_engine, 20)
     expiry(real_engine)
+    logs(real_engine)
 
 
 def test_a_payload_is_put_from_several_buffers(engine: Engine) -> None:
@@ -287,6 +289,51 @@ def test_a_touch_never_shortens_a_lifetime_and_creates_nothing(engine: Engine) -
     if not engine.expires:
         pytest.skip("objects expire by a rule of their bucket")
     expiry(engine)
+
+
+def logs(engine: Engine) -> None:
+    store = engine.store
+    assert store.read_log(b"", soon()) == LogPage([])
+    assert store.log([b"one", b"two\r\n\0"], soon()) == 2
+    page = store.read_log(b"", soon())
+    assert page is not None
+    assert [each.record for each in page.records] == [b"one", b"two\r\n\0"]
+    assert not page.trimmed
+    last = page.records[-1]
+    assert store.log([b"three"], soon()) == 1
+    page = store.read_log(last.place, soon())
+    assert page is not None
+    assert page.records[0] == last
+    assert [each.record for each in page.records[1:]] == [b"three"]
+    assert store.log([], soon()) == 0
+
+
+def test_a_log_keeps_its_order(engine: Engine) -> None:
+    logs(engine)
+
+
+def test_an_engine_keeps_only_the_latest_of_the_log(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (redis_store, object_store):
+        monkeypatch.setattr(module, "MAX_RECORDS", 3)
+    assert engine.store.log([b"0"], soon()) == 1
+    page = engine.store.read_log(b"", soon())
+    assert page is not None
+    first = page.records[0]
+    assert engine.store.log([b"%d" % number for number in range(1, 6)], soon()) == 5
+    page = engine.store.read_log(first.place, soon())
+    assert page is not None
+    assert page.trimmed
+    assert [each.record for each in page.records] == [b"3", b"4", b"5"], "its place is gone"
+
+
+def test_a_log_that_does_not_answer(engine: Engine) -> None:
+    late = monotonic() - 1
+    assert engine.store.log([b"late"], late) in (0, 1)
+    engine.store.close()
+    assert engine.store.log([b"closed"], soon()) == 0
+    assert engine.store.read_log(b"", soon()) is None
 
 
 def test_a_deadline_that_is_over_is_a_miss(engine: Engine) -> None:

@@ -19,6 +19,7 @@ from prefixd.server.api import service, sessions
 from prefixd.server.core import reservations, saves, tier_changes, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
+from prefixd.server.sharing import deletes
 from prefixd.tiers import arena_stores, graves, ledger, records
 from prefixd.tiers.store import Damaged, RecoveryBatch, StoreError
 
@@ -319,8 +320,36 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
 }
 
 
+# ---- of a fleet (`tests.sim.fleet`)
+
+
+def _lost_deletes_stay_lost() -> Any:
+    """Nobody puts back what the engine lost of its log."""
+
+    def wrong(_real: Any) -> Any:
+        async def put_back(_self: Any) -> None:
+            return
+
+        return put_back
+
+    return _replaced(deletes.Deletes, "_put_back", wrong)
+
+
+def _claimed_stays() -> Any:
+    """A delete of another node leaves what is claimed."""
+    return _replaced(
+        deletes, "DeleteAsked", lambda real: lambda *args, **_: real(*args, claimed=False)
+    )
+
+
+FLEET_BUGS: Final[dict[str, Callable[[], Any]]] = {
+    "lost deletes stay lost": _lost_deletes_stay_lost,
+    "claimed stays": _claimed_stays,
+}
+
+
 @contextmanager
 def planted(name: str) -> Iterator[None]:
     """Plant this bug in the package's code."""
-    with BUGS[name]():
+    with (BUGS | FLEET_BUGS)[name]():
         yield

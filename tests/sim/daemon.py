@@ -4,7 +4,7 @@ the sockets in front of them."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -16,7 +16,7 @@ from prefixd.server import assembly, daemon, opening
 from prefixd.server.api.hand_over import Handoff
 from prefixd.server.api.saves import Saves
 from prefixd.server.api.service import CacheService
-from prefixd.server.api.sessions import Sessions
+from prefixd.server.api.sessions import ServiceConfig, Sessions
 from prefixd.server.config.budgets import Plan, TierPlan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine
@@ -29,7 +29,6 @@ from prefixd.tiers.arena_stores import DiskStore, ShmStore
 from prefixd.tiers.files import pwrite_all, write_errors
 from prefixd.tiers.rows import ROW_BYTES, Erasure, RowFile
 from prefixd.tiers.store import RecoveryBatch, Store, StoreError
-from tests.sim.files import Devices
 from tests.sim.loop import SimLoop
 from tests.sim.threads import SimExecutor
 from tests.sim.world import Killed, Process, World
@@ -112,10 +111,9 @@ def _slowly(batches: Iterator[RecoveryBatch], pause: Callable[[], None]) -> Iter
         pause()
 
 
-def make_plan(devices: Devices, slabs: int) -> Plan:
+def make_plan(directories: Mapping[Tier, Path], slabs: int) -> Plan:
     """The configuration of all starts in a run. `slabs`: of each tier."""
     plan = _plan_of(slabs)
-    directories = {Tier.SHM: devices.shm, Tier.DISK: devices.disk}
     tiers = {
         tier: replace(tier_plan, directory=directories.get(tier))
         for tier, tier_plan in plan.all_tiers.items()
@@ -271,6 +269,7 @@ class SimDaemon:
         try:
             starts = opening.begin_tiers(core, plan, self.incarnation)
             await asyncio.wait(starts, timeout=self._head_start_s)
+            await self.begin_sharing(config)
             self._stop = asyncio.Event()
             self.serving = True
             broken = asyncio.ensure_future(core.broken.wait())
@@ -286,10 +285,17 @@ class SimDaemon:
                 task.cancel()
             if self.calls:
                 await asyncio.wait(self.calls, timeout=1)
+            await self.end_sharing()
         finally:
             if not self.process.dead:
                 await self._close()
             executor.shutdown()
+
+    async def begin_sharing(self, config: ServiceConfig) -> None:
+        """Do nothing: this node is alone."""
+
+    async def end_sharing(self) -> None:
+        pass
 
     async def _close(self) -> None:
         self.core.supervisor.cancel()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from typing import Any
@@ -90,6 +91,8 @@ class SimLoop(asyncio.BaseEventLoop):
     def run(self, main: Coroutine[Any, Any, None]) -> None:
         """Run until `main` or the process ends."""
         try:
+            # It would keep those of another process's loop, in a cycle that is never collected.
+            sys.set_asyncgen_hooks(None, None)
             self.run_until_complete(main)
         finally:
             self._unwinding = True

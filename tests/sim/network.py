@@ -370,6 +370,8 @@ _SERVED: Final[dict[str, Callable[[Call], Any]]] = {
     "claim": partial(Call._unary, service="service"),
     "release": partial(Call._unary, service="service"),
     "delete": partial(Call._unary, service="service"),
+    "pull": partial(Call._unary, service="service"),
+    "clear": partial(Call._unary, service="admin"),
     "reserve": partial(Call._unary, service="saves"),
     "cancel": partial(Call._unary, service="saves"),
     "save": Call._upload,

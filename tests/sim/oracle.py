@@ -211,6 +211,8 @@ class Oracle:
                         held = getattr(one, "pins", 0) and one.generation not in self.tainted
                         # Recovery found a later save, or the same in a more durable tier.
                         allowed = isinstance(event, ev.EntryDamaged | ev.TierRecovered)
+                        # Another node has deleted it.
+                        allowed |= isinstance(event, ev.DeleteAsked) and event.claimed
                         if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} was evicted under a claim")
         if isinstance(event, ev.ResizeAsked) and event.tier in self.expected:

@@ -70,7 +70,7 @@ class Run:
         self.devices = devices
         self.oracle = Oracle(world, devices)
         self.oracle.reads_lie = plan.lies
-        self._plan = make_plan(devices, plan.slabs)
+        self._plan = make_plan({Tier.SHM: devices.shm, Tier.DISK: devices.disk}, plan.slabs)
         self._starts = 0
         self._pids = itertools.count(100)
         self._random = random.Random(f"nemesis {plan.seed}")

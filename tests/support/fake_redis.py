@@ -22,6 +22,8 @@ class FakeRedis:
 
     def __init__(self, password: str = "") -> None:
         self.values: dict[bytes, tuple[bytes, int]] = {}
+        #: The records of each stream: id and fields.
+        self.streams: dict[bytes, list[tuple[bytes, list[bytes]]]] = {}
         self.commands: list[list[bytes]] = []
         #: First slot, last slot and port of each node; None: not a Cluster.
         self.slots: list[tuple[int, int, int]] | None = None
@@ -127,6 +129,26 @@ class FakeRedis:
                 return b":1\r\n"
             case b"EXISTS", [name]:
                 return b":%d\r\n" % (self._value(name) is not None)
+            case b"XADD", [name, b"MAXLEN", b"~", most, b"*", *fields]:
+                records = self.streams.setdefault(name, [])
+                number = int(records[-1][0].split(b"-")[0]) + 1 if records else 1
+                records.append((b"%d-0" % number, fields))
+                del records[: -int(most)]
+                return bulk(records[-1][0])
+            case b"XRANGE", [name, first, b"+", b"COUNT", most]:
+                start = 0 if first == b"-" else int(first.split(b"-")[0])
+                records = [
+                    each
+                    for each in self.streams.get(name, [])
+                    if int(each[0].split(b"-")[0]) >= start
+                ]
+                records = records[: int(most)]
+                return b"*%d\r\n" % len(records) + b"".join(
+                    b"*2\r\n" + bulk(at) + b"*%d\r\n" % len(fields) + b"".join(map(bulk, fields))
+                    for at, fields in records
+                )
+            case b"XLEN", [name]:
+                return b":%d\r\n" % len(self.streams.get(name, []))
             case b"UNLINK", names:
                 return b":%d\r\n" % sum(self.values.pop(name, None) is not None for name in names)
             case _:

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
+from prefixd.server.sharing.delete_log import Logged
+from prefixd.server.sharing.store import LogPage, NodeState, NodeStatus, SharedStore
 from prefixd.tiers.store import EntryWriter, Location, Store
+
+
+class LogInMemory(SharedStore):
+    """The log of a shared engine in this process, for doubles of the rest of it."""
+
+    def __init__(self) -> None:
+        self.records: list[Logged] = []
+
+    def log(self, records: Sequence[bytes], _deadline_s: float) -> int:
+        self.records += [Logged(b"%d" % n, r) for n, r in enumerate(records, len(self.records))]
+        return len(records)
+
+    def read_log(self, place: bytes, _deadline_s: float) -> LogPage | None:
+        return LogPage(self.records[int(place or 0) :])
+
+    def statuses(self) -> list[NodeStatus]:
+        return [NodeStatus("engine", NodeState.SERVING)]
 
 
 def make_ready(store: Store) -> None:

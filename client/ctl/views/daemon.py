@@ -348,6 +348,8 @@ def cleared_view(
     lines = [Text(f"{namespace}: {response.entries:,} entries {done} ({freed})")]
     if response.pinned_entries:
         lines.append(Text(f"{response.pinned_entries:,} stay: they are being read", "yellow"))
+    if response.erasing:
+        lines.append(Text("not all is erased yet: a device or the engine is behind", "yellow"))
     if response.unknown_entries:
         unknown = f"{response.unknown_entries:,} entries came back from an earlier start"
         lines.append(Text(f"{unknown}: whose they are is not known", "yellow"))

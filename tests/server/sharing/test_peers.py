@@ -143,8 +143,8 @@ def test_entries_that_neither_node_has_are_forgotten(
     three: tuple[FakeRedis, list[DaemonProcess], list[Client]],
 ) -> None:
     engine, daemons, clients = three
-    for client in clients[:2]:
-        lose(engine, client, keys_of(client)[3:4])
+    for daemon, client in zip(daemons[:2], clients[:2], strict=True):
+        lose(daemon, client, 3)
     assert restored_blocks(clients[2]) == 3
     assert not any(keys_of(clients[2])[3].hex().encode() in name for name in engine.values)
     assert second_reads(daemons[2]) == (1, 0)

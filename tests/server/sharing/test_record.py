@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from prefixd.server.sharing.record import (
     decode_header,
     encode_header,
     parts_of,
+    same_entry,
 )
 from prefixd.server.sharing.store import SharedEntry
 
@@ -52,14 +54,24 @@ def test_a_header_of_another_key_is_refused() -> None:
         {"payload_bytes": 0},
         {"payload_bytes": MAX_PAYLOAD_BYTES + 1, "layer_count": 0},
         {"payload_bytes": 2**63, "layer_count": 0},
-        {"token_count": 2**32},
-        {"token_count": 2**63},
         {"layer_count": 3},
         {"layer_count": MAX_LAYERS + 1},
     ],
 )
 def test_intact_headers_of_impossible_entries_are_refused(fields: dict[str, int]) -> None:
     assert decode_header(KEY, encode_header(replace(ENTRY, **fields))) is None
+
+
+def test_a_fleet_without_deletes_has_headers_that_versions_before_stamps_read() -> None:
+    """They had eight bytes of tokens, and refuse more than fit into four."""
+    before = struct.Struct("<4sIQQI32s")
+    header = encode_header(ENTRY)
+    assert before.unpack(header[: before.size])[3] == ENTRY.token_count
+    stamped = encode_header(replace(ENTRY, stamp=1))
+    assert before.unpack(stamped[: before.size])[3] >= 2**32
+    assert decode_header(KEY, stamped) == replace(ENTRY, stamp=1)
+    assert same_entry(KEY, stamped, ENTRY)
+    assert not same_entry(KEY, stamped, replace(ENTRY, payload_crc32c=ENTRY.payload_crc32c ^ 1))
 
 
 WHOLE = MAX_VALUE_BYTES - HEADER_BYTES

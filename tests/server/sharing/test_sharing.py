@@ -16,16 +16,17 @@ from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 from tests.support.bad_input import DATA
 from tests.support.event_loop import in_loop
 from tests.support.running import key, running
+from tests.support.stores import LogInMemory
 
 PATIENCE_S = 30.0
 CONFIG = SharingConfig(Tier.RAM, WritePolicy.NONE, 3_600_000, 2**20)
 
 
-class FullEngine(SharedStore):
+class FullEngine(LogInMemory):
     """An engine that has every key, with the same bytes."""
 
     def find(self, keys: Sequence[Key], _deadline_s: float) -> list[SharedEntry | None]:
@@ -59,6 +60,7 @@ class HaltingEngine(FullEngine):
     """An engine that sends only the first payload of a call before the deadline."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.find_by_s = self.get_by_s = 0.0
         self.closed = threading.Event()
 

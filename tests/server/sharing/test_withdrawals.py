@@ -20,18 +20,20 @@ from prefixd.server.core.events import Tick
 from prefixd.server.sharing import withdrawals
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, SharedStore, Wanted
+from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Refused, Running, answer, key, payload, running
+from tests.support.stores import LogInMemory
 
 PATIENCE_S = 60.0
 CONFIG = SharingConfig(Tier.RAM, WritePolicy.ALL, 3_600_000, 2**20)
 
 
-class Engine(SharedStore):
+class Engine(LogInMemory):
     """An engine in this process. `before`: called with each call's name, on its thread."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.values: dict[Key, tuple[SharedEntry, bytes]] = {}
         self.answers = True
         self.before: Callable[[str], None] = lambda _: None
@@ -74,8 +76,9 @@ class Engine(SharedStore):
         pass
 
     def add(self, of: Key, data: bytes) -> None:
-        """Another node offers an entry."""
-        self.values[of] = (SharedEntry(of, len(data), 16, 0, crc32c(data)), data)
+        """Another node, which has done all deletes, offers an entry."""
+        stamp = self.records[-1].stamp if self.records else 0
+        self.values[of] = (SharedEntry(of, len(data), 16, 0, crc32c(data), stamp), data)
 
 
 class Gate:
@@ -181,6 +184,7 @@ async def test_an_engine_that_does_not_answer_is_asked_again_and_not_believed_me
         engine.answers = True
         await daemon.until(lambda: not engine.values)
         await daemon.until(lambda: not shared.counts()["waiting_withdrawals"])
+        await daemon.until(lambda: not shared.counts()["waiting_deletes"])
         engine.add(key(1), payload(2))
         assert await fetched(shared, key(1)) == 1, "it was saved again elsewhere"
 

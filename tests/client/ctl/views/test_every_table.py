@@ -118,7 +118,8 @@ def statistics(scale: int = 4) -> pb.StatsResponse:
 SHARED = (
     "fetches", "fetched_entries", "fetched_bytes", "unavailable", "damaged", "second_asked",
     "second_came", "offered_entries", "offered_bytes", "refused", "offers_dropped", "touched",
-    "withdrawn", "unanswered", "waiting_offers", "waiting_withdrawals", "nodes", "nodes_serving",
+    "withdrawn", "deletes_learned", "unvouched", "unanswered", "waiting_offers",
+    "waiting_withdrawals", "waiting_deletes", "nodes", "nodes_serving",
 )  # fmt: skip
 
 
@@ -286,7 +287,10 @@ def of_daemons() -> dict[str, RenderableType]:
         ),
         "daemon.claims_table": daemon.claims_table([claim]),
         "daemon.cleared_view": daemon.cleared_view(
-            LABEL, pb.ClearResponse(entries=MANY, pinned_entries=MANY, unknown_entries=MANY)
+            LABEL,
+            pb.ClearResponse(
+                entries=MANY, pinned_entries=MANY, unknown_entries=MANY, erasing=True
+            ),
         ),
         "daemon.counters_table": daemon.counters_table(stats.counters),
         "daemon.drained_view": daemon.drained_view(
