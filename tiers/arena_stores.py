@@ -208,7 +208,7 @@ class RecordedStore(ArenaStore):
         self.verify_payloads: Final = verify_payloads
         self.max_budget_bytes = max(budget_bytes, max_budget_bytes)
         slabs, max_slabs = self._slabs_of(budget_bytes), self._slabs_of(self.max_budget_bytes)
-        if slabs < 2:
+        if budget_bytes < self.least_budget_bytes(slab_bytes):
             raise StoreError(
                 f"{budget_bytes} bytes hold no slab of {slab_bytes} beside the arena's header"
             )
@@ -277,6 +277,11 @@ class RecordedStore(ArenaStore):
     def record_bytes(cls, slabs: int) -> int:
         """What the records of this many slabs take."""
         return cls._TABLE_FIXED_BYTES + slabs * (cls._TABLE_SLAB_BYTES + USAGE_BYTES)
+
+    @classmethod
+    def least_budget_bytes(cls, slab_bytes: int) -> int:
+        """The smallest budget: one slab and the arena's header, with their records."""
+        return 2 * slab_bytes + cls.record_bytes(2)
 
     def _slabs_of(self, budget_bytes: int) -> int:
         """The slabs that a budget has room for, with their records."""

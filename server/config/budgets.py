@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ...proto.errors import ConfigError
 from ...proto.units import format_bytes
@@ -13,6 +13,9 @@ from ...proto.vocabulary import Tier
 from .machine import Machine
 from .options import Config, Disk, Ram, Shm, TierSection
 from .values import parse_shares
+
+if TYPE_CHECKING:
+    from ...tiers.arena_stores import RecordedStore
 
 _MIB: Final = 2**20
 #: The largest disk budget that `auto` chooses.
@@ -85,6 +88,21 @@ def resolve(config: Config, machine: Machine) -> Plan:
         tuple(_warnings(*tiers, machine)),
         restarted=bool(machine.shm_arena_bytes or machine.disk_arena_bytes or machine.disk_problem),
     )
+
+
+def too_small(plan: Plan) -> Iterator[str]:
+    """The tiers that hold no entry beside their header and records."""
+    from ...tiers.arena_stores import DiskStore, ShmStore
+
+    kinds: dict[Tier, type[RecordedStore]] = {Tier.SHM: ShmStore, Tier.DISK: DiskStore}
+    for tier, of in plan.tiers.items():
+        least_bytes = kinds[tier].least_budget_bytes(of.slab_bytes) if tier in kinds else 0
+        if of.budget_bytes < least_bytes:
+            yield (
+                f"{tier.label}.budget: {format_bytes(of.budget_bytes)} ({of.why}) have no room for "
+                f"a slab of {format_bytes(of.slab_bytes)} and its record: at least "
+                f"{format_bytes(least_bytes)}"
+            )
 
 
 def _budget(budget_bytes: int | str, slab_bytes: int, *choices: tuple[int, str]) -> tuple[int, str]:

@@ -32,7 +32,7 @@ from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
 from . import memory, sources
-from .budgets import Plan, resolve
+from .budgets import Plan, resolve, too_small
 from .machine import Machine
 from .options import Config, Server, Shared, TierSection
 from .sources import Given, Option
@@ -164,6 +164,7 @@ def _load(
         )
         try:
             plan = resolve(config, machine)
+            problems += too_small(plan)
         except ConfigError as problem:
             problems.append(str(problem))
         problems += _new_ones(problems, wrong, (examine or unusable)(config, plan))

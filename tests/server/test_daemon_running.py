@@ -32,6 +32,7 @@ from prefixd.tiers.arena_stores import ARENA_FILE, ArenaStore
 from prefixd.tiers.disk_arena import DiskArena
 from prefixd.tiers.file_calls import CallsApart
 from tests.support.daemon import eventually
+from tests.support.devices import FAILING_WRITES
 from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process
 from tests.support.running import (
@@ -261,23 +262,6 @@ def test_a_daemon_ends_when_its_health_watcher_dies(daemon: DaemonProcess) -> No
 # ---- health
 
 
-#: Writes to the disk tier fail while a marker file exists.
-FAILS = """
-import os, sys
-from prefixd.server import daemon
-from prefixd.tiers.arena_stores import DiskStore
-from prefixd.tiers.store import StoreError
-def failing(write):
-    def fail(self, *args):
-        if os.path.exists(self.directory.parent / "ill"):
-            raise StoreError("a failed write, on purpose")
-        write(self, *args)
-    return fail
-DiskStore.apply, DiskStore.probe = failing(DiskStore.apply), failing(DiskStore.probe)
-daemon.main(sys.argv[1:])
-"""
-
-
 def scrape(address: str) -> dict[tuple[str, str], float]:
     with urllib.request.urlopen(f"http://{address}/metrics", timeout=60) as response:
         text = response.read().decode()
@@ -291,7 +275,7 @@ def scrape(address: str) -> dict[tuple[str, str], float]:
 @in_loop
 async def test_a_failing_device_is_reported_everywhere_until_it_recovers() -> None:
     with daemon_process("--server.metrics=127.0.0.1:0") as daemon:
-        daemon.run_with(FAILS)
+        daemon.run_with(FAILING_WRITES)
         daemon.start()
         (metrics,) = daemon.logged("metrics")
         async with daemon.client() as client:
@@ -364,6 +348,8 @@ async def test_the_daemon_survives_a_closed_log(
     try:
         with daemon.admin(timeout_s=60) as admin:
             assert admin.health(wait_for_ready=True) is Health.SERVING
+            # Tiers are opened meanwhile.
+            eventually(lambda: not any(tier.state == "recovering" for tier in admin.stats().tiers))
         async with daemon.client() as client:
             session = await client.open()
             for tier in Tier:

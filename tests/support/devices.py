@@ -1,5 +1,5 @@
-"""Small devices: tmpfs file systems, each in its own mount namespace. They outlive the daemons that
-use them, and disappear with the test."""
+"""Small devices, which are tmpfs file systems, each in its own mount namespace: they outlive the
+daemons that use them, and disappear with the test. And devices that fail."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ if ctypes.CDLL(None).setns(os.open("/proc/{pid}/ns/mnt", os.O_RDONLY), 0x0002000
     raise OSError("can't enter the namespace")
 from prefixd.server import daemon
 {patch}
+daemon.main(sys.argv[1:])
+"""
+
+#: A daemon whose writes to the disk tier fail while a marker file exists, for
+#: `DaemonProcess.run_with`.
+FAILING_WRITES: Final = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers.arena_stores import DiskStore
+from prefixd.tiers.store import StoreError
+def failing(write):
+    def fail(self, *args):
+        if os.path.exists(self.directory.parent / "ill"):
+            raise StoreError("a failed write, on purpose")
+        write(self, *args)
+    return fail
+DiskStore.apply, DiskStore.probe = failing(DiskStore.apply), failing(DiskStore.probe)
 daemon.main(sys.argv[1:])
 """
 

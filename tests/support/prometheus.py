@@ -1,4 +1,4 @@
-"""A real Prometheus, in a process and a directory of its own, that scrapes one daemon."""
+"""A real Prometheus, in a process and a directory of its own, that scrapes daemons."""
 
 from __future__ import annotations
 
@@ -33,17 +33,22 @@ global:
 rule_files: [{rules}]
 scrape_configs:
   - job_name: prefixd
-    static_configs:
-      - targets: ["{target}"]
+    file_sd_configs:
+      - files: ["{targets}"]
 """
 
 
 class Prometheus:
     """A running Prometheus, queried over its HTTP API."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, targets: Path) -> None:
         self._port = port
+        self._targets = targets
         self.started_s: Final = time.time()
+
+    def scrape(self, targets: Sequence[str]) -> None:
+        """Scrape these, and no others, from soon on."""
+        write_targets(self._targets, targets)
 
     def get(self, path: str, **parameters: object) -> Any:
         """The data of a response. Fails if Prometheus reports an error or a warning."""
@@ -83,19 +88,27 @@ class Prometheus:
 
 @contextmanager
 def prometheus(target: str, rules: Path) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes `target` every second and evaluates `rules`."""
+    """A Prometheus that scrapes `target` (empty: nothing yet) each second, with `rules`."""
     with tempfile.TemporaryDirectory(prefix="pd-prometheus-") as made:
         directory = Path(made)
         config = directory / "prometheus.yml"
-        config.write_text(_CONFIG.format(rules=rules, target=target))
+        targets = directory / "targets.json"
+        write_targets(targets, [target] if target else [])
+        config.write_text(_CONFIG.format(rules=rules, targets=targets))
         process, port = _started(directory, config)
         try:
-            one = Prometheus(port)
-            eventually(lambda: one.now("up == 1"))
+            one = Prometheus(port, targets)
+            eventually(lambda: not target or one.now("up == 1"))
             yield one
         finally:
             process.terminate()
             process.wait()
+
+
+def write_targets(file: Path, targets: Sequence[str]) -> None:
+    aside = file.with_suffix(".new")
+    aside.write_text(json.dumps([{"targets": list(targets)}] if targets else []))
+    aside.replace(file)
 
 
 def _started(directory: Path, config: Path) -> tuple[subprocess.Popen[bytes], int]:

@@ -438,6 +438,20 @@ def test_check_config_refuses_like_a_start() -> None:
     ]
 
 
+def test_check_config_refuses_tiers_that_hold_nothing() -> None:
+    slabs = ("--shm.slab", "4KiB", "--disk.slab", "4KiB")
+    least = ("--shm", "12KiB", "--disk", "1MiB")
+    assert refusal("--check-config", *slabs, "--shm", "4KiB", "--disk", "256KiB") == [
+        "shm.budget: 4KiB (configured) have no room for a slab of 4KiB and its record: "
+        "at least 8.31KiB",
+        "disk.budget: 256KiB (configured) have no room for a slab of 4KiB and its record: "
+        "at least 274.06KiB",
+    ]
+    with pytest.raises(SystemExit) as left:
+        load("--check-config", "--ram", "1MiB", *slabs, *least)
+    assert left.value.code == 0
+
+
 def test_a_variable_with_one_underscore_is_refused_with_its_right_name() -> None:
     env = {"PREFIXD_RAM_BUDGET": "1GiB", "PREFIXD_SERVICE_HOST": "10.0.0.1", "PREFIXD_PORT": "x"}
     assert refusal(env=env) == [
