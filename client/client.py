@@ -468,6 +468,7 @@ def _close(
     saves.flush(within_s)
     saves.drop_pending()
     reader.copier.close()
+    reader.streams.close()
     context.transport.close(max(0.0, until_s - time.monotonic()))
     for queue in (saves, calls, reader.disk_calls):
         queue.close(max(0.0, until_s - time.monotonic()))

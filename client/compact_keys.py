@@ -60,26 +60,26 @@ class CompactKeys:
 
     def add(self, marks: Iterable[int]) -> None:
         """Add keys by their marks."""
+        slots, count = self._slots, self._count
+        room = len(slots)
         for mark in marks:
-            self._add(mark)
+            at = mark % room
+            while held := slots[at]:
+                if held == mark:
+                    break
+                at = at + 1 if at + 1 < room else 0
+            else:
+                slots[at] = mark
+                count += 1
+                if 4 * count > 3 * room:
+                    room = 2 * count
+                    slots = self._moved_to(room)
+        self._count = count
 
     def discard(self, marks: Iterable[int]) -> None:
         """Remove those of these keys that are in the set."""
         for mark in marks:
             self._discard(mark)
-
-    def _add(self, mark: int) -> None:
-        slots = self._slots
-        room = len(slots)
-        at = mark % room
-        while held := slots[at]:
-            if held == mark:
-                return
-            at = at + 1 if at + 1 < room else 0
-        slots[at] = mark
-        self._count += 1
-        if 4 * self._count > 3 * room:
-            self._rebuild(2 * self._count)
 
     def _discard(self, mark: int) -> None:
         slots = self._slots
@@ -102,10 +102,10 @@ class CompactKeys:
         slots[gap] = 0
         self._count -= 1
         if 2 * self._count < room and room > _LEAST_SLOTS:
-            self._rebuild(3 * self._count // 2)
+            self._moved_to(max(_LEAST_SLOTS, 3 * self._count // 2))
 
-    def _rebuild(self, room: int) -> None:
-        room = max(room, _LEAST_SLOTS)
+    def _moved_to(self, room: int) -> array[int]:
+        """New slots, with the same marks."""
         slots = array("Q", bytes(8 * room))
         for mark in self._slots:
             if mark:
@@ -114,3 +114,4 @@ class CompactKeys:
                     at = at + 1 if at + 1 < room else 0
                 slots[at] = mark
         self._slots = slots
+        return slots

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
@@ -16,7 +17,7 @@ from .buffers import all_flat
 from .claims import HitFacts, Pins
 from .context import CallContext
 from .policy import LoadSpeeds
-from .restores import Copier, Restore, RestoreFuture, Verify
+from .restores import Copier, Restore, RestoreFuture, Streams, Verify
 from .results import Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
@@ -229,6 +230,7 @@ class Reader:
         self._speeds = speeds
         self._verify: Verify = verify
         self.copier = Copier(context.transport.copy, context.failures)
+        self.streams = Streams()
 
     def restore(
         self, hit: Hit, indices: Sequence[int], buffers: Sequence[Payload], deadline_ms: int | None
@@ -475,19 +477,28 @@ class Reader:
         """Hand `ranges`, of the entries `indices` of the hit, to `sink`: under the claims of the
         hit, or else under a temporary one. Raises what the transport raises, and ClaimLost if a
         claim was not held until the last byte arrived."""
+        streams = self.transport.streams(sum(each.length_bytes for each in ranges))
         if hit._pins.any:
+            reads = []
             for claim, numbers, places in hit._pins.by_claim(indices):
-                parts = [ranges[n]._replace(place=p) for n, p in zip(numbers, places, strict=True)]
-                self.transport.read(claim, parts, renumbered(sink, numbers), deadline)
+                for part in _stripes(len(numbers), streams):
+                    numbers_of = [numbers[n] for n in part]
+                    parts = [ranges[numbers[n]]._replace(place=places[n]) for n in part]
+                    sink_of = renumbered(sink, numbers_of)
+                    reads.append(partial(self.transport.read, claim, parts, sink_of, deadline))
+            self.streams.all_of(reads, at_once=streams > 1)
             for claim in hit._pins.claims:
                 if claim.why_lost is not None:
                     raise ClaimLost(claim.why_lost)
             return
-        size, read = self.transport.max_batch_keys, 0
-        for start in range(0, len(ranges), size):
-            batch = range(start, min(start + size, len(ranges)))
-            parts = [ranges[n]._replace(place=n - start) for n in batch]
-            read += self._read_pinned(parts, renumbered(sink, batch), deadline)
+        size = self.transport.max_batch_keys
+        pinned = []
+        for stripe in _stripes(len(ranges), streams):
+            for start in range(0, len(stripe), size):
+                batch = stripe[start : start + size]
+                parts = [ranges[n]._replace(place=place) for place, n in enumerate(batch)]
+                pinned.append(partial(self._read_pinned, parts, renumbered(sink, batch), deadline))
+        read = sum(self.streams.all_of(pinned, at_once=streams > 1))
         if not read:
             raise UnknownEntry("the entries are gone or were replaced since they were probed")
         if read < len(ranges):
@@ -520,6 +531,12 @@ class Reader:
         if not held:
             raise ClaimLost(claim.why_lost or "the claim ended before the bytes were read")
         return len(there)
+
+
+def _stripes(count: int, streams: int) -> list[range]:
+    """The numbers below `count`, divided over so many reads. Each gets every n-th, so that the
+    first ones are there first."""
+    return [range(first, count, streams) for first in range(min(streams, count))]
 
 
 def _content_of(entry: Entry) -> tuple[int, int, int]:

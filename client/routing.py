@@ -29,6 +29,8 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Final, Generic, NamedTuple, Self, TypeVar
 
 from ..proto import prefixd_pb2 as pb
@@ -36,7 +38,7 @@ from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.namespaces import Namespace
 from ..proto.vocabulary import Tier
-from .compact_keys import CompactKeys, mark_of
+from .compact_keys import MARK_BYTES, CompactKeys, mark_of
 from .watch import Cleared, Disconnected, Evicted, Published, Synced, Watch, WatchEvent
 
 logger = logging.getLogger("prefixd.client")
@@ -48,6 +50,7 @@ WORTH_PART: Final = 20
 MOST_LOAD: Final = 2.0
 #: `RecentLoads`: how many requests a node remembers its load for, on average.
 REMEMBERED: Final = 32
+_KIND: Final = attrgetter("kind")
 #: Above this, `RecentLoads` returns to small numbers.
 _MOST_WEIGHT: Final = 1e100
 
@@ -423,26 +426,17 @@ class _Follower(threading.Thread):
 
 
 def apply(keys: NodeKeys, message: pb.WatchResponse) -> None:
-    """Take the events of a message. Five times as fast as with a `WatchEvent` for each."""
-    marks: list[int] = []
-    kind_before = pb.WATCH_KIND_PUBLISHED
-    for event in message.events:
-        kind = event.kind
-        if kind != kind_before:
-            _flush(keys, kind_before, marks)
-            marks, kind_before = [], kind
-        marks.append(mark_of(event.key))
-    _flush(keys, kind_before, marks)
-
-
-def _flush(keys: NodeKeys, kind: pb.WatchKind.ValueType, marks: list[int]) -> None:
-    """Apply consecutive events of one kind. A kind that only a later version knows has no effect on
-    the keys."""
-    if kind == pb.WATCH_KIND_PUBLISHED:
-        keys.published(marks)
-    elif kind == pb.WATCH_KIND_EVICTED:
-        keys.evicted(marks)
-    elif kind == pb.WATCH_KIND_CLEARED:
-        keys.cleared()
-    elif kind == pb.WATCH_KIND_SYNCED:
-        keys.synced()
+    """Take the events of a message. Much faster than with a `WatchEvent` for each."""
+    mark = int.from_bytes
+    for kind, events in groupby(message.events, _KIND):
+        # `mark_of`, without a call for each.
+        marks = [mark(event.key[:MARK_BYTES], "little") or 1 for event in events]
+        if kind == pb.WATCH_KIND_PUBLISHED:
+            keys.published(marks)
+        elif kind == pb.WATCH_KIND_EVICTED:
+            keys.evicted(marks)
+        elif kind == pb.WATCH_KIND_CLEARED:
+            keys.cleared()
+        elif kind == pb.WATCH_KIND_SYNCED:
+            keys.synced()
+        # A kind that only a later version knows has no effect on the keys.

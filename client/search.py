@@ -301,6 +301,9 @@ class Searcher:
         keys, mode = search.keys, search.mode
         if len(keys) > self._transport.max_batch_keys or not self._daemon_decides(mode):
             return None
+        room_bytes = [len(target) for target in targets]
+        if self._transport.streams(sum(room_bytes)) > 1:
+            return None  # two trips more, and the bytes at several times the speed
         begun: list[tuple[Hit, Restore]] = []
 
         def begin(claimed: Claimed) -> Sink:
@@ -310,7 +313,6 @@ class Searcher:
             begun.append((hit, restore))
             return restore
 
-        room_bytes = [len(target) for target in targets]
         deadline = Deadline(left_ms(), sum(room_bytes))
         stopped: MissReason | None = None
         try:

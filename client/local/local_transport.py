@@ -367,6 +367,10 @@ class LocalTransport:
                 return Claimed(holding, positions, entries, in_flight=False)
         return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
 
+    def streams(self, payload_bytes: int) -> int:
+        """One where payloads are read in place; over TCP as many as the way asks for."""
+        return 1 if self._indexed() is not None else self._remote.streams(payload_bytes)
+
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Read parts of payloads in place where that is possible, the rest with a call."""
         node = self._indexed()

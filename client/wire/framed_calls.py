@@ -41,6 +41,12 @@ T = TypeVar("T")
 
 #: When the daemon does not accept a connection within this time, the call goes over gRPC.
 CONNECT_S: Final = 0.5
+#: A restore is divided over several connections where a round trip takes as long as this, because
+#: what is under way on one is bounded by the sender's buffer (4 MiB, unless `tcp_wmem` says more).
+STREAMS_FROM_S: Final = 0.002
+#: Each of them carries at least so much.
+STREAM_BYTES: Final = 8 * 2**20
+MAX_STREAMS: Final = 4
 #: Failures after which the daemon goes on with the next request.
 REFUSALS: Final = (DeviceFull, Draining, StoreFailed, UnknownStaging, UnknownTier)
 
@@ -51,10 +57,21 @@ class FramedCalls:
 
     What gets no connection raises NoConnection, and nothing was sent. Small calls go over
     `fallback` then.
+
+    A place that took no connection is tried again on a thread, `Place.again_after_s` after the last
+    attempt, when a call asks for a connection. No call waits for such an attempt, which takes its
+    whole time where a firewall drops it.
     """
 
-    def __init__(self, place: Place, fallback: Calls, counters: Counters) -> None:
-        """`counters`: count the calls that go over `fallback`."""
+    def __init__(
+        self,
+        place: Place,
+        fallback: Calls,
+        counters: Counters,
+        before: FramedCalls | None = None,
+    ) -> None:
+        """`counters`: count the calls that go over `fallback`. `before`: the calls of the session
+        before, which may know that the place takes no connection."""
         self._place = place
         self._fallback = fallback
         self._counters = counters
@@ -62,8 +79,12 @@ class FramedCalls:
         self._idle: list[FramedConnection] = []
         self._busy: set[FramedConnection] = set()
         self._closed = False
+        #: The last attempt to connect failed, or its connection was ended before it was used.
+        self._unreachable = before is not None and before._refuses(place)
         #: No attempt to connect before this moment, on the monotonic clock.
-        self._not_before_s = 0.0
+        self._not_before_s: float = 0.0 if before is None else before._not_before_s
+        #: A thread tries to connect.
+        self._trying = False
 
     @contextmanager
     def connection(self, timeout_s: float) -> Iterator[FramedConnection]:
@@ -99,25 +120,71 @@ class FramedCalls:
         """Whether they go over a local socket, which also hands over descriptors."""
         return self._place.local
 
+    def _refuses(self, place: Place) -> bool:
+        """Whether `place`, which has the same address, took no connection."""
+        return self._unreachable and str(place) == str(self._place)
+
+    def streams(self, payload_bytes: int) -> int:
+        """Over how many connections a read of so many bytes is best divided."""
+        most = min(MAX_STREAMS, payload_bytes // STREAM_BYTES)
+        if most < 2 or self._place.local:
+            return 1
+        with self._lock:
+            # Of a place without a connection nothing is known.
+            round_trip_s = self._idle[-1].round_trip_s if self._idle else 0.0
+        return most if round_trip_s >= STREAMS_FROM_S else 1
+
     def _connect(self, timeout_s: float) -> FramedConnection:
         """Raises NoConnection."""
-        if time.monotonic() < self._not_before_s:
+        if self._unreachable and not self._place.local:
+            self._try_again()
             self._counters.add("data_fallbacks")
             raise NoConnection("the daemon took no connection a moment ago")
         try:
             # Half of the time is left for gRPC.
-            return FramedConnection(self._place, min(timeout_s / 2, CONNECT_S))
+            connection = FramedConnection(self._place, min(timeout_s / 2, CONNECT_S))
         except (OSError, ConfigError) as problem:
             self._refused(str(problem))
             raise NoConnection(str(problem)) from None
+        self._unreachable = False
+        return connection
+
+    def _try_again(self) -> None:
+        """Connect on a thread, unless one is at it, or the last attempt was a moment ago."""
+        with self._lock:
+            if self._trying or self._closed or time.monotonic() < self._not_before_s:
+                return
+            self._trying = True
+        try:
+            threading.Thread(target=self._try, name="prefixd-connect", daemon=True).start()
+        except RuntimeError:  # the process is exiting
+            self._trying = False
+
+    def _try(self) -> None:
+        connection = None
+        try:
+            connection = FramedConnection(self._place, CONNECT_S)
+            connection.attach(CONNECT_S)
+        except (OSError, PrefixdError) as problem:
+            if connection is not None:
+                connection.close()
+            self._not_before_s = time.monotonic() + self._place.again_after_s
+            logger.debug("still no connection at %s: %s", self._place, problem)
+        else:
+            logger.info("connected at %s again", self._place)
+            self._unreachable = False
+            self._put_back(connection)
+        finally:
+            self._trying = False
 
     def _refused(self, why: str) -> None:
         """The daemon took no connection, or ended one before it read a request."""
         self._counters.add("data_fallbacks")
-        if time.monotonic() >= self._not_before_s:
+        if not self._unreachable:
             # A daemon may well keep its local socket from this user, and serve it over gRPC.
             level = logging.INFO if self._place.local else logging.WARNING
             logger.log(level, "no connection at %s: %s; over gRPC instead", self._place, why)
+        self._unreachable = True
         self._not_before_s = time.monotonic() + self._place.again_after_s
 
     def _failed(self, connection: FramedConnection, problem: BaseException) -> None:

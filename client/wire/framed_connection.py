@@ -40,6 +40,9 @@ _PIECE_BYTES: Final = 2**20
 _GATHER: Final = 64
 _KEEPALIVE_S: Final = 30
 _TIMEVAL: Final = struct.Struct("ll")
+#: The beginning of the kernel's `struct tcp_info`, up to and with `tcpi_min_rtt`.
+_TCP_INFO_BYTES: Final = 152
+_MIN_RTT: Final = struct.Struct("I")
 #: The kernel may wait this much longer than the deadline allows, so that its timeout need not be
 #: set again for each call.
 _SLACK_S: Final = 0.01
@@ -89,6 +92,15 @@ class Wire:
         timeout_s = self._timeouts_s[direction] = left_s + _SLACK_S / 2
         packed = _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
+
+    @property
+    def round_trip_s(self) -> float:
+        """The shortest round trip that the kernel has seen; 0: it does not know."""
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        if len(info) < _TCP_INFO_BYTES:
+            return 0.0
+        shortest_us: int = _MIN_RTT.unpack_from(info, _TCP_INFO_BYTES - _MIN_RTT.size)[0]
+        return shortest_us / 1e6
 
     def shut_down(self) -> None:
         """Make the call in progress fail. Callable from another thread."""
@@ -274,6 +286,12 @@ class FramedConnection:
             while True:  # until one raises what the daemon said before it hung up
                 self.response()
 
+    def attach(self, timeout_s: float) -> None:
+        """Prove the session now, and not with the first request. There is no response."""
+        self._until_s = time.monotonic() + timeout_s
+        greeting, self._greeting = self._greeting, b""
+        self._send([memoryview(greeting)])
+
     def response(self) -> pb.FramedResponse:
         """The next response. Raises NoConnection if the daemon has no place for this connection."""
         self._read_ahead(frames.HEAD.size)
@@ -428,6 +446,11 @@ class FramedConnection:
         if self._unheard:
             return NoConnection(f"no handshake: {problem}")
         return DaemonUnavailable(f"the connection broke: {problem}")
+
+    @property
+    def round_trip_s(self) -> float:
+        """Of a connection over TCP: see `Wire.round_trip_s`."""
+        return self._wire.round_trip_s
 
     def shut_down(self) -> None:
         self._wire.shut_down()

@@ -97,6 +97,8 @@ class RemoteTransport(Transport):
         for a malformed name or label."""
         prepare_grpc()
         self._wire = wire
+        #: The calls of the latest session that has a local or data socket.
+        self._framed: FramedCalls | None = None
         self.counters: Final = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
@@ -119,7 +121,8 @@ class RemoteTransport(Transport):
         """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""
         place = None if self._wire == "grpc" else place_of(link, near=self._wire == "data")
         if place is not None:
-            link.go_over(FramedCalls(place, link.connection, self.counters))
+            self._framed = FramedCalls(place, link.connection, self.counters, self._framed)
+            link.go_over(self._framed)
         if self.when_renewed is not None:
             self.when_renewed()
 
@@ -264,6 +267,10 @@ class RemoteTransport(Transport):
             return holding
         self.give_back([holding])
         return None
+
+    def streams(self, payload_bytes: int) -> int:
+        link = self._keeper.current
+        return 1 if link is None or link.framed is None else link.framed.streams(payload_bytes)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         link = self._holder(claim)

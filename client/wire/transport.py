@@ -212,6 +212,10 @@ class Transport(Protocol):
     ) -> Claimed:
         """Pin those of the keys that `mode` asks for."""
 
+    def streams(self, payload_bytes: int) -> int:  # not where all reads are alike
+        """How many reads at the same time best share so many bytes."""
+        return 1
+
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Hand the bytes of `ranges` to `sink`, each range in order and without gaps.
 

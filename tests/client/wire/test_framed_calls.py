@@ -16,7 +16,7 @@ import pytest
 
 from prefixd.client.counters import Counters
 from prefixd.client.wire.framed_calls import FramedCalls
-from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, UnixPlace
+from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, UnixPlace, Wire
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClaimLost,
@@ -31,6 +31,7 @@ from prefixd.proto.errors import (
     UnknownSession,
 )
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from tests.support.daemon import eventually
 from tests.support.fakes_local import (
     PATIENCE_S,
     Daemon,
@@ -489,3 +490,104 @@ def test_connections_leave_no_descriptor(daemon: Daemon, path: str, fallback: Fa
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)
     assert open_descriptors(path) == before
+
+
+# ---- a place that takes no connection
+
+
+class FarPlace:
+    """A place on another host, where connections are taken or dropped as the test says. Also says
+    which threads tried to connect."""
+
+    local = False
+    again_after_s = 0.0
+    secured = False
+
+    def __init__(self, path: str, name: str = "far") -> None:
+        self._near = UnixPlace(path, SESSION)
+        self._name = name
+        #: Refuses connections.
+        self.refuses = False
+        #: Attempts to connect wait for it.
+        self.answers = threading.Event()
+        self.answers.set()
+        self.tried: list[threading.Thread] = []
+
+    def __str__(self) -> str:
+        return self._name
+
+    def connect(self, within_s: float) -> Wire:
+        self.tried.append(threading.current_thread())
+        assert self.answers.wait(PATIENCE_S)
+        if self.refuses:
+            raise TimeoutError("timed out")
+        return self._near.connect(within_s)
+
+    def greeting(self) -> pb.FramedRequest:
+        return self._near.greeting()
+
+
+def test_no_call_waits_for_a_reconnect(
+    daemon: Daemon, fallback: Fallback, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "prefixd.client")
+    here = threading.current_thread()
+    place, counters = FarPlace(daemon.path), Counters()
+    calls = FramedCalls(place, fallback, counters)
+    place.refuses = True
+    lookup(calls)
+    assert place.tried == [here], "the first one is tried at once"
+    place.answers.clear()
+    for _ in range(3):
+        lookup(calls)  # returns, although nothing answers there
+    assert len(fallback.asked) == counters.snapshot()["data_fallbacks"] == 4
+    eventually(lambda: len(place.tried) == 2)
+    assert place.tried[1] is not here, "one attempt at a time, and not in a call"
+    place.answers.set()
+    place.tried[1].join()
+    place.answers.clear()
+    place.refuses = False
+    lookup(calls)
+    eventually(lambda: len(place.tried) == 3)
+    place.answers.set()
+    place.tried[2].join()
+    assert lookup(calls, keys=2) == 2
+    assert daemon.connections == 1, "over the connection that the thread made"
+    assert len(fallback.asked) == 5
+    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+    calls.close()
+
+
+def test_the_next_session_does_not_wait_either(daemon: Daemon, fallback: Fallback) -> None:
+    place = FarPlace(daemon.path)
+    place.refuses = True
+    first = FramedCalls(place, fallback, Counters())
+    lookup(first)
+    place.refuses = False
+    after = FramedCalls(place, fallback, Counters(), first)
+    lookup(after)
+    eventually(lambda: len(place.tried) == 2)
+    place.tried[1].join()
+    assert lookup(after) == 1
+    assert len(fallback.asked) == 2
+    # Of another port nothing is known.
+    elsewhere = FramedCalls(FarPlace(daemon.path, "elsewhere"), fallback, Counters(), first)
+    assert lookup(elsewhere) == 1
+    assert len(fallback.asked) == 2
+    for calls in (first, after, elsewhere):
+        calls.close()
+
+
+def test_a_connection_that_comes_too_late_is_closed(daemon: Daemon, fallback: Fallback) -> None:
+    place = FarPlace(daemon.path)
+    place.refuses = True
+    calls = FramedCalls(place, fallback, Counters())
+    lookup(calls)
+    place.refuses = False
+    place.answers.clear()
+    lookup(calls)
+    eventually(lambda: len(place.tried) == 2)
+    calls.close()
+    place.answers.set()
+    place.tried[1].join()
+    assert daemon.ended.acquire(timeout=PATIENCE_S)
