@@ -215,6 +215,7 @@ def test_everything_at_once_adds_up_at_every_scrape() -> None:
                 daemon.admin() as admin,
                 scraping(daemon, scrapes),
             ):
+                assert holder.wait_connected()
                 keys = chain("held", 0, 60)  # more than the tier takes
                 items = [SaveItem(key, bytes(4096), BLOCK_TOKENS) for key in keys]
                 holder.save_many(items, tier=Tier.DISK)
