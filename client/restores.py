@@ -21,9 +21,8 @@ from .policy import LoadSpeeds
 from .results import Entries, Entry, as_entries
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment, Deadline
-from .wire.framed_calls import MAX_STREAMS
 from .wire.sinks import Rooms
-from .wire.transport import Copied
+from .wire.transport import MAX_STREAMS, Copied
 
 T = TypeVar("T")
 

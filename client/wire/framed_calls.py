@@ -35,6 +35,7 @@ from .connection import Calls
 from .deadline import Deadline, woken
 from .framed_connection import FramedConnection, NoConnection, Place
 from .sinks import Sink
+from .transport import MAX_STREAMS
 
 logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")
@@ -46,7 +47,6 @@ CONNECT_S: Final = 0.5
 STREAMS_FROM_S: Final = 0.002
 #: Each of them carries at least so much.
 STREAM_BYTES: Final = 8 * 2**20
-MAX_STREAMS: Final = 4
 #: Failures after which the daemon goes on with the next request.
 REFUSALS: Final = (DeviceFull, Draining, StoreFailed, UnknownStaging, UnknownTier)
 

@@ -19,6 +19,9 @@ from .deadline import Deadline
 from .holdings import Holding
 from .sinks import Sink as Sink
 
+#: A restore from another machine is divided over at most so many connections.
+MAX_STREAMS: Final = 4
+
 
 class Claimed(NamedTuple):
     """What a claim got; `positions[i]` is the position of `entries[i]` among the requested keys."""

@@ -191,7 +191,7 @@ def test_more_nodes_than_threads_are_read_in_turn() -> None:
     ):
         patch.setattr(store, "_peer", meeting.peer)
         entries = [
-            SharedEntry(Key(n.to_bytes(32, "big")), 1, 1, 0, 0, f"127.0.0.1:{n + 2}")
+            SharedEntry(Key(n.to_bytes(32, "big")), 1, 1, 0, 0, location=f"127.0.0.1:{n + 2}")
             for n in range(100)
         ]
         wanted = [Wanted(entry, memoryview(bytearray(1))) for entry in entries]
@@ -215,7 +215,8 @@ def test_nothing_is_written_after_a_search_that_failed() -> None:
     peer: Any = SimpleNamespace(read=read, pace=Pace())
     engine: Any = SimpleNamespace(close=lambda: None)
     entries = [
-        SharedEntry(Key(bytes(32)), 1, 1, 0, 0, f"127.0.0.1:{port}") for port in range(2, 2 + 2)
+        SharedEntry(Key(bytes(32)), 1, 1, 0, 0, location=f"127.0.0.1:{port}")
+        for port in range(2, 2 + 2)
     ]
     wanted = [Wanted(entry, room) for entry, room in zip(entries, rooms, strict=True)]
     with (
