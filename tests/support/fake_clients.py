@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from prefixd.client import Client, Namespace, SavePolicy
 from prefixd.proto.keys import Key, prefix_key
@@ -17,6 +17,8 @@ from tests.support.fakes import FakeDaemon, keys
 NAMESPACE = Namespace(b"f" * 32, "q4_0", b"c" * 32)
 TOKENS = list(range(1_000, 1_105))
 POLICY = SavePolicy(boundary_align_tokens=20)
+#: A busy machine may take long, and none of these tests is about that.
+PATIENT: Final[dict[str, Any]] = {"deadline_ms": 20_000, "connect_timeout_ms": 20_000}
 ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
 
 
@@ -26,12 +28,12 @@ def fake_daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 def searching_client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, policy=POLICY, local=False) as client:
+    with Client(daemon.address, policy=POLICY, local=False, **PATIENT) as client:
         yield client
 
 
 def saving_client(daemon: FakeDaemon) -> Iterator[Client]:
-    with Client(daemon.address, name="me", local=False, max_pending_saves=3) as client:
+    with Client(daemon.address, name="me", local=False, max_pending_saves=3, **PATIENT) as client:
         yield client
 
 
