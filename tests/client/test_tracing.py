@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from opentelemetry import trace
@@ -96,7 +96,8 @@ class Traced:
 
     def client(self, transport: str) -> Client:
         address = tcp_address(self.daemon) if transport == "data" else self.daemon.address
-        client = Client(address, local=transport == "local", tracing=True, name="worker")
+        patient: dict[str, Any] = {"deadline_ms": 60_000, "save_timeout_ms": 60_000}
+        client = Client(address, local=transport == "local", tracing=True, name="worker", **patient)
         assert client.wait_connected(deadline_ms=60_000)
         return client
 
@@ -117,7 +118,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traced]:
 def request(client: Client, keys: list[Key]) -> None:
     with trace.get_tracer("engine").start_as_current_span("request"):
         items = [SaveItem(key, PAYLOAD, token_count=16) for key in keys]
-        assert all(outcome.ok for outcome in client.save_many(items, tier=Tier.DISK))
+        outcomes = client.save_many(items, tier=Tier.DISK)
+        assert all(outcome.ok for outcome in outcomes), outcomes
         with client.longest_run(keys) as hit:
             hit.views(0)
             assert hit.restore_into([bytearray(len(PAYLOAD)) for _ in keys])

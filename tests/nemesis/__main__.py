@@ -29,7 +29,7 @@ def main() -> None:
     report = run(random.Random(arguments.seed), faults, workers=arguments.workers)
     json.dump({"seed": arguments.seed} | report.as_dict(), sys.stdout, indent=2)
     print()
-    sys.exit(0 if report.good else 1)
+    sys.exit(1 if report.harm else 0)
 
 
 if __name__ == "__main__":

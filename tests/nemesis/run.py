@@ -14,11 +14,12 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from math import inf
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from prefixd.client import Client
+from prefixd.client import Client, Hit, MissReason
 from prefixd.proto.errors import PrefixdError
 from tests.support.daemon import eventually, whole_lines
 from tests.support.outside import DaemonProcess, daemon_process
@@ -69,6 +70,7 @@ _FLIPS_AT_ONCE: Final = 20
 #: The log events of a damaged entry that is dropped.
 _DAMAGE: Final = ("entry_damaged", "entry_dropped")
 _DEADLINE_MS: Final = 30_000
+_NO_ANSWER: Final = (MissReason.UNAVAILABLE, MissReason.DEADLINE)
 
 
 class Faults(NamedTuple):
@@ -99,26 +101,38 @@ class Report:
     starts_s: list[float] = field(default_factory=list)
 
     @property
-    def good(self) -> bool:
+    def harm(self) -> dict[str, object]:
+        """What must not be, without what is empty."""
         history = self.history
-        harm = history.wrong or history.stale or history.lost or history.raised
-        return not (harm or self.problems)
-
-    def as_dict(self) -> dict[str, object]:
-        history = self.history
-        return {
-            "good": self.good,
-            "done": dict(self.done),
-            "operations": dict(sorted(history.counts.items())),
-            "longest_s": {name: round(took, 2) for name, took in history.longest_s.items()},
+        found = {
             "wrong": history.wrong,
             "stale": history.stale,
             "lost": history.lost,
             "raised": history.raised[:10],
-            "damaged": self.damaged,
             "problems": self.problems,
-            "slowest_start_s": round(max(self.starts_s, default=0.0), 2),
         }
+        return {name: what for name, what in found.items() if what}
+
+    def as_dict(self) -> dict[str, object]:
+        history = self.history
+        return {
+            "good": not self.harm,
+            "done": dict(self.done),
+            "operations": dict(sorted(history.counts.items())),
+            "longest_s": {name: round(took, 2) for name, took in history.longest_s.items()},
+            "damaged": self.damaged,
+            "slowest_start_s": round(max(self.starts_s, default=0.0), 2),
+            **self.harm,
+        }
+
+
+def _answered(client: Client, number: int) -> tuple[float, Hit] | None:
+    """When the daemon was asked for an entry, and what it has. None: it gave no answer, which says
+    nothing about the entry."""
+    begun_s = time.time()
+    # One by one, because a damaged entry fails the whole claim.
+    hit = client.longest_run([key(number)], claim=False)
+    return None if hit.miss in _NO_ANSWER else (begun_s, hit)
 
 
 class _Worker:
@@ -369,9 +383,7 @@ class _Nemesis:
         self._judge(time.time() - _REPORTED_WITHIN_S)
 
     def _look(self, client: Client, number: int) -> None:
-        begun_s = time.time()
-        # One by one, because a damaged entry fails the whole claim.
-        hit = client.longest_run([key(number)], claim=False)
+        begun_s, hit = eventually(partial(_answered, client, number))
         data = hit.read(0) if hit else None
         ended_s = time.time()
         if data is None:

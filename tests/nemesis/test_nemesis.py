@@ -30,7 +30,7 @@ def test_a_short_run_finds_nothing() -> None:
     )
     # The other seed gives a run with twice the operations while a worker is stopped.
     report = run(random.Random(times(28, 7)), faults, workers=3)
-    assert report.good, report.as_dict()
+    assert not report.harm, json.dumps(report.as_dict())
     assert report.history.counts["save: saved"]
     assert report.history.counts["delete: deleted"]
 
@@ -88,7 +88,7 @@ def test_the_latest_save_is_right_and_an_earlier_one_is_stale() -> None:
     told.does(20, "b", "saved", Tier.SHM)
     assert told.sees(25, "b") == (0, 0, 0)
     assert told.sees(26, "a") == (0, 1, 0)
-    assert not Report(told.history).good
+    assert Report(told.history).harm
 
 
 @pytest.mark.parametrize(
@@ -197,16 +197,16 @@ def _log(directory: Path, key_hex: str, dropped_s: tuple[float, ...]) -> Path:
 @pytest.mark.parametrize("harm", ["wrong", "stale", "lost", "raised"])
 def test_a_report_of_harm_is_bad(harm: str) -> None:
     history = History()
-    assert Report(history).good
+    assert not Report(history).harm
     getattr(history, harm).append("something")
-    assert not Report(history).good
+    assert Report(history).harm
 
 
 def test_a_problem_of_the_daemon_is_bad() -> None:
-    assert not Report(History(), problems=["it died"]).good
+    assert Report(History(), problems=["it died"]).harm
 
 
 def test_an_exception_in_an_engine_is_bad() -> None:
     history = History()
     history.add({"op": "raised", "why": "Traceback"})
-    assert not Report(history).good
+    assert Report(history).harm
