@@ -22,6 +22,7 @@ from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import PRESSURE, SHARED, SHARED_GAUGES, StateCollector
+from prefixd.server.config import memory
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.memory import memory_parts
@@ -287,12 +288,12 @@ def quantity(text: str) -> int:
 
 def test_the_sidecars_budgets_fit_its_limits() -> None:
     config = pod_config()
-    (memory,) = set(re.findall(r"memory: (\w+)\n", POD))
+    (limit,) = set(re.findall(r"memory: (\w+)\n", POD))
     shm, disk = re.findall(r"sizeLimit: (\w+)", POD)
     budgets = (config.ram.budget_bytes, config.shm.budget_bytes, config.disk.budget_bytes)
     ram_bytes, shm_bytes, disk_bytes = map(int, budgets)
     most_bytes = sum(memory_parts(resolve(config, MACHINE)).values())
-    assert most_bytes <= quantity(memory) < most_bytes + 2**30, "the sum, and no more"
+    assert most_bytes <= quantity(limit) < most_bytes + 2**30, "the sum, and no more"
     assert ram_bytes + shm_bytes < most_bytes
     assert shm_bytes < quantity(shm)
     assert disk_bytes < quantity(disk)
@@ -310,6 +311,23 @@ def test_the_readme_lists_every_bound_that_takes_memory() -> None:
             option = field.alias or name
             if option.startswith("max_") and option != "max_waited_keys_per_session":
                 assert option in table, option
+
+
+def test_the_readme_says_what_the_sum_is_made_of() -> None:
+    each = {
+        "server.max_connections": memory._CONNECTION_BYTES,
+        "server.max_rpcs": memory._CALL_BYTES,
+        "sessions.max_sessions": memory._SESSION_BYTES,
+        "sessions.max_held_keys": memory._HELD_KEY_BYTES,
+        "entries": memory._ENTRY_BYTES,
+    }
+    table = README[README.index("### What clients may take") : README.index("## Access")]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    said = {row[0].strip("`"): row[-1] for row in rows}
+    for name, size_bytes in each.items():
+        size, _, word = said[name].rpartition(" ")
+        assert (parse_bytes(size.replace(" ", "")), word) == (size_bytes, "each"), name
+    assert parse_bytes(said["the daemon itself"].replace(" ", "")) == memory._BASE_BYTES
 
 
 def test_the_pods_paths_ports_and_volumes_fit_together() -> None:

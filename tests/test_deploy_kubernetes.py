@@ -10,8 +10,11 @@ import pytest
 
 from prefixd import __version__
 from prefixd.proto.units import parse_bytes
+from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
+from prefixd.server.config.memory import memory_parts
 from prefixd.server.config.options import Config
+from tests.support.running import MACHINE
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which comes with kubernetes-validate")
 
@@ -45,7 +48,8 @@ def daemon_of(name: str) -> dict[str, Any]:
 
 
 def config_of(name: str) -> Config:
-    return load_config([], {one["name"]: one["value"] for one in daemon_of(name)["env"]})
+    env = {one["name"]: one["value"] for one in daemon_of(name)["env"] if "value" in one}
+    return load_config([], env)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -63,6 +67,17 @@ def test_the_schemas_would_notice() -> None:
         validate.validate(wrong, VERSIONS[0], strict=True)
 
 
+@pytest.mark.parametrize(
+    "name", ["daemonset.yaml", "sidecar.yaml", "tls/daemonset.yaml", "../fleet/daemonset.yaml"]
+)
+def test_the_memory_limit_is_the_sum_of_what_the_daemon_may_take(name: str) -> None:
+    resources = daemon_of(name)["resources"]
+    assert resources["requests"]["memory"] == resources["limits"]["memory"]
+    most_bytes = sum(memory_parts(resolve(config_of(name), MACHINE)).values())
+    limit_bytes = parse_bytes(f"{resources['limits']['memory']}B")
+    assert most_bytes <= limit_bytes < most_bytes + 2**30, "the sum, and no more"
+
+
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_budgets_paths_and_ports_fit_together(name: str) -> None:
     pod, daemon, config = pod_of(name), daemon_of(name), config_of(name)
@@ -72,12 +87,9 @@ def test_budgets_paths_and_ports_fit_together(name: str) -> None:
     assert config.server.address == f"unix:{mounts['socket']}/prefixd.sock"
     assert config.shm.directory.is_relative_to(mounts["shm"])
     assert config.disk.directory.is_relative_to(mounts["disk"])
-    memory = parse_bytes(f"{daemon['resources']['limits']['memory']}B")
     shm_room = parse_bytes(f"{volumes['shm']['emptyDir']['sizeLimit']}B")
-    ram, shm = config.ram.budget_bytes, config.shm.budget_bytes
-    assert isinstance(ram, int)
+    shm = config.shm.budget_bytes
     assert isinstance(shm, int)
-    assert ram + shm + 2**30 <= memory
     assert shm < shm_room
     (port,) = (one["containerPort"] for one in daemon["ports"] if one["name"] == "metrics")
     assert config.server.metrics.endswith(f":{port}")

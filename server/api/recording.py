@@ -1,9 +1,10 @@
 """Records what clients look up, while an operator asks for it (`Admin.Record`).
 
 The daemon does not see look-ups: most are made in its memory, without a call. So it asks its
-clients, in their sessions, to send them. What waits for the operator is bounded, and nothing waits
-for an operator: what is too much is dropped and counted. The clients make the ids, under a secret
-that nobody stores; the keys of two namespaces give different ids, as they are different keys here.
+clients, in their sessions, to send them. What waits for the operator is bounded, in fair shares
+(`core.shares`), and nothing waits for an operator: what is too much is dropped and counted. The
+clients make the ids, under a secret that nobody stores; the keys of two namespaces give different
+ids, as they are different keys here.
 """
 
 from __future__ import annotations
@@ -15,26 +16,38 @@ from contextlib import suppress
 from hashlib import blake2b
 from secrets import token_bytes
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import InvalidSize, LimitReached, MalformedMessage, NotPermitted
+from ..core.shares import Holder, Shares
 from ..runtime.gate import stopping
 from .access import Access, namespace_of
 from .calls import Caller, audit, taken_within
 
-#: Ids that wait for the operator, of 8 bytes each, and messages that they are in.
-_MAX_WAITING_IDS: Final = 1 << 20
-_MAX_WAITING_MESSAGES: Final = 16_384
-#: Ids in one message to the operator, after which it ends.
-_ENOUGH_IDS: Final = 1 << 17
+#: What waits for the operator, in bytes on the wire: a million ids. Messages of many short look-ups
+#: take some six times as many bytes of memory.
+_MAX_WAITING_BYTES: Final = 8 * 2**20
+#: What a message counts for at least.
+_MESSAGE_BYTES: Final = 512
+#: Bytes in one message to the operator, after which it ends.
+_ENOUGH_BYTES: Final = 2**20
 #: The operator is sent what came, this often; and a message without look-ups after the longer time.
 _SEND_EVERY_S: Final = 0.1
 _BEAT_S: Final = 1.0
 
 #: Makes the event for the client of each session.
 EventOf = Callable[[Access | None], pb.SessionEvent]
+
+
+class _Waiting(NamedTuple):
+    """What one message of a client brought, and what it counts for."""
+
+    holder: Holder
+    size_bytes: int
+    label: str
+    message: pb.LookedUp
 
 
 class Recording:
@@ -53,8 +66,9 @@ class Recording:
         self._sample_permille = 0
         #: Sessions whose clients record.
         self._answered: set[int] = set()
-        self._waiting: deque[tuple[str, pb.LookedUp]] = deque()
-        self._waiting_ids = self._dropped = self._unnamed = 0
+        self._waiting: deque[_Waiting] = deque()
+        self._shares = Shares("bytes of recorded look-ups", _MAX_WAITING_BYTES)
+        self._dropped = self._unnamed = 0
         #: The token of the operator, and whether it is no longer valid.
         self._access: Access | None = None
         self._revoked = False
@@ -77,31 +91,35 @@ class Recording:
             secret = blake2b(name, key=secret, digest_size=limits.RECORD_SECRET_BYTES).digest()
         return pb.Record(secret=secret, sample_permille=self._sample_permille)
 
-    def take(self, session: int, label: str, message: pb.LookedUp) -> None:
+    def take(self, holder: Holder, label: str, message: pb.LookedUp) -> None:
         """Take what the client of a session sends. Raises MalformedMessage."""
+        if len(message.lookups) > limits.MAX_RECORDED_LOOKUPS:
+            raise MalformedMessage("more look-ups than one message has")
         ids = 0
         for lookup in message.lookups:
             blocks = len(lookup.ids)
             ids += blocks
             if not 0 < blocks >= lookup.hit_blocks or lookup.prompt_tokens > limits.MAX_REPORTED:
                 raise MalformedMessage("the numbers of a recorded look-up don't fit each other")
-        if ids > limits.MAX_RECORDED_IDS or len(message.lookups) > limits.MAX_RECORDED_LOOKUPS:
-            raise MalformedMessage("more look-ups, or ids, than one message has")
+        if ids > limits.MAX_RECORDED_IDS:
+            raise MalformedMessage("more ids than one message has")
         if max(message.dropped, message.unnamed) > limits.MAX_REPORTED:
             raise MalformedMessage("more look-ups than a client can make")
         if not self.active:
             return
-        self._answered.add(session)
+        self._answered.add(holder.session)
         self._dropped += message.dropped
         self._unnamed += message.unnamed
-        if (
-            self._waiting_ids + ids > _MAX_WAITING_IDS
-            or len(self._waiting) == _MAX_WAITING_MESSAGES
-        ):
+        if not message.lookups:
+            return
+        # With all that it has: fields that this version doesn't know take memory, too.
+        size_bytes = message.ByteSize() + len(message.lookups) * len(label.encode())
+        waiting = _Waiting(holder, max(_MESSAGE_BYTES, size_bytes), label, message)
+        if self._shares.may_take(holder, waiting.size_bytes):
+            self._shares.add(holder, waiting.size_bytes)
+            self._waiting.append(waiting)
+        else:
             self._dropped += len(message.lookups)
-        elif message.lookups:
-            self._waiting.append((label, message))
-            self._waiting_ids += ids
 
     def left(self, session: int) -> None:
         """A session has ended."""
@@ -150,8 +168,9 @@ class Recording:
         finally:
             self._secret = b""
             self._answered.clear()
-            self._waiting.clear()
-            self._waiting_ids = self._dropped = self._unnamed = 0
+            while self._waiting:
+                self._take_out()
+            self._dropped = self._unnamed = 0
             self._tell()
             audit(caller, "record_ended")
 
@@ -169,12 +188,16 @@ class Recording:
             sessions=self._open_sessions(),
             recording=len(self._answered),
         )
-        self._dropped = self._unnamed = ids = 0
-        while self._waiting and ids < _ENOUGH_IDS:
-            label, message = self._waiting.popleft()
-            for lookup in message.lookups:
-                lookup.label = label
-                ids += len(lookup.ids)
-            response.lookups.extend(message.lookups)
-        self._waiting_ids -= ids
+        self._dropped = self._unnamed = size_bytes = 0
+        while self._waiting and size_bytes < _ENOUGH_BYTES:
+            waiting = self._take_out()
+            for lookup in waiting.message.lookups:
+                lookup.label = waiting.label
+            size_bytes += waiting.size_bytes
+            response.lookups.extend(waiting.message.lookups)
         return response
+
+    def _take_out(self) -> _Waiting:
+        waiting = self._waiting.popleft()
+        self._shares.give(waiting.holder, waiting.size_bytes)
+        return waiting

@@ -20,6 +20,7 @@ from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import Entry
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
+from ..core.shares import Holder
 from ..runtime.devices import DoesNotAnswer
 from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
@@ -193,7 +194,7 @@ class CacheService:
         requested = messages.keys_of("keys", request.keys)
         membership = self.sessions.prove(request.session, caller, Role.WRITE)
         keys = self.sessions.namespaces.keys(membership.access, requested)
-        results = await delete_entries(self._core, membership.number, keys)
+        results = await delete_entries(self._core, membership.holder, keys)
         return pb.DeleteResponse(results=[r.value for r in results])  # type: ignore[misc]
 
     async def pull(self, request: pb.PullRequest, caller: Caller) -> pb.PullResponse:
@@ -330,7 +331,7 @@ class ReadFailures:
 
 
 async def delete_entries(
-    core: Core, session: int | None, keys: Sequence[Key]
+    core: Core, holder: Holder | None, keys: Sequence[Key]
 ) -> list[DeleteStatus]:
     """Delete entries for a session, or (None) for an operator, and wait until that is durable.
 
@@ -338,7 +339,7 @@ async def delete_entries(
     ERASING.
     """
     until_s = monotonic() + DELETE_WAIT_S
-    results, withdrawn = await drop_entries(core, session, keys, until_s)
+    results, withdrawn = await drop_entries(core, holder, keys, until_s)
     durable = await durable_deletes(core, keys, until_s)
     if not (durable and withdrawn):
         results = [DeleteStatus.ERASING if each in _GONE else each for each in results]
@@ -347,7 +348,7 @@ async def delete_entries(
 
 async def drop_entries(
     core: Core,
-    session: int | None,
+    holder: Holder | None,
     keys: Sequence[Key],
     until_s: float,
     *,
@@ -360,9 +361,10 @@ async def drop_entries(
     if not keys:
         return results, True
     shared = core.entry_listener
+    session = None if holder is None else holder.session
     slices = Slices()
     if shared is not None:
-        shared.deleting(keys)
+        shared.deleting(keys, holder or Holder())
     try:
         for start in range(0, len(keys), _DELETED_AT_ONCE):
             part = tuple(keys[start : start + _DELETED_AT_ONCE])

@@ -474,7 +474,8 @@ class SessionStream:
                 if self._sessions.is_open(session):
                     self._sessions.identities.announce(session, request.identity, now_ns)
             case "looked_up":
-                self._sessions.recording.take(session, self._usage.name, request.looked_up)
+                holder = Holder(self._tenant, session)
+                self._sessions.recording.take(holder, self._usage.name, request.looked_up)
             case kind:
                 raise MalformedMessage(f"{kind or 'an empty message'} does not belong here")
         return wait_ns

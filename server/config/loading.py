@@ -220,6 +220,13 @@ def unusable(config: Config, plan: Plan | None) -> Iterator[str]:
     for name, directory in directories:
         if why := _not_writable(directory):
             yield f"{name}: {why}"
+        elif name == "server.address" and (why := _passed_over(config.server.address, directory)):
+            yield f"{name}: {why}, so that no client looks for a daemon there"
+
+
+def _passed_over(address: str, directory: Path) -> str:
+    """Why clients that look for a daemon by themselves pass over this one; empty: they don't."""
+    return why_no_place(directory) if address in default_addresses() else ""
 
 
 def _not_writable(directory: Path) -> str:

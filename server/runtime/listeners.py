@@ -13,6 +13,7 @@ from ...proto.vocabulary import Tier
 from ...tiers.store import Usage
 from ..core.effects import Effect, TellClaimLost, TellReservationLost
 from ..core.entries import Entry
+from ..core.shares import Holder
 
 M = TypeVar("M", bound=Callable[..., Any])
 SessionNote: TypeAlias = TellClaimLost | TellReservationLost
@@ -38,9 +39,9 @@ class EntryListener(Protocol):
     def used(self, usages: Sequence[Usage]) -> None:
         """These entries were used since the last call; the most recent come last."""
 
-    def deleting(self, keys: Sequence[Key]) -> None:
-        """These keys are about to be deleted: do not bring them back. Raises LimitReached, and then
-        they must not be deleted."""
+    def deleting(self, keys: Sequence[Key], holder: Holder) -> None:
+        """These keys are about to be deleted by `holder`: do not bring them back. Raises
+        LimitReached, and then they must not be deleted."""
 
     async def deleted(
         self, keys: Sequence[Key], kept: Sequence[Key], deadline_s: float, *, announced: bool

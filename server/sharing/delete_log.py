@@ -31,9 +31,11 @@ from hashlib import sha256
 from itertools import islice
 from typing import Final, TypeVar
 
+from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.limits import KEY_BYTES
 from ...proto.namespaces import TAG_BYTES, tag_of
+from ..core.shares import HOST
 
 T = TypeVar("T", bytes, Key)
 
@@ -44,6 +46,14 @@ _STAMP_BYTES: Final = 4
 KEYS_A_RECORD: Final = 32
 #: Records that an engine keeps, and a node remembers: 18 MB of both if each has 32 keys.
 MAX_RECORDS: Final = 16_384
+#: One tenant of a node fills the log in no less than this time: what was offered before its first
+#: record is not used any more, whoever's it is, and a node that was away for longer drops
+#: everything.
+_FILLED_IN_S: Final = 3_600
+#: A tenant may log this part (1/n) of it at once.
+_BURST_PART: Final = 16
+#: Tenants whose pace is remembered before those are forgotten that have paid.
+_PACED_TENANTS: Final = 1_024
 #: Of a log that the engine lost, as many are put back: the latest ones. Several nodes may put back
 #: the same one.
 MAX_PUT_BACK: Final = 2_048
@@ -249,6 +259,34 @@ class DeleteLog:
             if self._cleared.get(tag) == number:
                 del self._cleared[tag]
         self._known.discard(record.id)
+
+
+class LogPace:
+    """How many deletes each tenant may log. Pure; not thread-safe."""
+
+    def __init__(self, most_records: int = MAX_RECORDS) -> None:
+        self._each_s: Final = _FILLED_IN_S / most_records
+        self._burst_s: Final = _FILLED_IN_S / _BURST_PART
+        #: By tenant, the time at which its records so far would be paid for, each with `_each_s`.
+        self._paid_until_s: dict[str, float] = {}
+
+    def take(self, tenant: str, keys: int, now_s: float) -> None:
+        """A tenant is about to delete so many keys. The clients on this host are not bounded.
+        Raises LimitReached."""
+        if tenant == HOST:
+            return
+        paid_until_s = max(self._paid_until_s.get(tenant, 0.0), now_s)
+        paid_until_s += -(-keys // KEYS_A_RECORD) * self._each_s
+        late_s = paid_until_s - now_s - self._burst_s
+        if late_s > 0:
+            raise LimitReached(
+                f"you delete more than the fleet's log of deletes takes of one tenant; again in "
+                f"{late_s:.1f} s"
+            )
+        if len(self._paid_until_s) >= _PACED_TENANTS:
+            paid = self._paid_until_s.items()
+            self._paid_until_s = {each: until_s for each, until_s in paid if until_s > now_s}
+        self._paid_until_s[tenant] = paid_until_s
 
 
 def records_of(keys: Sequence[Key], new_id: Iterable[bytes]) -> list[FleetDelete]:

@@ -33,7 +33,7 @@ from ..core.events import DeleteAsked
 from ..runtime.loop import Core
 from ..runtime.recovery import durable_deletes
 from ..runtime.slices import Slices
-from .delete_log import NO_STAMP, DeleteLog, FleetDelete, records_of
+from .delete_log import NO_STAMP, DeleteLog, FleetDelete, LogPace, records_of
 from .link import Link
 from .store import LogPage, NodeState
 
@@ -70,6 +70,7 @@ class Deletes:
         self._core = core
         self._link = link
         self.log: Final = DeleteLog()
+        self._pace: Final = LogPace()
         #: The deletes that are durably done here, for what is offered from now on.
         self.stamp = NO_STAMP
         #: Set once the log was read to its end: before that, nothing is fetched.
@@ -104,10 +105,12 @@ class Deletes:
         keys = len(self._keys) + len(self._announced)
         return keys + len(self._namespaces) + self.log.missing_count
 
-    def check_room(self) -> None:
-        """Raises LimitReached, if too many deletes wait for the engine's log."""
+    def take_room(self, tenant: str, keys: int) -> None:
+        """A tenant is about to delete so many keys. Raises LimitReached if too many deletes wait
+        for the engine's log, or if that is more than the log takes of one tenant."""
         if self.log.missing_count >= MAX_WAITING:
             raise LimitReached("too many deletes while the shared engine does not log them")
+        self._pace.take(tenant, keys, monotonic())
 
     async def ready(self) -> bool:
         """Wait for the first reading of the log: before that, nothing may be fetched. False: the

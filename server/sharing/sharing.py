@@ -30,6 +30,7 @@ from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ..core.effects import Opened
 from ..core.events import HeartbeatCame, SessionLost, SessionOpened
+from ..core.shares import Holder
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from ..runtime.supervision import ended_within
@@ -95,10 +96,10 @@ class Sharing:
         now_ns = self._core.clock.now_ns()
         self._core.post(SessionLost(self._fetcher.session, "the daemon stops", now_ns, closed=True))
 
-    def deleting(self, keys: Sequence[Key]) -> None:
+    def deleting(self, keys: Sequence[Key], holder: Holder) -> None:
         """See `EntryListener`."""
-        self._deletes.check_room()
-        self._withdrawals.hold(keys)
+        self._deletes.take_room(holder.tenant, len(keys))
+        self._withdrawals.hold(keys, holder)
         self._fetcher.deleting(keys)
         self._offers.deleting(keys)
 

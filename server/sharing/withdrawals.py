@@ -16,6 +16,7 @@ from typing import Final
 from ...proto.errors import LimitReached
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
+from ..core.shares import Holder, Shares
 from .link import Link
 
 #: Keys that may be held: some megabytes.
@@ -30,8 +31,9 @@ class Withdrawals:
 
     def __init__(self, link: Link) -> None:
         self._link = link
-        #: Deleted keys that the engine may still have, the oldest first.
-        self._held: dict[Key, None] = {}
+        #: Deleted keys that the engine may still have, the oldest first, and who deletes them.
+        self._held: dict[Key, Holder] = {}
+        self._shares: Final = Shares("deletes that the shared engine has not done", MAX_HELD)
         self._work = asyncio.Event()
 
     def __contains__(self, key: Key) -> bool:
@@ -41,17 +43,25 @@ class Withdrawals:
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, keys: Sequence[Key]) -> None:
+    def hold(self, keys: Sequence[Key], holder: Holder = Holder()) -> None:  # noqa: B008  # immutable
         """Do not fetch these keys any more, as they are about to be deleted. Raises LimitReached,
         and then holds none."""
-        if len(self._held) + len(keys) > MAX_HELD:
-            raise LimitReached("too many deletes while the shared engine does not answer")
-        self._held |= dict.fromkeys(keys)
+        new = dict.fromkeys(key for key in keys if key not in self._held)
+        if len(new) > self._shares.total:
+            raise LimitReached(f"{len(new)} are more {self._shares.what} than there may be")
+        if new:
+            self._shares.take(holder, len(new))
+        self._held |= dict.fromkeys(new, holder)
 
     def release(self, keys: Iterable[Key]) -> None:
         """These keys were not deleted after all."""
         for key in keys:
-            self._held.pop(key, None)
+            self._let_go(key)
+
+    def _let_go(self, key: Key) -> None:
+        holder = self._held.pop(key, None)
+        if holder is not None:
+            self._shares.give(holder)
 
     async def withdraw(self, keys: Sequence[Key], deadline_s: float) -> bool:
         """Have the engine drop held keys. False: it has not done so by `deadline_s`
@@ -88,7 +98,7 @@ class Withdrawals:
         left = await self._link.call(lambda: self._link.store.drop(keys, deadline_s))
         dropped = set(keys).difference(left)
         for key in dropped:
-            self._held.pop(key, None)
+            self._let_go(key)
             # It may have been offered again while this was under way.
             self._link.known.forget(key)
         self._link.counters.withdrawn += len(dropped)

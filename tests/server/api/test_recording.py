@@ -11,6 +11,7 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.server.api import recording
 from prefixd.server.api.access import Role
+from prefixd.server.core.shares import Holder
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Outside, Refused, next_of, running
@@ -88,22 +89,52 @@ async def test_clients_are_asked_while_an_operator_records_and_not_before_or_aft
 async def test_what_an_operator_does_not_take_is_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "_MAX_WAITING_IDS", 5)
+    monkeypatch.setattr(recording, "_MAX_WAITING_BYTES", 3 * recording._MESSAGE_BYTES)
     monkeypatch.setattr(recording, "_SEND_EVERY_S", 3600.0)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         call = begin(daemon)
         await next_of(call)
         for number in range(4):
-            await session.send(looked_up=pb.LookedUp(lookups=[lookup(number, 100, 101)]))
+            await session.send(looked_up=pb.LookedUp(lookups=[lookup(number), lookup(100)]))
         await session.beat()
         waiting = daemon.front.sessions.recording
-        assert (waiting._waiting_ids, waiting._dropped) == (3, 3)
+        # A session leaves as much as it takes to others.
+        assert (waiting._shares.used, waiting._dropped) == (recording._MESSAGE_BYTES, 6)
         await session.close()
         assert not waiting._answered, "a session that has ended records nothing"
         call.cancel()
         await daemon.until(lambda: not waiting.active)
-        assert (waiting._waiting_ids, waiting._dropped, len(waiting._waiting)) == (0, 0, 0)
+        assert (waiting._shares.used, waiting._dropped, len(waiting._waiting)) == (0, 0, 0)
+
+
+@in_loop
+async def test_all_that_a_message_has_counts_and_a_tenant_leaves_room_to_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Labels, and fields that this version does not know, are memory as ids are."""
+    monkeypatch.setattr(recording, "_SEND_EVERY_S", 3600.0)
+    async with running(tmp_path) as daemon:
+        call = begin(daemon)
+        await next_of(call)
+        waiting = daemon.front.sessions.recording
+        unknown = pb.LookedUp(lookups=[lookup(1, label="x" * 500_000)])
+        unknown.MergeFromString(b"\xba\x3e" + b"\xa0\xc2\x1e" + bytes(500_000))  # field 999
+        assert unknown.ByteSize() > 1_000_000
+        for number in range(100):
+            waiting.take(Holder("greedy", 1 + number % 3), "", unknown)
+        kept_bytes = sum(each.message.ByteSize() for each in waiting._waiting)
+        assert 0 < kept_bytes <= waiting._shares.used <= recording._MAX_WAITING_BYTES / 2
+        assert waiting._dropped == 100 - len(waiting._waiting)
+        waiting.take(Holder("honest", 9), "", pb.LookedUp(lookups=[lookup(1)]))
+        assert waiting._waiting[-1].holder.tenant == "honest"
+        many = [lookup(1)] * limits.MAX_RECORDED_LOOKUPS
+        for _ in range(3):
+            waiting.take(Holder("labelled", 10), "y" * 64, pb.LookedUp(lookups=many))
+        while waiting._waiting:
+            assert waiting._response().ByteSize() <= 3 * recording._ENOUGH_BYTES
+        assert waiting._shares.used == 0
+        call.cancel()
 
 
 @in_loop

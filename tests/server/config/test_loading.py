@@ -459,6 +459,25 @@ def test_a_variable_with_one_underscore_is_refused_with_its_right_name() -> None
     ]
 
 
+@pytest.mark.parametrize(("default", "mode"), [(True, 0o755), (False, 0o777), (True, 0o777)])
+def test_a_default_place_that_clients_pass_over_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, default: bool, mode: int
+) -> None:
+    """A daemon there would serve, and be found by nobody."""
+    place = tmp_path / "prefixd"
+    place.mkdir()
+    place.chmod(mode)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path if default else tmp_path / "other"))
+    flags = "--check-config", f"--address=unix:{place}/prefixd.sock"
+    if default and mode == 0o777:
+        why = f"every user can write to {place}, so that no client looks for a daemon there"
+        assert refusal(*flags) == [f"server.address: {why}"]
+        return
+    with pytest.raises(SystemExit) as left:
+        load(*flags)
+    assert left.value.code == 0
+
+
 @pytest.mark.parametrize("what", ["a file", "not writable"])
 def test_check_config_refuses_a_directory_that_can_not_be_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from prefixd.proto.errors import LimitReached
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
+from prefixd.server.core.shares import HOST
 from prefixd.server.sharing import delete_log
 from prefixd.server.sharing.delete_log import (
     KEYS_A_RECORD,
@@ -15,6 +19,7 @@ from prefixd.server.sharing.delete_log import (
     DeleteLog,
     FleetDelete,
     Logged,
+    LogPace,
     records_of,
 )
 
@@ -210,3 +215,26 @@ def test_no_value_from_before_a_delete_is_ever_allowed(
                 if log.allows(each, stamp):
                     assert stamp in (NO_STAMP, *in_order)
                     assert not any(each in record.keys for record in later)
+
+
+def test_one_tenant_alone_can_not_fill_the_log_within_an_hour() -> None:
+    pace, logged_records = LogPace(), 0
+    for tenth in range(36_000):
+        now_s = tenth / 10
+        with suppress(LimitReached):
+            while True:
+                pace.take("greedy", KEYS_A_RECORD, now_s)
+                logged_records += 1
+    assert 0.9 < logged_records / delete_log.MAX_RECORDS < 1.1
+    with pytest.raises(LimitReached, match=r"again in 0\.\d s"):
+        pace.take("greedy", 2 * KEYS_A_RECORD, 3_600.0)
+    pace.take("honest", KEYS_A_RECORD * 1_000, 3_600.0)
+    pace.take(HOST, KEYS_A_RECORD * delete_log.MAX_RECORDS, 3_600.0)
+
+
+def test_the_tenants_whose_pace_is_remembered_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delete_log, "_PACED_TENANTS", 3)
+    pace = LogPace()
+    for number in range(10):
+        pace.take(f"tenant {number}", 1, 1_000.0 * number)
+        assert len(pace._paid_until_s) <= 3

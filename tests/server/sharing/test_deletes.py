@@ -17,8 +17,9 @@ from prefixd.proto.namespaces import Namespace
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import Tick
+from prefixd.server.core.shares import Holder
 from prefixd.server.sharing import deletes
-from prefixd.server.sharing.delete_log import NO_STAMP, DeleteLog, FleetDelete, Logged
+from prefixd.server.sharing.delete_log import NO_STAMP, DeleteLog, FleetDelete, Logged, LogPace
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import LogPage, Offer, Outcome, SharedEntry, Wanted
@@ -523,6 +524,25 @@ async def test_deleted_keys_that_wait_are_bounded(
             await one.delete(key(number))
         await other.daemon.until(lambda: not any(map(other.has, map(key, (1, 2)))))
         assert len(other.shared._deletes._keys) <= 5
+
+
+@in_loop
+async def test_a_tenant_that_deletes_too_fast_is_refused_and_others_are_not(tmp_path: Path) -> None:
+    async with two(tmp_path) as (engine, one, _other):
+        one.shared._deletes._pace = LogPace(16)  # one record at once
+        membership = one.daemon.front.sessions._open[one.session.ref.session_id]
+        here = membership.holder
+        membership.holder = Holder("tenant", here.session)  # type: ignore[misc]
+        await one.save(3)
+        assert await one.delete(key(1), key(2)) == [pb.DELETE_STATUS_ABSENT] * 2
+        with pytest.raises(Refused, match="the fleet's log of deletes") as refused:
+            await one.delete(key(3))
+        assert refused.value.name == "limit_reached"
+        assert one.has(key(3)), "what was refused was not begun"
+        assert not one.shared.counts()["waiting_withdrawals"]
+        membership.holder = here  # type: ignore[misc]
+        assert await one.delete(key(3)) == [pb.DELETE_STATUS_DELETED]
+        assert len(engine.records) == 2
 
 
 @in_loop

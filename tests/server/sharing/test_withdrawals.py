@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from time import monotonic
@@ -12,11 +12,13 @@ from time import monotonic
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.errors import LimitReached
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.api import service
 from prefixd.server.core.events import Tick
+from prefixd.server.core.shares import Holder
 from prefixd.server.sharing import withdrawals
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
@@ -251,9 +253,28 @@ async def test_the_keys_that_are_held_are_bounded(
         await session.save({key(3): payload(3)}, Tier.RAM)
         erasing = [pb.DELETE_STATUS_ERASING] * 2
         assert await deleted(daemon, session, key(1), key(2)) == erasing
-        with pytest.raises(Refused, match="the shared engine does not answer"):
+        with pytest.raises(Refused, match="deletes that the shared engine has not done"):
             await deleted(daemon, session, key(3))
         assert await daemon.presence(key(3)) == [pb.PRESENCE_PRESENT], "a later call deletes it"
+
+
+@in_loop
+async def test_a_tenant_leaves_deletes_to_others(tmp_path: Path) -> None:
+    async with sharing(tmp_path) as (_, _session, engine, shared):
+        engine.answers = False
+        greedy, held = Holder("greedy", 1), shared._withdrawals
+        with suppress(LimitReached):
+            for number in range(withdrawals.MAX_HELD):
+                held.hold([key(number)], greedy)
+        assert 0 < len(held) <= withdrawals.MAX_HELD / 2
+        before = len(held)
+        held.hold([key(0)], greedy)
+        assert len(held) == before, "what is held already takes no more room"
+        held.hold([key(2**32)], Holder("honest", 2))
+        assert key(2**32) in held
+        held.release([key(0), key(0)])
+        held.hold([key(2**33)], Holder("honest", 2))
+        assert held._shares.used == len(held) == before + 1
 
 
 @in_loop
