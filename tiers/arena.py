@@ -381,6 +381,14 @@ class ArenaWriter(EntryWriter):
     changes its memory meanwhile.
     """
 
+    # What all begin with belongs to the class: to set it in each takes time for every block.
+
+    _written_bytes = 0
+    _crc = 0
+    #: Where the next byte goes: the index of the extent in the location, and its used bytes.
+    _extent = 0
+    _used_bytes = 0
+
     def __init__(
         self,
         arena: BaseArena,
@@ -391,18 +399,12 @@ class ArenaWriter(EntryWriter):
         if len(token_ids) != entry.token_ids_bytes:
             raise ValueError(f"{len(token_ids)} bytes of token ids, not {entry.token_ids_bytes}")
         self.entry = entry
-        self.sealed = False
         #: `arena.failed_syncs` when the first byte was written.
         self.failed_syncs = arena.failed_syncs
         self._arena = arena
         self._before_first_byte = before_first_byte
         self._location = entry.location
         self._token_ids = token_ids
-        self._written_bytes = 0
-        self._crc = 0
-        #: Where the next byte goes: the index of the extent in the location, and its used bytes.
-        self._extent = 0
-        self._used_bytes = 0
 
     @property
     def written_bytes(self) -> int:
@@ -425,31 +427,34 @@ class ArenaWriter(EntryWriter):
         self._written_bytes = written_bytes
 
     @classmethod
-    def write_whole(cls, writers: Sequence[EntryWriter], payloads: Sequence[Buffer]) -> bool:
+    def write_whole(
+        cls, writers: Sequence[EntryWriter], payloads: Sequence[Buffer]
+    ) -> Sequence[int] | None:
         starts: list[int] = []
-        arena = None
+        arena = getattr(writers[0], "_arena", None)
+        if arena is None or not arena.puts_all:
+            return None
         for writer, payload in zip(writers, payloads, strict=True):
-            if not isinstance(writer, ArenaWriter) or writer._written_bytes:
-                return False
+            if type(writer) is not cls or writer._written_bytes or writer._arena is not arena:
+                return None
             location = writer._location
             if len(location) != 2 or len(payload) > location[1]:
-                return False  # in several pieces
-            if arena is not None and writer._arena is not arena:
-                return False
-            arena = writer._arena
+                return None  # in several pieces
             starts.append(location[0])
-        if arena is None or not arena.puts_all:
-            return False
         mine = cast("Sequence[ArenaWriter]", writers)
         try:
             for one in mine:
                 one._begin()
         except StoreError:
-            return False  # to be met again, by each of them alone
-        for one, payload, crc in zip(mine, payloads, arena.put_all(starts, payloads), strict=True):
+            return None  # to be met again, by each of them alone
+        crcs: list[int] = arena.put_all(starts, payloads)
+        for one, payload, crc in zip(mine, payloads, crcs, strict=True):
             one._crc = crc
             one._written_bytes = one._used_bytes = len(payload)
-        return True
+            if not one._token_ids:
+                one.entry.payload_crc32c = crc
+                one.sealed = True
+        return crcs
 
     def room(self, most_bytes: int) -> memoryview | None:
         self._begin()

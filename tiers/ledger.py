@@ -19,7 +19,7 @@ from ..proto.limits import KEY_BYTES
 from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy, Rehearsal
 from .extents import MAX_EXTENTS, ExtentAllocator
-from .order import Order, Resident, order_by
+from .order import Order, Recency, Resident, order_by
 from .shares import Room, Share, Shares, SharesRehearsal
 from .store import Location
 
@@ -261,6 +261,54 @@ class Ledger:
         if self.extents is not None and resident.place == ():
             resident.location = self.extents.allocate(stored_bytes)
 
+    def victims_for(self, stored_bytes: int, entries: int, most: int) -> Sequence[Resident] | None:
+        """Take out of the eviction order what has to leave before `entries` entries of
+        `stored_bytes` each can be reserved, as `admission` and `next_victim` of one after the other
+        would. `replace` has to follow. None, and nothing has happened: one of them may not be
+        admitted, more than `most` would leave, or it takes a look at each."""
+        total_bytes = stored_bytes * entries
+        reserved_bytes = self.reserved_bytes + total_bytes
+        free_bytes = self.limit_bytes - self.published_bytes - self.reserved_bytes
+        if (
+            self.shares is not None
+            or stored_bytes > self.scattered_bytes
+            or stored_bytes > self.arena_bytes - self.header_bytes
+            or (self.max_reserved_bytes and reserved_bytes > self.max_reserved_bytes)
+            or (self.max_entries and self.entries + self.reservations + entries > self.max_entries)
+        ):
+            return None
+        if total_bytes <= free_bytes:
+            return () if type(self.policy) is Recency else None
+        return self.policy.evict_all(total_bytes - free_bytes, most) or None
+
+    def replace(self, victims: Sequence[Resident], residents: Sequence[Resident]) -> None:
+        """`forget` these victims, and `reserve` residents of one size, which get their places."""
+        stored_bytes, extents = residents[0].stored_bytes, self.extents
+        places: list[int] = []
+        for victim in victims:
+            self.published_bytes -= victim.stored_bytes
+            place = victim.place
+            if extents is None:
+                continue
+            if victim.stored_bytes == stored_bytes and isinstance(place, int):
+                places.append(place)
+            else:
+                extents.free(victim.location)
+        self.entries -= len(victims)
+        self.reserved_bytes += stored_bytes * len(residents)
+        self.reservations += len(residents)
+        assert self.published_bytes + self.reserved_bytes <= self.limit_bytes
+        if extents is None:
+            return
+        # The first ones found room without an eviction.
+        first = max(0, len(residents) - len(places))
+        for resident in residents[:first]:
+            resident.location = extents.allocate(stored_bytes)
+        for resident, place in zip(residents[first:], places, strict=False):
+            resident.place = place
+        for place in places[len(residents) :]:
+            extents.free((place, stored_bytes))
+
     def withdraw(self, resident: Resident) -> None:
         """A reservation will not be published. Its room may still be in use."""
         self.policy.remove(resident)
@@ -282,7 +330,7 @@ class Ledger:
             self.reservations -= 1
             self.published_bytes += stored_bytes
             self.entries += 1
-            self.policy.unpin(resident)
+        self.policy.unpin_all(residents)
 
     def adopt(self, resident: Resident) -> None:
         """Take in an entry that survived a restart, after its `admission`. Least recent first."""
@@ -296,17 +344,17 @@ class Ledger:
 
     # ---- published entries
 
-    def pin(self, resident: Resident) -> None:
-        """The first claim on an entry."""
-        self.pinned_bytes += resident.stored_bytes
-        self.pinned_entries += 1
-        self.policy.pin(resident)
+    def pin(self, residents: Sequence[Resident]) -> None:
+        """The first claim on each of these entries."""
+        self.pinned_bytes += sum([resident.stored_bytes for resident in residents])
+        self.pinned_entries += len(residents)
+        self.policy.pin_all(residents)
 
-    def unpin(self, resident: Resident) -> None:
-        """The last claim on an entry is gone."""
-        self.pinned_bytes -= resident.stored_bytes
-        self.pinned_entries -= 1
-        self.policy.unpin(resident)
+    def unpin(self, residents: Sequence[Resident]) -> None:
+        """The last claim on each of these entries is gone."""
+        self.pinned_bytes -= sum([resident.stored_bytes for resident in residents])
+        self.pinned_entries -= len(residents)
+        self.policy.unpin_all(residents)
 
     def next_victim(
         self,

@@ -15,7 +15,7 @@ by keys takes 0.2 us an access, with links 0.8 to 1.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -80,6 +80,30 @@ class Order(EvictionOrder[Resident, Key]):
     @abstractmethod
     def holds(self, resident: Resident) -> bool:
         """Whether the resident is in the order."""
+
+    # Of a whole save or claim at once, in this order.
+
+    def pin_all(self, residents: Iterable[Resident]) -> None:
+        for resident in residents:
+            self.pin(resident)
+
+    def hit_all(self, residents: Iterable[Resident]) -> None:
+        for resident in residents:
+            self.hit(resident)
+
+    def unpin_all(self, residents: Iterable[Resident]) -> None:
+        for resident in residents:
+            self.unpin(resident)
+
+    def refresh_all(self, residents: Iterable[Resident]) -> None:
+        for resident in residents:
+            self.refresh(resident)
+
+    def evict_all(self, stored_bytes: int, most: int) -> Sequence[Resident]:  # noqa: ARG002
+        """`evict` as many as free so many bytes, for nothing in particular. Empty, and none is
+        evicted: that takes more than `most`, the rest is pinned, or this order has to know what
+        comes."""
+        return ()
 
 
 def order_by(policy: EvictionPolicy[Key]) -> Order:
@@ -160,6 +184,55 @@ class Recency(Order):
         assert last is not None
         last.after = ends.before = item
         item.before, item.after = last, ends
+
+    # Written out, without calls: they run for every block of every save and claim.
+
+    def pin_all(self, residents: Iterable[Resident]) -> None:
+        for resident in residents:
+            before, after = resident.before, resident.after
+            assert before is not None
+            assert after is not None
+            before.after, after.before = after, before
+            resident.before = resident.after = None
+
+    def unpin_all(self, residents: Iterable[Resident]) -> None:
+        ends = self._ends
+        last = ends.before
+        assert last is not None
+        for resident in residents:
+            last.after, resident.before = resident, last
+            last = resident
+        last.after, ends.before = ends, last
+
+    def refresh_all(self, residents: Iterable[Resident]) -> None:
+        ends = self._ends
+        for resident in residents:
+            before, after = resident.before, resident.after
+            if before is None or after is None:
+                continue  # pinned
+            before.after, after.before = after, before
+            last = ends.before
+            assert last is not None
+            last.after = ends.before = resident
+            resident.before, resident.after = last, ends
+
+    hit_all = refresh_all
+
+    def evict_all(self, stored_bytes: int, most: int) -> Sequence[Resident]:
+        ends = self._ends
+        following = ends.after
+        victims: list[Resident] = []
+        while stored_bytes > 0:
+            if following is ends or following is None or len(victims) == most:
+                return ()
+            victims.append(following)
+            stored_bytes -= following.stored_bytes
+            following = following.after
+        assert following is not None
+        ends.after, following.before = following, ends
+        for victim in victims:
+            victim.before = victim.after = None
+        return victims
 
     def hit(self, item: Resident) -> None:
         if item.after is not None:  # `refresh` sees that too, at the cost of two calls

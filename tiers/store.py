@@ -111,6 +111,8 @@ class EntryWriter(ABC):
 
     #: The entry that is being saved. It has its checksum once the writer is sealed.
     entry: Recorded
+    #: `seal` has succeeded.
+    sealed: bool = False
 
     @property
     @abstractmethod
@@ -130,10 +132,11 @@ class EntryWriter(ABC):
         cls,
         writers: Sequence[EntryWriter],  # noqa: ARG003  # for others
         payloads: Sequence[Buffer],  # noqa: ARG003
-    ) -> bool:
-        """`write` to each of these different writers its whole payload, all in one call. False:
-        this store can't, or something about them is not as usual, and nothing was written."""
-        return False
+    ) -> Sequence[int] | None:
+        """`write` to each of these different writers its whole payload, all in one call, and `seal`
+        those of entries without token ids. Returns the CRC32Cs of the payloads. None: this store
+        can't, or something about them is not as usual, and nothing was written."""
+        return None
 
     def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
         """Memory into which the caller may write some of the next bytes, and then call `filled`.

@@ -14,8 +14,10 @@ import ctypes
 import mmap
 import os
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
+from itertools import accumulate
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
@@ -286,24 +288,30 @@ def _filled(
 
     With each comes the slot that it fills up, if it does; the caller gives these back.
     """
-    left_bytes = sum(map(len, payloads))
+    sizes_bytes = list(map(len, payloads))
+    #: Where each payload begins if they lie one after the other; then where the last one ends.
+    begins = list(accumulate(sizes_bytes, initial=0))
+    left_bytes = begins[-1]
     slot: int | None = None
     used_bytes = named_bytes = 0
-    #: Parts that the next message names: item, offset, length, whether it is the last. Beside them
-    #: their CRC32Cs, 0 for those that are whole payloads, which are copied together.
-    parts: list[tuple[int, int, int, bool]] = []
+    #: Of the parts that the next message names: item, place, length, whether it is the last, and
+    #: the CRC32C of the payload in the last one.
+    items: list[int] = []
+    places: list[int] = []
+    lengths: list[int] = []
+    lasts: list[bool] = []
     crcs: list[int] = []
-    whole_parts: list[tuple[int, FlatBytes]] = []
 
     def named() -> pb.SaveStagedRequest:
-        nonlocal parts, crcs, whole_parts, named_bytes
-        if whole_parts:
-            numbers, sources = zip(*whole_parts, strict=True)
-            copied = memory.gather([parts[number][1] for number in numbers], sources)
-            for number, crc in zip(numbers, copied, strict=True):
-                crcs[number] = crc
-        message = _with_parts(request, parts, crcs)
-        parts, crcs, whole_parts, named_bytes = [], [], [], 0
+        nonlocal request, named_bytes
+        message, request, named_bytes = request, pb.SaveStagedRequest(), 0
+        message.items.extend(items)
+        message.staging_offset_bytes.extend(places)
+        message.length_bytes.extend(lengths)
+        message.last_parts.extend(lasts)
+        message.payload_crc32c.extend(crcs)
+        for column in (items, places, lengths, lasts, crcs):
+            column.clear()
         return message
 
     try:
@@ -312,51 +320,51 @@ def _filled(
             slot = take()
             yield None, request
             request = pb.SaveStagedRequest()
-        for item, payload in enumerate(payloads):
-            crc, offset_bytes, payload_bytes = 0, 0, len(payload)
-            while offset_bytes < payload_bytes:
-                if slot is None:
-                    slot, used_bytes = take(), 0
-                room_bytes = memory.slot_bytes - used_bytes
-                whole = not offset_bytes and payload_bytes <= room_bytes
-                piece = payload if whole else payload[offset_bytes : offset_bytes + room_bytes]
-                piece_bytes = len(piece)
-                if parts and named_bytes + piece_bytes > MESSAGE_BYTES:
+        item = offset_bytes = crc = 0
+        while left_bytes:
+            if slot is None:
+                slot, used_bytes = take(), 0
+            room_bytes = memory.slot_bytes - used_bytes
+            place = slot + used_bytes
+            stop = item
+            if not offset_bytes:
+                # As many whole payloads as slot and message have room for.
+                begin = begins[item]
+                whole_bytes = min(room_bytes, MESSAGE_BYTES - named_bytes)
+                stop = bisect_right(begins, begin + whole_bytes, lo=item) - 1
+            if stop > item:
+                taken_bytes = begins[stop] - begin
+                wholes = [place + each - begin for each in begins[item:stop]]
+                items += range(item, stop)
+                places += wholes
+                lengths += sizes_bytes[item:stop]
+                lasts += [True] * (stop - item)
+                crcs += memory.gather(wholes, payloads[item:stop])
+                item = stop
+            else:
+                payload = payloads[item]
+                taken_bytes = min(sizes_bytes[item] - offset_bytes, room_bytes)
+                if items and named_bytes + taken_bytes > MESSAGE_BYTES:
                     yield None, named()
-                    request = pb.SaveStagedRequest()
-                place = slot + used_bytes
-                if whole:
-                    whole_parts.append((len(parts), payload))
-                else:
-                    crc = copy_crc32c(memory.room(place, piece_bytes), piece, crc)
-                offset_bytes += piece_bytes
-                used_bytes += piece_bytes
-                named_bytes += piece_bytes
-                left_bytes -= piece_bytes
-                last = offset_bytes == payload_bytes
-                parts.append((item, place, piece_bytes, last))
+                    continue
+                piece = payload[offset_bytes : offset_bytes + taken_bytes]
+                crc = copy_crc32c(memory.room(place, taken_bytes), piece, crc)
+                offset_bytes += taken_bytes
+                last = offset_bytes == sizes_bytes[item]
+                items.append(item)
+                places.append(place)
+                lengths.append(taken_bytes)
+                lasts.append(last)
                 crcs.append(crc if last else 0)
-                if used_bytes == memory.slot_bytes or not left_bytes:
-                    request.last = not left_bytes
-                    message = named()
-                    full, slot = slot, None
-                    yield full, message
-                    request = pb.SaveStagedRequest()
+                if last:
+                    item, offset_bytes, crc = item + 1, 0, 0
+            used_bytes += taken_bytes
+            named_bytes += taken_bytes
+            left_bytes -= taken_bytes
+            if used_bytes == memory.slot_bytes or not left_bytes:
+                request.last = not left_bytes
+                full, slot = slot, None
+                yield full, named()
     finally:
         if slot is not None:
             memory.give(slot)
-
-
-def _with_parts(
-    request: pb.SaveStagedRequest,
-    parts: Sequence[tuple[int, int, int, bool]],
-    crcs: Sequence[int],
-) -> pb.SaveStagedRequest:
-    """Add these parts to `request`, column by column."""
-    items, offsets, lengths, last_parts = zip(*parts, strict=True)
-    request.items.extend(items)
-    request.staging_offset_bytes.extend(offsets)
-    request.length_bytes.extend(lengths)
-    request.last_parts.extend(last_parts)
-    request.payload_crc32c.extend(crcs)
-    return request

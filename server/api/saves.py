@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from typing import Final, Protocol, TypeAlias, TypeVar
+from itertools import repeat
+from typing import Final, Protocol, TypeAlias, TypeVar, cast
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
@@ -26,7 +35,7 @@ from ..runtime.loop import Core
 from ..runtime.pace import Pace
 from ..runtime.quota import Quota
 from ..runtime.slices import Slices
-from ..runtime.staging import StagingPool
+from ..runtime.staging import Staging, StagingPool
 from ..runtime.writes import Piece
 from . import messages
 from .access import Access, Role
@@ -235,11 +244,7 @@ class Saves:
                 parts = messages.parts_of(request)
                 if not parts:
                     return
-                pieces = [
-                    Piece(item, staging.view(offset_bytes, length_bytes), last, payload_crc32c)
-                    for item, offset_bytes, length_bytes, last, payload_crc32c in parts
-                    if _granted(item, refusals)
-                ]
+                pieces = _staged_pieces(parts, staging, refusals)
                 if request.quiet:
                     incoming.begin(pieces, nothing)
                 else:
@@ -407,6 +412,25 @@ def _granted(item: int, refusals: Refusals) -> bool:
     if item >= len(refusals):
         raise MalformedMessage(f"a part names item {item}, which is not there")
     return refusals[item] is None
+
+
+def _staged_pieces(
+    parts: Sequence[messages.StagedPart], staging: Staging, refusals: Refusals
+) -> list[Piece]:
+    """The pieces of those parts whose items are being written. Raises MalformedMessage,
+    UnknownStaging."""
+    if refusals.count(None) < len(refusals):
+        parts = [part for part in parts if _granted(part.item, refusals)]
+    elif parts:
+        _granted(max(part[0] for part in parts), refusals)
+    if not parts:
+        return []
+    items, offsets, lengths, lasts, crcs = zip(*parts, strict=True)
+    return list(map(_piece, zip(items, staging.views(offsets, lengths), lasts, crcs, repeat(None))))
+
+
+#: `Piece._make` without a Python call, for every block.
+_piece = cast("Callable[[tuple[object, ...]], Piece]", partial(tuple.__new__, Piece))
 
 
 def _pieces(parts: Collection[pb.WritePart], refusals: Refusals) -> list[Piece]:

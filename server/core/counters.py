@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +31,16 @@ class Histogram:
     def observe(self, value: int) -> None:
         self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
+
+    def observe_all(self, values: Sequence[int]) -> None:
+        """`observe` each; quickly where all are of one bucket."""
+        bucket = bisect_left(self.bounds, min(values))
+        if bucket == bisect_left(self.bounds, max(values)):
+            self.counts[bucket] += len(values)
+            self.total += sum(values)
+        else:
+            for value in values:
+                self.observe(value)
 
 
 @dataclass(slots=True)

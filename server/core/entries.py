@@ -8,7 +8,7 @@ has passed it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -60,6 +60,14 @@ def shard_of(key: Key) -> int:
     return hash(key) >> _SHIFT & _MASK
 
 
+def by_tier(entries: Sequence[Entry]) -> dict[Tier, Sequence[Entry]]:
+    """Entries by their tier, each in their order."""
+    tiers = {entry.tier for entry in entries}
+    if len(tiers) == 1:
+        return {tiers.pop(): entries}
+    return {tier: [entry for entry in entries if entry.tier is tier] for tier in tiers}
+
+
 class EntryTable(MutableMapping[Key, Entry]):
     """A mapping that is divided into `shards`: of a million entries, each has about 500."""
 
@@ -86,6 +94,14 @@ class EntryTable(MutableMapping[Key, Entry]):
             key = entry.key
             shards[hash(key) >> _SHIFT & _MASK][key] = entry
             self._count += 1
+
+    def drop(self, entries: Iterable[Entry]) -> None:
+        """Remove entries that are in the table."""
+        shards = self.shards
+        for entry in entries:
+            key = entry.key
+            del shards[hash(key) >> _SHIFT & _MASK][key]
+            self._count -= 1
 
     def __contains__(self, key: object) -> bool:
         return key in self.shards[hash(key) >> _SHIFT & _MASK]

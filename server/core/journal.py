@@ -20,7 +20,7 @@ A record, 40 bytes, little-endian:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import IntEnum, StrEnum
 from struct import Struct
 from typing import Final, NamedTuple
@@ -114,14 +114,21 @@ class LeftKeys:
         self._count = 0
 
     def add(self, key: bytes) -> None:
-        if self._count >= self.most:
-            self._new, self._old = bytearray(len(self._new)), self._new
-            self._count = 0
-        self._count += 1
-        hashed, mask, bits = hash(key), self._mask, self._new
-        first, second = hashed & mask, hashed >> 32 & mask
-        bits[first >> 3] |= 1 << (first & 7)
-        bits[second >> 3] |= 1 << (second & 7)
+        self.add_all((key,))
+
+    def add_all(self, keys: Iterable[bytes]) -> None:
+        mask, bits, count = self._mask, self._new, self._count
+        for key in keys:
+            if count >= self.most:
+                self._old = bits
+                self._new = bits = bytearray(len(bits))
+                count = 0
+            count += 1
+            hashed = hash(key)
+            first, second = hashed & mask, hashed >> 32 & mask
+            bits[first >> 3] |= 1 << (first & 7)
+            bits[second >> 3] |= 1 << (second & 7)
+        self._count = count
 
     def has(self, key: bytes) -> bool:
         hashed, mask = hash(key), self._mask
@@ -171,7 +178,7 @@ class Journal:
     def note(
         self,
         what: Happening,
-        entries: Iterable[Entry],
+        entries: Sequence[Entry],
         now_ns: int,
         session: int = 0,
     ) -> None:
@@ -184,11 +191,10 @@ class Journal:
         if not most:
             return
         pack, ring, last, mask = self._pack, self._ring, self._last, self._mask
-        left = None if what is _SAVED else self._left.add
+        if what is not _SAVED:
+            self._left.add_all([entry.key for entry in entries])
         for entry in entries:
             key = entry.key
-            if left is not None:
-                left(key)
             bucket = hash(key) & mask
             place = number % most * 40
             # `pack` cuts the key off at the size of its field.

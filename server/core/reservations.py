@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import repeat
+from operator import itemgetter
+from typing import Final, cast
 
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import ClaimMode, SaveStatus, Tier
@@ -11,10 +14,10 @@ from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
 from .effects import Answer, Closed, OverShare, Refused, Reply, ReserveAnswer, Reserved, WriteOrder
 from .entries import Entry
-from .events import ReserveAsked
+from .events import ReserveAsked, SaveItem
 from .journal import EvictionCause
 from .reads import find
-from .saves import lose, order_of
+from .saves import lose
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 from .tables import Reserve, StateConfig, Timer
 from .tenants import may_reserve
@@ -26,6 +29,8 @@ _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
 MOST_CHAINED_KEYS: Final = 2**19
 #: Evictions per item of a save in one event. This takes about five milliseconds for all items.
 _EVICTIONS_OF_AN_ITEM: Final = 4
+
+_key_of: Final = itemgetter(0)
 
 #: (payload bytes, bytes of token ids) -> stored bytes, which the tier's budget is charged.
 Footprint = Callable[[int, int], int]
@@ -110,109 +115,193 @@ def _observe(
     hit."""
     if not transition.tables.curves:
         return
-    entries = transition.tables.entries
-    missed = [
-        (item.key, item.token_count, footprint(item.payload_bytes, len(item.token_ids)))
-        for item, result in zip(asked.items, results, strict=True)
-        if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
-    ]
-    transition.observe(asked.tier, missed)
-    transition.observe_entries([entries[i.key] for i in asked.items if i.key in entries])
+    items: Sequence[SaveItem] = asked.items
+    saved = set(map(type, results)) == {WriteOrder}
+    if not saved:
+        items = [
+            item
+            for item, result in zip(asked.items, results, strict=True)
+            if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
+        ]
+    if items:
+        keys, payloads_bytes, token_counts, _, token_ids = zip(*items, strict=True)
+        sizes = zip(payloads_bytes, map(len, token_ids), strict=True)
+        transition.observe(asked.tier, keys, token_counts, [footprint(*each) for each in sizes])
+    if not saved:
+        there = transition.tables.entries.find_all([item.key for item in asked.items])
+        transition.observe_entries([entry for entry in there if entry is not None])
 
 
 def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: Footprint) -> int:
     """Grant up to `items` more items, one after the other, as each one may be evicted for the next.
     Returns how many are left over, see `go_on_reserving`."""
-    t, asked, session, batch = transition.tables, job.asked, job.session, job.batch
-    tier, begin, results = asked.tier, asked.begin, job.results
-    ledger, counters = t.ledgers[tier], t.counters
-    served_ns, now_ns = transition.served_ns, transition.now_ns
-    expires_ns = served_ns + _standing_ns(transition, asked)
-    stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if begin else Stage.RESERVED
-    once = batch.numbers.setdefault
-    start = len(results)
+    t, asked, session, results = transition.tables, job.asked, job.session, job.results
     there, in_flight = t.entries.find, t.in_flight
-    sized, stored_bytes = (-1, -1), 0
-    parent: bytes = b""
-    following = asked.items[start - 1].key if start else (asked.ancestors or (b"",))[-1]
+    at = start = len(results)
+    stop = min(start + items, len(asked.items))
     job.evictions = items * _EVICTIONS_OF_AN_ITEM
-    for item in asked.items[start : start + items]:
-        if job.evictions <= 0:
-            break
-        parent, following = following, item.key
+    #: No longer once the ledger has to be asked for each of them.
+    together = True
+    while at < stop and job.evictions > 0:
+        if together and job.coming is None:
+            together = _reserve_alike(transition, job, asked.items[at:stop], footprint)
+            at = len(results)
+            if at == stop:
+                break
+        item = asked.items[at]
         taken = there(item.key) is not None or item.key in in_flight
         found = find(transition, item.key) if taken else None
         if found is not None:
             if isinstance(found, Entry):
-                counters.duplicate_saves += 1
+                t.counters.duplicate_saves += 1
                 results.append(SaveStatus.PRESENT)
             else:
-                counters.in_flight_refusals += 1
+                t.counters.in_flight_refusals += 1
                 results.append(found)
             session.reserving -= 1
             job.coming = None
+            at += 1
             continue
-        key, payload_bytes, token_count, layer_count, token_ids = item
-        token_ids_bytes = len(token_ids)
-        if sized != (payload_bytes, token_ids_bytes):
-            sized = payload_bytes, token_ids_bytes
-            stored_bytes = footprint(*sized)
-        # It has no location yet. Equal numbers share one object.
-        entry = job.coming or Entry(
+        stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
+        entry = job.coming or _entries(job, (item,), stored_bytes)[0]
+        refusal = make_room(transition, job, entry)
+        if job.coming is not None:
+            break
+        at += 1
+        if refusal is None:
+            t.ledgers[asked.tier].reserve(entry)
+            _grant(transition, job, (item,), (entry,))
+        else:
+            session.reserving -= 1
+            results.append(refusal)
+    return min(start + items - len(results), job.evictions // _EVICTIONS_OF_AN_ITEM)
+
+
+def _reserve_alike(
+    transition: Transition, job: Reserve, items: Sequence[SaveItem], footprint: Footprint
+) -> bool:
+    """Grant the first of these items all at once: those of one size whose keys are neither there
+    nor in flight. False: each one has to be looked at by itself."""
+    t, asked, session, first = transition.tables, job.asked, job.session, items[0]
+    ledger, in_flight = t.ledgers[asked.tier], t.in_flight
+    if asked.tier in t.closed or session.of is not None:
+        return False
+    payload_bytes, token_ids_bytes = first.payload_bytes, len(first.token_ids)
+    count = 0
+    # Looks at no more than it grants, so that a save of mixed items takes no longer.
+    found = map(t.entries.find, map(_key_of, items))
+    for (key, its_bytes, _, _, token_ids), entry in zip(items, found, strict=True):
+        if (
+            entry is not None
+            or key in in_flight
+            or its_bytes != payload_bytes
+            or len(token_ids) != token_ids_bytes
+        ):
+            break
+        count += 1
+    if not count:
+        return True
+    alike = items[:count]
+    if len(set(map(_key_of, alike))) < count:
+        return False
+    stored_bytes = footprint(payload_bytes, token_ids_bytes)
+    reserved_bytes = session.reserved_bytes.get(asked.tier, 0) + count * stored_bytes
+    if reserved_bytes > most_reserved_bytes(t.config, ledger):
+        return False
+    victims = ledger.victims_for(stored_bytes, count, job.evictions)
+    if victims is None:
+        return False
+    entries = _entries(job, alike, stored_bytes)
+    if victims:
+        job.evictions -= len(victims)
+        evicted = cast("Sequence[Entry]", victims)
+        transition.evict_all(evicted, EvictionCause.SAVE, session.session)
+    ledger.replace(victims, entries)
+    _grant(transition, job, alike, entries)
+    return True
+
+
+def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list[Entry]:
+    """The entries that these items will be. They have no location yet. Equal numbers share one
+    object."""
+    once, label = job.batch.numbers.setdefault, job.session.label
+    tier, reason = job.asked.tier, job.asked.reason
+    stored_bytes = once(stored_bytes, stored_bytes)
+    return [
+        Entry(
             key,
-            once(stored_bytes, stored_bytes),
+            stored_bytes,
             (),
             tier,
-            asked.reason,
+            reason,
             0,
             0,
             once(payload_bytes, payload_bytes),
             once(token_count, token_count),
             0,
             layer_count,
-            token_ids_bytes,
+            len(token_ids),
             0,
             0,
             False,
-            session.label,
+            label,
         )
-        refusal = make_room(transition, job, entry)
-        if job.coming is not None:
-            break
-        session.reserving -= 1
-        if refusal is not None:
-            results.append(refusal)
-            continue
-        entry.generation = t.stamp(now_ns)
-        ledger.reserve(entry)
-        token = t.next_token
-        t.next_token = token + 1
+        for key, payload_bytes, token_count, layer_count, token_ids in items
+    ]
+
+
+def _grant(
+    transition: Transition, job: Reserve, items: Sequence[SaveItem], entries: Sequence[Entry]
+) -> None:
+    """Grant the next items of a job. The ledger has given these entries of theirs their room."""
+    # With few calls, because it runs for every block that is saved.
+    t, asked, session, batch = transition.tables, job.asked, job.session, job.batch
+    tier, served_ns, now_ns = asked.tier, transition.served_ns, transition.now_ns
+    standing_ns = _standing_ns(transition, asked)
+    expires_ns = served_ns + standing_ns
+    stage = NEXT_STAGE[Stage.RESERVED, Signal.BEGIN] if asked.begin else Stage.RESERVED
+    session.reserving -= len(items)
+    session.reserve(tier, len(items) * entries[0].stored_bytes)
+    t.counters.reservations += len(items)
+    if not batch.unsettled:
+        session.chained_keys += len(batch.chain)
+        t.held.add(batch.holder, len(batch.chain))
+    at = len(job.results)
+    parent: bytes = asked.items[at - 1].key if at else (asked.ancestors or (b"",))[-1]
+    stamp_ns, token, number, ttl_ns = t.stamp_ns, t.next_token, session.session, asked.ttl_ns
+    reservations, in_flight, recounts = t.reservations, t.in_flight, t.recounts
+    tokens = range(token, token + len(items))
+    for token, item, entry in zip(tokens, items, entries, strict=True):
+        key = item.key
+        entry.generation = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
         reservation = Reservation(
             token,
             entry,
-            session.session,
-            token_ids,
+            number,
+            item.token_ids,
             batch,
             served_ns,
             expires_ns,
-            asked.ttl_ns,
+            ttl_ns,
             parent,
+            stage,
         )
-        if not batch.unsettled:
-            session.chained_keys += len(batch.chain)
-            t.held.add(batch.holder, len(batch.chain))
-        batch.unsettled.add(token)
-        t.reservations[token] = reservation
-        t.in_flight[key] = reservation
-        session.tokens[token] = None
-        session.reserve(tier, stored_bytes)
-        counters.reservations += 1
+        reservations[token] = in_flight[key] = reservation
         t.set_timer(expires_ns, Timer.RESERVATION, token)
-        for recount in t.recounts:
+        for recount in recounts:
             recount.reserved(reservation)
-        reservation.stage = stage
-        results.append(order_of(reservation))
-    return min(start + items - len(results), job.evictions // _EVICTIONS_OF_AN_ITEM)
+        parent = key
+    t.stamp_ns, t.next_token = stamp_ns, tokens.stop
+    batch.unsettled.update(tokens)
+    session.tokens.update(zip(tokens, repeat(None)))
+    columns = zip(tokens, entries, [item.token_ids for item in items], strict=True)
+    job.results += map(_order, columns)
+
+
+#: `WriteOrder._make` without a Python call.
+_order: Final = cast(
+    "Callable[[tuple[object, ...]], WriteOrder]", partial(tuple.__new__, WriteOrder)
+)
 
 
 def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:

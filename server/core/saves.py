@@ -145,36 +145,39 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
     if t.overtaken:
         for reservation in reservations:
             _replace_overtaken(transition, reservation.key)
-    in_flight, recounts, stamp_ns = t.in_flight, t.recounts, t.stamp_ns
-    number, tier, saved_bytes = reservations[0].session, reservations[0].entry.tier, 0
+    in_flight, unsettled, stamp_ns = t.in_flight, batch.unsettled, t.stamp_ns
+    number, tier = reservations[0].session, reservations[0].entry.tier
     session = t.holder(number)
+    for recount in t.recounts:
+        for reservation in reservations:
+            recount.settled(reservation)
     entries = [reservation.entry for reservation in reservations]
+    tokens = [reservation.token for reservation in reservations]
     t.ledgers[tier].publish(entries)
     t.journal.note(_NOTED, entries, now_ns, number)
-    for reservation in reservations:
+    saved_bytes = stored_bytes = 0
+    for reservation, entry in zip(reservations, entries, strict=True):
         reservation.stage = NEXT_STAGE[reservation.stage, _COMMITTED]
-        entry, token = reservation.entry, reservation.token
         entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
         saved_bytes += entry.payload_bytes
-        for recount in recounts:
-            recount.settled(reservation)
-        del t.reservations[token], in_flight[entry.key]
-        if session is not None:
-            session.tokens.pop(token, None)
-            session.reserve(tier, -entry.stored_bytes)
-        batch.unsettled.discard(token)
+        stored_bytes += entry.stored_bytes
+        del t.reservations[reservation.token], in_flight[entry.key]
         effects.append(IndexPut(entry, reservation.parent))
         if reservation.waiters:
             transition.wake(reservation, saved=True)
     t.stamp_ns = stamp_ns
+    unsettled.difference_update(tokens)
     counters = t.tier_counters[tier]
     counters.saves += len(entries)
     counters.saved_bytes += saved_bytes
     if session is not None:
+        for token in tokens:
+            session.tokens.pop(token, None)
+        session.reserve(tier, -stored_bytes)
         session.saves += len(entries)
         session.saved_bytes += saved_bytes
     transition.enter(entries)
-    effects.append(SaveEnded([reservation.token for reservation in reservations], _SAVED, ""))
+    effects.append(SaveEnded(tokens, _SAVED, ""))
     _used_as_a_whole(transition, batch, session)
 
 

@@ -113,8 +113,8 @@ class Refresh:
     left: int
 
 
-#: An access as the hit curves take it: key, tokens, stored bytes.
-Access: TypeAlias = "tuple[Key, int, int]"
+#: Accesses as the hit curve of a tier takes them: keys, tokens, stored bytes.
+Accesses: TypeAlias = "tuple[Tier, Sequence[Key], Sequence[int], Sequence[int]]"
 
 Job: TypeAlias = Unpin | Wake | Reserve | Refresh | EndSession | FlushUsage
 
@@ -223,7 +223,7 @@ class Tables:
     #: The hits that a tier would have had at other capacities, from a sample of its keys.
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
     #: Accesses that the curves have not counted yet, in order.
-    unobserved: list[tuple[Tier, Sequence[Access]]] = field(default_factory=list)
+    unobserved: list[Accesses] = field(default_factory=list)
     #: Entries whose store has not recorded their last use yet, in order of use. None of the RAM
     #: tier, which does not outlive the daemon, unless `StateConfig.ram_use` is set.
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
@@ -268,14 +268,18 @@ class Tables:
         """The session of that number, open or ending."""
         return self.sessions.get(session) or self.ending.get(session)
 
-    def evicted(self, entry: Entry, cause: EvictionCause, now_ns: int, session: int = 0) -> None:
-        """Count an eviction. `session`: the one whose save needs the room."""
-        tier = entry.tier
-        self.journal.note(HAPPENINGS[cause], (entry,), now_ns, session)
+    def evicted(
+        self, entries: Sequence[Entry], cause: EvictionCause, now_ns: int, session: int = 0
+    ) -> None:
+        """Count the evictions of entries of one tier. `session`: the one whose save needs the
+        room."""
+        tier = entries[0].tier
+        self.journal.note(HAPPENINGS[cause], entries, now_ns, session)
         counters = self.tier_counters[tier]
-        counters.evictions += 1
-        counters.evicted_bytes += entry.stored_bytes
-        self.eviction_ages[tier, cause].observe(max(0, now_ns - entry.last_used_ns))
+        counters.evictions += len(entries)
+        counters.evicted_bytes += sum([entry.stored_bytes for entry in entries])
+        ages_ns = [max(0, now_ns - entry.last_used_ns) for entry in entries]
+        self.eviction_ages[tier, cause].observe_all(ages_ns)
 
     def timed(self, timer: Timer) -> Mapping[int, object]:
         """The table that a kind of timer refers to, by number."""

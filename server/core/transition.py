@@ -6,8 +6,9 @@ changes that several rules make.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final, cast
 
 from ...proto import limits
 from ...proto.errors import LimitReached, PrefixdError, UnknownSession
@@ -15,17 +16,21 @@ from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, TellClaimLost
-from .entries import Entry
+from .entries import Entry, by_tier
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
 from .sessions import Claim, Reservation, Session
 from .shares import Holder
-from .tables import Access, Refresh, Tables, Timer, Unpin, Waiting, Wake
+from .tables import Refresh, Tables, Timer, Unpin, Waiting, Wake
 
 #: Used for every key of a claim. Enum attribute lookup is slow, so it is cached here.
 _RAM: Final = Tier.RAM
 #: Chain keys that one event refreshes: as many as the longest chain has. Takes some milliseconds.
 _CHAINED_AT_ONCE: Final = 2 * limits.MAX_BATCH_KEYS
+
+
+#: `IndexDelete._make` without a Python call.
+_hidden: Final = cast("Callable[[tuple[Entry]], IndexDelete]", partial(tuple.__new__, IndexDelete))
 
 
 class Refusal(Exception):
@@ -197,54 +202,53 @@ class Transition:
 
     def use(self, entry: Entry) -> None:
         """Count one access of a published entry."""
-        self._mark_used(entry)
+        self._mark_used((entry,))
         entry.hits += 1
         self.tables.ledgers[entry.tier].policy.hit(entry)
 
     def read_all(self, entries: Sequence[Entry]) -> None:
         """Count one access of each entry by a client that reads them, in this order."""
-        # Written out without calls: it runs for every block of every claim.
-        tables, now_ns = self.tables, self.now_ns
-        ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
-        if not entries:
-            return
-        ram_use = tables.config.ram_use
-        tier = entries[0].tier
-        counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
-        for entry in entries:
-            if entry.tier is not tier:
-                tier = entry.tier
-                counters, hit = tables.tier_counters[tier], ledgers[tier].policy.hit
-            entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
-            if ram_use or tier is not _RAM:
-                unrecorded.pop(entry.key, None)
-                unrecorded[entry.key] = entry
-            entry.hits += 1
-            hit(entry)
-            counters.hits += 1
-            counters.hit_tokens += entry.token_count
-        tables.stamp_ns = stamp_ns
+        tables = self.tables
+        self._mark_used(entries)
+        for tier, its_own in by_tier(entries).items():
+            tables.ledgers[tier].policy.hit_all(its_own)
+            counters = tables.tier_counters[tier]
+            counters.hits += len(its_own)
+            counters.hit_tokens += sum([entry.token_count for entry in its_own])
+            for entry in its_own:
+                entry.hits += 1
 
-    def observe(self, tier: Tier, accesses: Sequence[Access]) -> None:
+    def observe(
+        self,
+        tier: Tier,
+        keys: Sequence[Key],
+        token_counts: Sequence[int],
+        stored_bytes: Sequence[int],
+    ) -> None:
         """Show accesses (root first) to the tier's hit curve: hits, and misses that are saved now.
 
         The next event does it, because no answer depends on it.
         """
-        if accesses and tier in self.tables.curves:
-            self.tables.unobserved.append((tier, accesses))
+        if keys and tier in self.tables.curves:
+            self.tables.unobserved.append((tier, keys, token_counts, stored_bytes))
 
     def observe_entries(self, entries: Sequence[Entry]) -> None:
         """Show hits to the hit curves of their tiers."""
-        for tier in self.tables.curves:
-            its_own = [entry for entry in entries if entry.tier is tier]
-            self.observe(tier, [(e.key, e.token_count, e.stored_bytes) for e in its_own])
+        if not entries or not self.tables.curves:
+            return
+        for tier, its_own in by_tier(entries).items():
+            self.observe(
+                tier,
+                [entry.key for entry in its_own],
+                [entry.token_count for entry in its_own],
+                [entry.stored_bytes for entry in its_own],
+            )
 
     def observe_now(self) -> None:
         """Do what `observe` left for this event."""
         tables = self.tables
-        for tier, accesses in tables.unobserved:
-            keys, tokens, stored_bytes = zip(*accesses, strict=True)
-            tables.curves[tier].access(keys, tokens, stored_bytes)
+        for tier, keys, token_counts, stored_bytes in tables.unobserved:
+            tables.curves[tier].access(keys, token_counts, stored_bytes)
         tables.unobserved.clear()
 
     def refresh_chain(self, chain: Sequence[Key], session: Session | None) -> None:
@@ -268,36 +272,34 @@ class Transition:
             job.session.chained_keys -= len(job.chain)
         return end - job.left
 
-    def refresh_all(self, entries: Iterable[Entry]) -> None:
+    def refresh_all(self, entries: Sequence[Entry]) -> None:
         """Make each entry the most recent, in this order, without counting an access."""
-        # Written out without calls: it runs for every block that is saved.
+        self._mark_used(entries)
+        for tier, its_own in by_tier(entries).items():
+            self.tables.ledgers[tier].policy.refresh_all(its_own)
+
+    def _mark_used(self, entries: Sequence[Entry]) -> None:
+        # Without calls, because it runs for every block of every save, claim and release.
         tables, now_ns = self.tables, self.now_ns
-        ledgers, unrecorded, stamp_ns = tables.ledgers, tables.unrecorded, tables.stamp_ns
+        unrecorded, stamp_ns = tables.unrecorded, tables.stamp_ns
         ram_use = tables.config.ram_use
         for entry in entries:
-            tier = entry.tier
             entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
-            if ram_use or tier is not _RAM:
+            if ram_use or entry.tier is not _RAM:
                 unrecorded.pop(entry.key, None)
                 unrecorded[entry.key] = entry
-            ledgers[tier].policy.refresh(entry)
         tables.stamp_ns = stamp_ns
 
-    def _mark_used(self, entry: Entry) -> None:
-        entry.last_used_ns = self.tables.stamp(self.now_ns)
-        if entry.tier is not _RAM or self.tables.config.ram_use:
-            unrecorded = self.tables.unrecorded
-            unrecorded.pop(entry.key, None)
-            unrecorded[entry.key] = entry
-
     def enter(self, entries: Sequence[Entry]) -> None:
-        """Publish entries. The ledger has their room already."""
+        """Publish entries of one tier. The ledger has their room already."""
         tables = self.tables
-        counters, recounts = tables.tier_counters, tables.recounts
+        payload_bytes = 0
         for entry in entries:
             entry.published = True
-            counters[entry.tier].payload_bytes += entry.payload_bytes
-            for recount in recounts:
+            payload_bytes += entry.payload_bytes
+        tables.tier_counters[entries[0].tier].payload_bytes += payload_bytes
+        for recount in tables.recounts:
+            for entry in entries:
                 recount.entered(entry)
         tables.entries.add(entries)
 
@@ -307,14 +309,20 @@ class Transition:
         """Remove an entry that `Ledger.next_victim` chose, and count the eviction. `session`: the
         one whose save needs the room. `heir`: the entry to be saved, which has no room yet."""
         entry = self.forget(victim, heir)
-        self.tables.evicted(entry, cause, self.now_ns, session)
+        self.tables.evicted((entry,), cause, self.now_ns, session)
         return entry
+
+    def evict_all(self, victims: Sequence[Entry], cause: EvictionCause, session: int) -> None:
+        """`evict` entries of one tier that `Ledger.victims_for` chose. The caller has the ledger
+        free their room."""
+        self._leave(victims)
+        self.tables.evicted(victims, cause, self.now_ns, session)
 
     def forget(self, victim: Key, heir: Entry | None = None) -> Entry:
         """Remove an entry that has left the eviction order, without counting an eviction."""
         tables = self.tables
         entry = tables.entries[victim]
-        self._leave(entry)
+        self._leave((entry,))
         tables.ledgers[entry.tier].forget(entry, heir)
         return entry
 
@@ -327,44 +335,53 @@ class Transition:
         self.tables.journal.note(why, (entry,), self.now_ns, session)
         ledger = self.tables.ledgers[entry.tier]
         ledger.remove(entry)
-        self._leave(entry)
+        self._leave((entry,))
         if entry.pins:
             self.tables.condemned[entry.generation] = entry
         else:
             ledger.forget(entry)
 
-    def _leave(self, entry: Entry) -> None:
-        """Unpublish an entry that has left the eviction order: for readers of the index first."""
-        tables, tier = self.tables, entry.tier
+    def _leave(self, entries: Sequence[Entry]) -> None:
+        """Unpublish entries of one tier that have left the eviction order: for readers of the index
+        first."""
+        # With few calls, because it runs for every block that takes the room of another.
+        tables, tier = self.tables, entries[0].tier
         for recount in tables.recounts:
-            recount.left(entry)
-        del tables.entries[entry.key]
+            for entry in entries:
+                recount.left(entry)
+        tables.entries.drop(entries)
         if tables.closed:
-            tables.superseded.note(entry.key, entry.generation)
-        entry.published = False
-        tables.tier_counters[tier].payload_bytes -= entry.payload_bytes
-        tables.unrecorded.pop(entry.key, None)
-        self.effects.append(IndexDelete(entry))
+            for entry in entries:
+                tables.superseded.note(entry.key, entry.generation)
+        payload_bytes, unrecorded = 0, tables.unrecorded
+        for entry in entries:
+            entry.published = False
+            payload_bytes += entry.payload_bytes
+            if unrecorded:
+                unrecorded.pop(entry.key, None)
+        tables.tier_counters[tier].payload_bytes -= payload_bytes
+        self.effects += map(_hidden, zip(entries))
         erased = self._erased.get(tier)
         if erased is None:
             # Later entries join this effect. To erase them sooner than necessary does no harm.
             erased = self._erased[tier] = []
             self.effects.append(Erase(tier, erased))
-        erased.append(entry)
+        erased += entries
 
     # ---- claims
 
     def pin(self, session: Session, claim: Claim) -> None:
         """Pin the entries of a claim."""
-        t = self.tables
-        pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
+        # With few calls, because it runs for every block of every claim.
+        recounts, pinned_bytes = self.tables.recounts, session.pinned_bytes
         pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
+        first: list[Entry] = []
         for entry in reversed(claim.entries):
-            for recount in t.recounts:
+            for recount in recounts:
                 recount.claimed(entry)
             if not entry.pins:
-                ledgers[entry.tier].pin(entry)
+                first.append(entry)
             entry.pins += 1
             held = parts[hash(entry.key) & mask]
             count = held.get(entry, 0)
@@ -374,17 +391,20 @@ class Transition:
                 pinned_bytes[tier] = pinned_bytes.get(tier, 0) + entry.stored_bytes
                 if tenant is not None:
                     tenant.pin(entry)
+        for tier, its_own in by_tier(first).items():
+            self.tables.ledgers[tier].pin(its_own)
         pins.changed()
 
     def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
         """Take the pins of an ended claim from these entries, in this order."""
-        t = self.tables
-        pinned_bytes, ledgers = session.pinned_bytes, t.ledgers
+        # With few calls, as `pin`.
+        t, recounts, pinned_bytes = self.tables, self.tables.recounts, session.pinned_bytes
         pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
         pins.changes += 1
+        last: list[Entry] = []
         for entry in entries:
-            for recount in t.recounts:
+            for recount in recounts:
                 recount.unclaimed(claim, entry)
             held = parts[hash(entry.key) & mask]
             count = held[entry]
@@ -399,12 +419,14 @@ class Transition:
             if entry.pins:
                 continue
             if entry.published:
-                # It enters the eviction order as the most recent, so `last_used_ns` has to agree.
-                self._mark_used(entry)
-                ledgers[entry.tier].unpin(entry)
+                last.append(entry)
             else:
                 del t.condemned[entry.generation]
-                ledgers[entry.tier].bury(entry)
+                t.ledgers[entry.tier].bury(entry)
+        # They enter the eviction order as the most recent, so `last_used_ns` has to agree.
+        self._mark_used(last)
+        for tier, its_own in by_tier(last).items():
+            t.ledgers[tier].unpin(its_own)
 
     def lose_claim(self, claim_id: int, why: str) -> None:
         """Take a claim from its session, which is told now and again at the release."""

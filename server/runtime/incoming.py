@@ -179,9 +179,9 @@ class Incoming:
     def _take_at_once(self, message: _Message) -> bool:
         """Whether to copy it on the loop: few bytes, and none for a disk."""
         stores = self._core.stores
-        tiers = {write.entry.tier for write in message.writes}
-        if any(stores[tier].blocking for tier in tiers):
-            return False
+        for tier in {write.entry.tier for write in message.writes}:
+            if stores[tier].blocking:
+                return False
         sizes = [len(piece.data) for piece in message.pieces]
         small = max(sizes, default=0) < RELEASE_BYTES
         return sum(sizes) <= (_INLINE_SMALL_BYTES if small else _INLINE_BYTES)

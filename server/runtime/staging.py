@@ -17,10 +17,11 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import add
 from typing import Final
 
 from ...proto.errors import UnknownStaging
@@ -74,6 +75,16 @@ class Staging:
                 f"named, it has {self.size_bytes}"
             )
         return self._view[offset_bytes : offset_bytes + length_bytes]
+
+    def views(self, offsets: Sequence[int], lengths: Sequence[int]) -> list[memoryview]:
+        """`view` of each range."""
+        if not self._ended and max(map(add, offsets, lengths), default=0) <= self.size_bytes:
+            view = self._view
+            return [
+                view[offset : offset + length]
+                for offset, length in zip(offsets, lengths, strict=True)
+            ]
+        return list(map(self.view, offsets, lengths))
 
     @property
     def resident_bytes(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...proto.errors import InvalidSize, MalformedMessage
@@ -27,13 +26,11 @@ class Piece(NamedTuple):
     offset_bytes: int | None = None
 
 
-@dataclass(slots=True, eq=False)
 class Write:
     """One reservation that a stream writes."""
 
-    token: int
-    entry: Entry
-    writer: EntryWriter
+    # What all begin with belongs to the class: to set it in each takes time for every block.
+
     #: how many messages other threads copy into its room, now or soon: if the reservation is lost,
     #: the room stays until they have
     busy: int = 0
@@ -54,6 +51,11 @@ class Write:
     reported: bool = False
     #: why the write can't be completed
     problem: tuple[SaveStatus, str] | None = None
+
+    def __init__(self, token: int, entry: Entry, writer: EntryWriter) -> None:
+        self.token = token
+        self.entry = entry
+        self.writer = writer
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.
@@ -79,16 +81,6 @@ class Write:
         writer.write(data)
         if last:
             self.finish(payload_crc32c)
-
-    def takes_whole(self, piece: Piece) -> bool:
-        """Whether this piece is the whole payload, and nothing speaks against taking it."""
-        return (
-            piece.last
-            and not piece.offset_bytes
-            and len(piece.data) == self.entry.payload_bytes
-            and not (self.complete or self.stopping)
-            and self.problem is None
-        )
 
     def fail(self, problem: Exception) -> None:
         """The store failed to write a piece."""
@@ -131,17 +123,33 @@ class Write:
 def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
     """`take` each piece, all in one call of the store. False: one of them is not the whole payload
     of a write of its own, or the store takes them one by one, and nothing has happened."""
-    if len(set(map(id, writes))) < len(writes):
-        return False
-    for write, piece in zip(writes, pieces, strict=True):
-        if not write.takes_whole(piece):
+    # With few calls, because it runs for every block that is saved.
+    writers: list[EntryWriter] = []
+    for write, (_, data, last, _, offset_bytes) in zip(writes, pieces, strict=True):
+        if (
+            not last
+            or offset_bytes
+            or len(data) != write.entry.payload_bytes
+            or write.complete
+            or write.stopping
+            or write.problem is not None
+        ):
             return False
-    writers = [write.writer for write in writes]
-    if not writers[0].write_whole(writers, [piece.data for piece in pieces]):
+        writers.append(write.writer)
+    if len(set(writers)) < len(writers):
         return False
-    for write, piece in zip(writes, pieces, strict=True):
+    crcs = writers[0].write_whole(writers, [piece.data for piece in pieces])
+    if crcs is None:
+        return False
+    for write, writer, piece, crc in zip(writes, writers, pieces, crcs, strict=True):
+        payload_crc32c = piece.payload_crc32c
+        if writer.sealed:
+            write.complete = True
+            write.crc32c = crc
+            write.expected_crc32c = crc if payload_crc32c is None else payload_crc32c
+            continue
         try:
-            write.finish(piece.payload_crc32c)
+            write.finish(payload_crc32c)
         except Exception as problem:  # its token ids could not be written
             write.fail(problem)
     return True

@@ -54,10 +54,10 @@ class _Tier:
         for resident in chance.sample(list(self.entries.values()), len(self.entries) // 3):
             self.ledger.policy.hit(resident)
             if chance.random() < 0.2 and resident not in self.pinned and len(self.pinned) < 4:
-                self.ledger.pin(resident)
+                self.ledger.pin([resident])
                 self.pinned.append(resident)
         while self.pinned and chance.random() < 0.5:
-            self.ledger.unpin(self.pinned.pop(0))
+            self.ledger.unpin([self.pinned.pop(0)])
 
 
 @EVERY_POLICY

@@ -114,6 +114,35 @@ class Machine(RuleBasedStateMachine):
         assert sum(coming.location[1::2]) == (stored_bytes if self.arena else 0)
         self.reserved.append((coming.key, Entry(coming, stored_bytes)))
 
+    @rule(slabs=st.integers(1, 8), entries=st.integers(1, 12), most=st.integers(0, 6))
+    def reserve_alike(self, slabs: int, entries: int, most: int) -> None:
+        """Several of one size at once: what leaves is what would leave one after the other."""
+        stored_bytes = slabs * SLAB
+        free_bytes = self.limit_bytes - self.used_bytes()
+        expected: list[Key] = []
+        for name in self.order:
+            if free_bytes < stored_bytes * entries:
+                expected.append(name)
+                free_bytes += self.entries[name].stored_bytes
+        victims = self.ledger.victims_for(stored_bytes, entries, most)
+        if victims is None:
+            assert (
+                free_bytes < stored_bytes * entries
+                or len(expected) > most
+                or (self.max_entries and self.used_entries() + entries > self.max_entries)
+                or stored_bytes > self.ledger.scattered_bytes
+            )
+            return
+        assert [victim.key for victim in victims] == expected
+        coming = [resident(self.number + more, stored_bytes) for more in range(entries)]
+        self.number += entries
+        for name in expected:
+            del self.order[name], self.entries[name]
+        self.ledger.replace(victims, coming)
+        for one in coming:
+            assert sum(one.location[1::2]) == (stored_bytes if self.arena else 0)
+            self.reserved.append((one.key, Entry(one, stored_bytes)))
+
     def evict(self) -> None:
         assert next(self.ledger.victims()) == next(iter(self.order))
         victim = self.ledger.next_victim()
@@ -139,7 +168,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(list(self.order)))
-        self.ledger.pin(self.entries[name].resident)
+        self.ledger.pin([self.entries[name].resident])
         self.entries[name].pinned = True
         del self.order[name]
 
@@ -150,7 +179,7 @@ class Machine(RuleBasedStateMachine):
     @rule(data=st.data())
     def unpin(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.pinned()))
-        self.ledger.unpin(self.entries[name].resident)
+        self.ledger.unpin([self.entries[name].resident])
         self.entries[name].pinned = False
         self.order[name] = None
 
@@ -205,6 +234,15 @@ def test_the_ledger_agrees_with_its_twin(arena: bool, max_entries: int) -> None:
     case = machine.TestCase
     case.settings = settings(max_examples=times(25, 500), stateful_step_count=50, deadline=None)
     case("runTest").runTest()
+
+
+def test_only_as_much_as_may_be_reserved_is_reserved_at_once() -> None:
+    ledger = Ledger(Tier.RAM, 8 * SLAB, LRU(8 * SLAB), max_reserved_bytes=4 * SLAB)
+    assert ledger.victims_for(SLAB, 5, most=9) is None
+    assert ledger.victims_for(SLAB, 4, most=9) == ()
+    ledger.replace((), [resident(number, SLAB) for number in range(4)])
+    assert (ledger.reserved_bytes, ledger.reservations) == (4 * SLAB, 4)
+    assert ledger.victims_for(SLAB, 1, most=9) is None
 
 
 def test_what_survived_takes_its_room_and_its_place() -> None:

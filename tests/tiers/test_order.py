@@ -17,8 +17,10 @@ from prefixd.tiers.order import Order, OrderOfKeys, Recency, Resident, order_by
 
 CAPACITY = 1 << 40
 STEPS = ("enter", "unpin", "pin", "hit", "refresh", "remove", "evict")
+#: Of several at once.
+TOGETHER = ("unpin_all", "pin_all", "hit_all", "refresh_all", "evict_all")
 
-steps = st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 9)), max_size=150)
+steps = st.lists(st.tuples(st.sampled_from(STEPS + TOGETHER), st.integers(0, 9)), max_size=150)
 
 
 def key(number: int) -> Key:
@@ -66,6 +68,35 @@ class Both:
                 self.both(what, number)
                 self.pinned.discard(number)
                 del self.residents[number]
+            case "pin_all" | "unpin_all":
+                chosen = self.pinned if what == "unpin_all" else self.residents.keys() - self.pinned
+                together = sorted(chosen, key=lambda other: other * number % 7)[: number + 1]
+                self.all(what, together)
+                self.pinned.symmetric_difference_update(together)
+            case "hit_all" | "refresh_all":
+                some = [other for other in self.residents if other % 3 == number % 3]
+                self.all(what, [*some, *some[:1], number])  # also one that comes twice
+            case "evict_all":
+                self.evict_all(number, most=4)
+
+    def all(self, what: str, numbers: list[int]) -> None:
+        """A step of several by the tier's order, and by the keys one after the other."""
+        getattr(self.tier, what)([self.residents[number] for number in numbers])
+        for number in numbers:
+            getattr(self.keys, what.removesuffix("_all"))(self.residents[number])
+
+    def evict_all(self, stored_bytes: int, most: int) -> None:
+        """Each takes one byte."""
+        there = list(self.tier.victims())
+        victims = self.tier.evict_all(stored_bytes, most)
+        if stored_bytes > min(len(there), most):
+            assert not victims, "it takes more than that"
+            return
+        assert [victim.key for victim in victims] == there[:stored_bytes]
+        assert [self.keys.evict(None) for _ in victims] == there[:stored_bytes]
+        assert not any(self.tier.holds(victim) for victim in victims)
+        for victim in victims:
+            del self.residents[int.from_bytes(victim.key, "big")]
 
     def both(self, what: str, number: int) -> None:
         for order in (self.tier, self.keys):
@@ -91,6 +122,9 @@ def test_it_is_so_in_the_long_run() -> None:
     both, chance = Both(), random.Random(1)
     for _ in range(20_000):
         both.step(chance.choice(STEPS), chance.randrange(200))
+    for _ in range(200):
+        both.step(chance.choice(TOGETHER), chance.choice([*both.residents]))
+        both.compare()
     both.compare()
     while both.residents.keys() - both.pinned:
         both.step("evict", 0)
@@ -109,10 +143,9 @@ def test_every_policy_orders_a_tier(name: str) -> None:
         order.enter(one)
     assert list(order.victims()) == []
     assert len(set(order.keys())) == (3 if order.keeps_pinned else 0)
-    for one in held:
-        order.unpin(one)
-    order.hit(held[0])
-    order.pin(held[1])
+    order.unpin_all(held)
+    order.hit_all(held[:1])
+    order.pin_all(held[1:2])
     order.unpin(held[1])
     order.remove(held[2])
     used = {"lru": [0, 1], "fifo": [0, 1], "arc": [1, 0], "lfu": [1, 0], "s3fifo": [1, 0]}[name]

@@ -153,11 +153,11 @@ class Model:
         assert self.ledger.may_pin(adding) == may
         if may:
             held.pinned = True
-            self.ledger.pin(held.resident)
+            self.ledger.pin([held.resident])
 
     def unpin(self, held: Held) -> None:
         held.pinned = False
-        self.ledger.unpin(held.resident)
+        self.ledger.unpin([held.resident])
 
     def check(self) -> None:
         assert self.ledger.shares is not None

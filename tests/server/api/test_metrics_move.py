@@ -120,7 +120,7 @@ def happen(to: Sources) -> None:
         ledger.max_entries += 1
         ledger.budget_bytes += 1
         ledger.limit_bytes += 1
-    tables.evicted(next(iter(tables.entries.values())), EvictionCause.SAVE, daemon.now_ns)
+    tables.evicted([next(iter(tables.entries.values()))], EvictionCause.SAVE, daemon.now_ns)
     to.now_ns = daemon.now_ns + 10**9
     to.oldest_ns = 1
     to.unhealthy["disk device"] = to.notices["disk tier"] = "why"

@@ -143,12 +143,9 @@ def test_a_curve_is_shown_what_is_read_in_its_tier_and_what_is_saved_there() -> 
     session = driver.open()
 
     def shown() -> dict[Tier, str]:
-        for _, accesses in driver.tables.unobserved:
-            assert {access[1:] for access in accesses} == {(10, 1)}, "tokens, and bytes"
-        return {
-            tier: names(access[0] for access in accesses)
-            for tier, accesses in driver.tables.unobserved
-        }
+        for _, _, token_counts, stored_bytes in driver.tables.unobserved:
+            assert (set(token_counts), set(stored_bytes)) == ({10}, {1})
+        return {tier: names(keys) for tier, keys, *_ in driver.tables.unobserved}
 
     tokens = driver.granted(session, "a b")
     assert shown() == {Tier.RAM: "a b"}

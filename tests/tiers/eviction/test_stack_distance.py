@@ -260,3 +260,20 @@ def test_bad_rates(rate: float) -> None:
 def test_bad_bound() -> None:
     with pytest.raises(ValueError, match="room for at least one key, got 0"):
         SampledCurve(position_of_int, max_keys=0)
+
+
+def test_keys_that_are_bytes_are_sampled_by_their_positions() -> None:
+    keys = [sha256(b"%d" % number).digest() for number in range(3_000)]
+    # A key exactly at the border is not in the sample.
+    border = round(0.1 * POSITIONS)
+    keys.append(border.to_bytes(8, "big") + bytes(24))
+    curves = [
+        SampledCurve[bytes](position, rate=0.1)
+        for position in (position_of_bytes, lambda key: position_of_bytes(key))
+    ]
+    for curve in curves:
+        curve.access(keys)
+        curve.access(keys[::2])
+    quick, called = curves
+    assert len(quick) == len(called) == sum(position_of_bytes(k) < border for k in keys)
+    assert quick.estimate() == called.estimate()
