@@ -319,8 +319,12 @@ def test_while_a_disk_hangs_the_daemon_is_not_asked_for_its_bytes(
         use(client, device)
         found = client.longest_run(KEYS, claim=claim), client.claim([*KEYS, memory])
         device.answers.clear()
+        device.asked = threading.Semaphore(0)
         room = bytearray(len(PAYLOAD))
-        assert not found[0].restore_into([room], deadline_ms=20)
+        asked = False
+        while not asked:  # 20 ms may be over before the device is asked
+            assert not found[0].restore_into([room], deadline_ms=20)
+            asked = device.asked.acquire(blocking=False)
         monkeypatch.setattr(disk_reads, "STUCK_S", 0.0)
         before = client.counters["rpcs"]
         rooms = [bytearray(len(PAYLOAD)) for _ in range(5)]
