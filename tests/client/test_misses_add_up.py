@@ -202,7 +202,7 @@ def test_everything_at_once_adds_up_at_every_scrape() -> None:
     requests = list(generate("chatbot", requests=2 * each, seed=9, block_tokens=512))
     assert len({request.hash_ids[0] for request in requests if request.hash_ids}) == 1
     flags = (
-        *("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=500ms"),
+        *("--server.metrics=127.0.0.1:0", "--sessions.heartbeat=2s"),
         *("--shared.engine=redis://127.0.0.1:1", "--sessions.max_pinned_share=1"),
     )
     scrapes: list[dict[str, dict[str, float]]] = []
