@@ -34,6 +34,7 @@ from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
 from ..runtime.pace import Pace
 from ..runtime.quota import Quota
+from ..runtime.rounds import Rounds
 from ..runtime.slices import Slices
 from ..runtime.staging import Staging, StagingPool
 from ..runtime.writes import Piece
@@ -79,6 +80,7 @@ class Saves:
         self._stagings = stagings
         self._config = config
         self._stall_s = config.stall_timeout_s
+        self._rounds: Final = Rounds()
         self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
 
     # ---- reservations
@@ -301,7 +303,9 @@ class Saves:
         return self._sessions.prove(named.session, caller, Role.WRITE)
 
     async def begin(self, first: _Opening, membership: Membership) -> tuple[Refusals, Incoming]:
-        """Begin the writes of the reservations that the first message names or asks for."""
+        """Begin the writes of the reservations that the first message names or asks for, when it is
+        the turn of this save. Those over gRPC, which take many rounds of the loop, don't wait."""
+        await self._rounds.begin()
         if first.HasField("reserved"):
             return await self._begin_reserved(first.reserved.tokens, membership)
         return await self._begin_items(_header(first), membership)

@@ -25,6 +25,7 @@ SMALL = {
     "bench_replay.py": "--requests 20 --repeats 1 --keys 100 --pinned 10 --capacities 50",
     "bench_restart.py": "--entries 100",
     "bench_stalls.py": "--entries 500",
+    "bench_savers.py": "--staged 1 --socket 1 --grpc 1 --seconds 0.3",
     "bench_state.py": "--few 100 --many 200 --pinned 10 --repeats 1",
     "bench_watch.py": "--rounds 1",
     "bench_tracing.py": "--turns 1",
