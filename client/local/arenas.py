@@ -29,6 +29,7 @@ from ...proto.payload import (
     views_of,
 )
 from ..wire.deadline import Deadline
+from ..wire.transport import Copied
 from .disk_reads import DeviceHangs, DiskReads
 
 if TYPE_CHECKING:
@@ -71,25 +72,25 @@ class Arena(ABC):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> list[tuple[int, OSError | None]]:
+    ) -> list[tuple[int, Copied]]:
         """`read_into` for the entries of these rows, and compare their CRC32C where `check` says
         so.
 
-        Returns the positions of those that are not good, with the reason; None: the CRC32C is
-        another one. Raises OSError, if the same could be wrong with all of them.
+        Returns the positions of those that are not WHOLE, with what became of them. Raises OSError,
+        if the same could be wrong with all of them.
         """
         if not len(rows) == len(targets) == len(check):
             raise ValueError("there are not as many targets as rows")
-        failed: list[tuple[int, OSError | None]] = []
+        failed: list[tuple[int, Copied]] = []
         for position in range(len(targets)):
             try:
                 if not self._read_row(rows, position, targets, check, deadline):
-                    failed.append((position, None))
+                    failed.append((position, Copied.CORRUPT))
             except (TimeoutError, DeviceHangs) as problem:
                 # The others would not come in time either.
-                return failed + [(n, problem) for n in range(position, len(targets))]
+                return failed + [(n, outcome_of(problem)) for n in range(position, len(targets))]
             except OSError as problem:
-                failed.append((position, problem))
+                failed.append((position, outcome_of(problem)))
         return failed
 
     def _read_row(
@@ -171,10 +172,10 @@ class MappedArena(Arena):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> list[tuple[int, OSError | None]]:
+    ) -> list[tuple[int, Copied]]:
         if native:
             wrong = native.restore(rows.packed, all_buffers_of(targets), check, self._view)
-            return [(position, None) for position in wrong]
+            return [(position, Copied.CORRUPT) for position in wrong]
         # Copies small blocks without a call for each.
         whole, end_bytes = self._view, len(self._view)
         wrong = []
@@ -195,7 +196,7 @@ class MappedArena(Arena):
                 right = self._read_row(rows, position, targets, check, deadline)
             if not right:
                 wrong.append(position)
-        return [(position, None) for position in wrong]
+        return [(position, Copied.CORRUPT) for position in wrong]
 
     def views_all(self, rows: PackedRows) -> list[list[memoryview]] | None:
         whole, end_bytes = self._view, len(self._view)
@@ -248,28 +249,28 @@ class FileArena(Arena):
         targets: Sequence[FlatBytes],
         check: Sequence[bool],
         deadline: Deadline,
-    ) -> list[tuple[int, OSError | None]]:
+    ) -> list[tuple[int, Copied]]:
         if not native:
             return super().read_all(rows, targets, check, deadline)
-        failed: list[tuple[int, OSError | None]] = []
+        failed: list[tuple[int, Copied]] = []
         buffers = all_buffers_of(targets)
         at = 0
         while at < len(targets):
             try:
                 self._reads.check_answers()
                 filled, wrong = self._cached_rows(rows, at, buffers, check)
-                failed += [(at + position, None) for position in wrong]
+                failed += [(at + position, Copied.CORRUPT) for position in wrong]
                 at += filled
                 if filled:
                     continue
                 # The page cache lacks a part of it.
                 if not self._read_row(rows, at, targets, check, deadline):
-                    failed.append((at, None))
+                    failed.append((at, Copied.CORRUPT))
             except (TimeoutError, DeviceHangs) as problem:
                 # The others would not come in time either.
-                return failed + [(n, problem) for n in range(at, len(targets))]
+                return failed + [(n, outcome_of(problem)) for n in range(at, len(targets))]
             except OSError as problem:
-                failed.append((at, problem))
+                failed.append((at, outcome_of(problem)))
             at += 1
         return failed
 
@@ -345,6 +346,14 @@ class FileArena(Arena):
         except OSError:
             return False  # it can't be told
         return _incarnation(header) == incarnation
+
+
+def outcome_of(problem: OSError) -> Copied:
+    """What became of a copy that this ended. The exception itself is not kept: its frames refer to
+    the arena, and would keep a dead daemon's until the cycle collector runs."""
+    if isinstance(problem, DeviceHangs):
+        return Copied.UNREADABLE
+    return Copied.GONE  # a call to the daemon will say more, if there is time left
 
 
 def _parts(

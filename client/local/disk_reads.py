@@ -54,7 +54,9 @@ class _Piece:
         #: Its caller has given up.
         self.left = False
         self.data: bytearray | None = None
-        self.problem: OSError | None = None
+        #: The arguments of an OSError, which itself would refer to the frames that it passed, and
+        #: so to this piece and to the arena.
+        self.problem: tuple[object, ...] | None = None
 
     @property
     def done(self) -> bool:
@@ -124,7 +126,8 @@ class DiskReads:
         with self._changed:
             piece.began_s = time.monotonic()
             self._under_way.add(piece)
-        data, problem, at = unset_bytearray(piece.length_bytes), None, 0
+        problem: tuple[object, ...] | None = None
+        data, at = unset_bytearray(piece.length_bytes), 0
         try:
             with memoryview(data) as room:
                 while at < piece.length_bytes:
@@ -133,7 +136,7 @@ class DiskReads:
                         raise OSError("the file does not hold so many bytes")
                     at += read_bytes
         except OSError as failed:
-            problem = failed
+            problem = failed.args
         with self._changed:
             self._under_way.discard(piece)
             if problem is None:
@@ -148,7 +151,7 @@ class DiskReads:
             except DeadlineExceeded as late:
                 raise TimeoutError(str(late)) from None
         if piece.problem is not None:
-            raise piece.problem
+            raise OSError(*piece.problem)
         assert piece.data is not None
         return piece.data
 

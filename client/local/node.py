@@ -32,8 +32,8 @@ from ..results import NO_ENTRIES, Entries, Entry
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
 from ..wire.transport import Copied
-from .arenas import Arena, FileArena, MappedArena
-from .disk_reads import DeviceHangs, DiskReads
+from .arenas import Arena, FileArena, MappedArena, outcome_of
+from .disk_reads import DiskReads
 from .staging import StagingMemory
 
 #: Where a search for each mode stops; see `IndexReader.find`.
@@ -215,8 +215,8 @@ class LocalNode:
         except OSError:
             return None
         copies = [Copied.WHOLE] * len(entries)
-        for position, problem in failed:
-            copies[position] = Copied.CORRUPT if problem is None else _failed(problem)
+        for position, outcome in failed:
+            copies[position] = outcome
         return self._validated(copies, placed, placed, {placed.tiers[0]}, deadline)
 
     def _located(
@@ -269,7 +269,7 @@ class LocalNode:
         try:
             crc = arena.read_into(location, target, check=check, deadline=deadline)
         except OSError as problem:
-            return _failed(problem)
+            return outcome_of(problem)
         return Copied.WHOLE if crc in (None, entry.payload_crc32c) else Copied.CORRUPT
 
     def _validated(
@@ -429,13 +429,6 @@ class PackedEntries(Entries):
 
     def __len__(self) -> int:
         return len(self.rows)
-
-
-def _failed(problem: OSError) -> Copied:
-    """What became of a copy that this ended."""
-    if isinstance(problem, DeviceHangs):
-        return Copied.UNREADABLE
-    return Copied.GONE  # a call to the daemon will say more, if there is time left
 
 
 def _tiers_of(rows: Iterable[Placed]) -> set[int]:

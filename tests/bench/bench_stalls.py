@@ -458,15 +458,20 @@ def preview(admin: AdminConnection) -> None:
 
 
 def run_ctl(address: str, *arguments: str) -> None:
-    """Run prefixctl in a process of its own, which does not take the time of this one."""
+    """Run prefixctl in a process of its own, which does not take the time of this one. Reports the
+    most memory that it took."""
     command = [sys.executable, "-c", "from prefixd.client.ctl.main import main; main()"]
-    ended = subprocess.run(
+    with subprocess.Popen(
         [*command, "--address", address, *arguments],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    ) as process:
+        assert process.stderr is not None
+        problem = process.stderr.read()
+        _, status, used = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, problem
+    print(f"prefixctl {arguments[0]}: {used.ru_maxrss / 1024:.0f} MiB at most", file=sys.stderr)
 
 
 def fill(client: Client, entries: int) -> list[Key]:

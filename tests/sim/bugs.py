@@ -14,7 +14,8 @@ from dataclasses import replace
 from typing import Any, Final
 from unittest import mock
 
-from prefixd.client.local import arenas
+from prefixd.client.local import arenas, node
+from prefixd.proto.payload import crc32c, views_of
 from prefixd.server.api import service, sessions
 from prefixd.server.core import reservations, saves, tier_changes, transition
 from prefixd.server.core.effects import Effect, IndexDelete
@@ -287,12 +288,50 @@ def _hung_tier_is_not_marked() -> Any:
     return _replaced(index.IndexWriter, "set_hanging", lambda _real: lambda _self, _tiers: None)
 
 
-#: Functions that plant each bug, by name.
 def _clock_is_believed() -> Any:
     """A start does not go on from the newest generation that a tier has recorded."""
     return _replaced(arena_stores.RecordedStore, "newest", lambda _real: property(lambda _: 0))
 
 
+def _device_awaited_by_the_caller() -> Any:
+    """A read in place waits for the device in the caller's thread."""
+
+    def wrong(_real: Any) -> Any:
+        def cached(self: Any, start: int, room: Any, crc: int, *, check: bool) -> tuple[int, int]:
+            piece = views_of(room)[0]
+            read_bytes = arenas.os.preadv(self._fd, [piece], start)
+            return read_bytes, crc32c(piece[:read_bytes], crc) if check else crc
+
+        return cached
+
+    return _replaced(arenas.FileArena, "_cached", wrong)
+
+
+def _buffer_filled_after_its_call() -> Any:
+    """What a disk brings too late goes into the caller's buffer."""
+
+    def wrong(real: Any) -> Any:
+        def read(self: Any, location: Any, target: Any, deadline: Any, *, check: bool) -> Any:
+            def fill() -> None:
+                arenas.os.preadv(self._fd, views_of(target)[:1], location[0])
+
+            try:
+                return real(self, location, target, deadline, check=check)
+            except TimeoutError:
+                self._reads._threads.submit(fill)
+                raise
+
+        return read
+
+    return _replaced(arenas.FileArena, "_read", wrong)
+
+
+def _arenas_of_the_dead_are_kept() -> Any:
+    """A client keeps the arenas of a session that was replaced."""
+    return _replaced(node.LocalNode, "let_go", lambda _real: lambda _self: None)
+
+
+#: Functions that plant each bug, by name.
 BUGS: Final[dict[str, Callable[[], Any]]] = {
     "budget arithmetic": _budget_arithmetic,
     "publish before verify": _publish_before_verify,
@@ -317,6 +356,9 @@ BUGS: Final[dict[str, Callable[[], Any]]] = {
     "deletes of a recovery are forgotten": _deletes_of_a_recovery_are_forgotten,
     "hung tier is not marked": _hung_tier_is_not_marked,
     "clock is believed": _clock_is_believed,
+    "device awaited by the caller": _device_awaited_by_the_caller,
+    "buffer filled after its call": _buffer_filled_after_its_call,
+    "arenas of the dead are kept": _arenas_of_the_dead_are_kept,
 }
 
 

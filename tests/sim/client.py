@@ -6,10 +6,12 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from prefixd.client.local import arenas
 from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.node import LocalNode
 from prefixd.client.restores import Restore
@@ -43,8 +45,11 @@ BOUND_S: Final = 90
 _CONNECT_ATTEMPTS: Final = 40
 
 
-#: No read waits in a simulation.
+#: Of reads that don't wait: all that find every page in the cache.
 LATER: Final = Deadline(10**9)
+#: How much longer than its deadline a read may take, and when buffers are looked at again.
+_LATE_NS: Final = 100_000_000
+_LOOK_NS: Final = 10_000_000_000
 
 
 class Session:
@@ -74,8 +79,10 @@ class Session:
             fd, _ = descriptors.pop(frames.STAGING)
             self.staging = mmap.mmap(fd, STAGING_BYTES)
             os.close(fd)
-        # Without a connection: the client makes the calls.
-        self.node = LocalNode(descriptors, handed.refused, self.ref, None, DiskReads())  # type: ignore[arg-type]
+        # Without a connection: the client makes the calls. The default of DiskReads is the real
+        # `preadv`.
+        reads = DiskReads(lambda *call: arenas.os.preadv(*call))
+        self.node = LocalNode(descriptors, handed.refused, self.ref, None, reads)  # type: ignore[arg-type]
 
     @property
     def over(self) -> bool:
@@ -139,6 +146,7 @@ class SimClient:
                 if isinstance(refused.error, UnknownSession | StaleIncarnation):
                     self._drop_session()
         self._drop_session()
+        self._let_go()
         self.done = True
 
     def _died(self) -> None:
@@ -207,6 +215,13 @@ class SimClient:
             self.session.call.hang_up()
             self.session = None
 
+    def _let_go(self) -> None:
+        """Every session was replaced: nothing may keep the memory of its daemon."""
+        for session in self._ended:
+            kept = [weakref.ref(arena) for arena in session.node.arenas.values()]
+            session.node.let_go()
+            self.oracle.let_go(sum(arena() is not None for arena in kept))
+
     def ended_session(self) -> Session | None:
         """A random ended session, preferably with an earlier start of the daemon."""
         earlier = [one for one in self._ended if one.daemon is not self.run.daemon]
@@ -258,9 +273,16 @@ class SimClient:
         restore = Restore(entries, views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
-            rest = restore.copied(
-                session.node.copy(Entries(entries), views, [check] * len(entries), LATER)
-            )
+            given_ms = args.get("deadline_ms")
+            deadline = LATER
+            if given_ms is not None:
+                deadline = Deadline(given_ms, clock=lambda: self.world.now_ns / 1e9)
+            copied_ns, stops = self.world.now_ns, self.process.stops
+            copies = session.node.copy(Entries(entries), views, [check] * len(entries), deadline)
+            took_ns = self.world.now_ns - copied_ns
+            if given_ms is not None and stops == self.process.stops:
+                self.oracle.ended(took_ns - given_ms * 1_000_000 - _LATE_NS)
+            rest = restore.copied(copies)
         stopped: MissReason | None = None
         try:
             if rest and claim:
@@ -286,12 +308,21 @@ class SimClient:
                     checked=check,
                     begun_ns=begun_ns,
                 )
+        if args.get("deadline_ms"):
+            for buffer in buffers:
+                self._reuse(buffer)
         if restore.corrupt:
             session.say(suspect=pb.Suspect(keys=restore.corrupt))
         if claim:
             if args["hold_ms"]:
                 self.world.pass_time(args["hold_ms"] * 1_000_000)
             self._release(session, claim)
+
+    def _reuse(self, buffer: bytearray) -> None:
+        """The call is over: use its buffer for something else, which has to stay."""
+        mine = self.random.randbytes(len(buffer))
+        buffer[:] = mine
+        self.world.later(_LOOK_NS, lambda: self.oracle.kept(bytes(buffer) == mine))
 
     def _read(self, session: Session, claim: int, numbers: Sequence[int], restore: Restore) -> None:
         request = pb.ReadRequest(

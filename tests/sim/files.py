@@ -67,6 +67,8 @@ class Devices:
         self.disk.mkdir()
         self.shm.mkdir()
         self.faults: list[Fault] = []
+        #: whether the page cache has nothing: a read that must not wait gets nothing
+        self.cold = False
         #: how often each kind of fault happened
         self.happened: dict[str, int] = {}
         self._files: dict[tuple[int, int], _File | None] = {}
@@ -221,11 +223,12 @@ class SimOs:
         return self._devices.flip(data) if fault == "flipped read" and data else data
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
-        """Every page is in the cache: what waits for a device is another thread's work."""
         file = self._ours(fd)
         if file is None:
             return os.preadv(fd, buffers, offset, flags)
         self._world.operate(5_000)
+        if self._devices.cold and flags & os.RWF_NOWAIT:
+            raise BlockingIOError(errno.EAGAIN, "not in the page cache")
         fault = self._devices.fault("pread", file.path)
         if fault == "read error":
             raise OSError(errno.EIO, "on purpose")

@@ -36,6 +36,8 @@ PINNED: Final = "no pinned entry is evicted"
 ORDER: Final = "the order of eviction survives a restart"
 BOUND: Final = "no wait without a bound"
 PROOF: Final = "no call acts for a session without its secret"
+ENDED: Final = "a call ends by its deadline, and nothing writes into its buffers afterwards"
+LET_GO: Final = "the memory of an ended daemon is let go"
 GONE: Final = "removed entries do not come back, except after a kill"
 DELETED: Final = "what was answered as deleted does not come back, after a kill either"
 HANGS: Final = "readers pass over a tier whose device hangs"
@@ -387,6 +389,22 @@ class Oracle:
             )
         if self.left_ns.get((incarnation, generation), begun_ns) < begun_ns:
             self.fail(READS, f"{name_of(key)} was read after it was removed")
+
+    def ended(self, late_ns: int) -> None:
+        """A read in place has ended so much too late. Up to 0: it has not."""
+        if late_ns > 0:
+            self.fail(ENDED, f"a read in place ended {late_ns / 1e6:.0f} ms too late")
+
+    def kept(self, same: bool) -> None:
+        """A buffer that was used for something else still has its bytes, or not."""
+        self.count(f"buffers that were used again: {same}")
+        if not same:
+            self.fail(ENDED, "a buffer was written to after its call had ended")
+
+    def let_go(self, arenas: int) -> None:
+        """So many arenas of a session that was replaced are still there."""
+        if arenas:
+            self.fail(LET_GO, f"{arenas} arenas of an ended session were kept")
 
     def acknowledged(self, key: Key, payload: bytes, incarnation: bytes) -> None:
         """Check that an acknowledged payload was published."""

@@ -20,6 +20,7 @@ _RESTARTS_RATE: Final = 0.15
 _RESIZES_RATE: Final = 0.25
 _ENLARGED_RATE: Final = 0.12
 _REGRETTED_RATE: Final = 0.05
+_COLD_RATE: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Plan:
     - `batch_ms`: the duration of one recovery batch
     - `lies`: whether file reads may return wrong bytes
     - `flips`: whether stored bits may flip
+    - `cold`: whether no read of a disk finds anything in the page cache
     """
 
     seed: int
@@ -60,6 +62,7 @@ class Plan:
     batch_ms: int
     lies: bool
     flips: bool
+    cold: bool = False
 
     def of(self, actor: str) -> list[Step]:
         return [step for step in self.steps if step.actor == actor]
@@ -109,6 +112,10 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
     regrets = regretted.random() < _REGRETTED_RATE and not restarts
     if regrets:
         drawn = [*_regretted(regretted), *drawn]
+    chilled = random.Random(f"cold {seed}")
+    cold = chilled.random() < _COLD_RATE and not restarts
+    if cold:
+        drawn = [*_cold(chilled), *drawn]
     # A separate generator keeps the plans of all other seeds unchanged. Holes are punched into the
     # real file below, at once and durably.
     resizes = random.Random(f"resizes {seed}")
@@ -138,6 +145,7 @@ def plan_of(seed: int, steps: int = STEPS) -> Plan:
         batch_ms=max(draw.choice([0, 0, 200, 2000]), 2000 * regrets),
         lies="flipped read" in kinds,
         flips=flips,
+        cold=cold,
     )
 
 
@@ -169,6 +177,24 @@ def _regretted(draw: random.Random) -> list[Step]:
         Step(901, NEMESIS, "kill", kill | {"pause_ms": 4000, "start_ops": 0}),
         Step(621, "client0", "delete", {"keys": keys, "pause_ms": draw.choice([1300, 1700])}),
         Step(902, NEMESIS, "kill", kill | {"pause_ms": draw.choice([500, 1000]), "start_ops": 0}),
+    ]
+
+
+def _cold(draw: random.Random) -> list[Step]:
+    """A disk hangs while a client reads it in place, which gives up and uses its buffers again."""
+    keys = [0, 1, 2]
+    well = {"how": "save", "behaves": "well", "together": 99, "quiet": False, "wait_ms": 0}
+    save = {"tier": "disk", "keys": keys, "sizes": [9000] * 3, "pause_ms": 0}
+    read = {"keys": keys, "claim": False, "place": True, "check": draw.random() < 0.5}
+    read |= {"stale": False, "wait_ms": 0, "hold_ms": 0, "pieces": 1, "stop_in": 0}
+    hang = {"fault": "hang", "part": "disk/arena", "rate": 1.0, "times": 1000}
+    return [
+        Step(630, "client0", "save", well | save),
+        Step(910, NEMESIS, "fault", hang | {"pause_ms": draw.choice([900, 1100]), "for_ms": 4000}),
+        *(
+            Step(631 + n, "client0", "restore", read | {"pause_ms": pause_ms, "deadline_ms": 300})
+            for n, pause_ms in enumerate((1200, 0, 100, 5000))
+        ),
     ]
 
 

@@ -313,8 +313,8 @@ def _quiet() -> Iterator[None]:
             mock.patch.object(devices, "_LOOK_S", 1.0),
             mock.patch.object(arenas, "RELEASE_BYTES", 1),
             mock.patch.object(arenas, "_PIECE_BYTES", SLAB),
-            # The kernel reads without `os`, where the faults of devices are.
-            mock.patch.object(arenas.FileArena, "_cached_rows", return_value=(0, [])),
+            # The kernel copies in one piece, and reads without `os`, where the faults are.
+            mock.patch.object(arenas, "native", None),
             mock.patch.object(arena, "RELEASE_BYTES", 1),
             mock.patch.multiple(
                 incoming,
@@ -357,6 +357,7 @@ def run(plan: Plan) -> Outcome:
 def _run(plan: Plan, directory: Path) -> Outcome:
     world = World(plan.seed, yield_rate=plan.yield_rate)
     devices = Devices(world, directory)
+    devices.cold = plan.cold
     with installed(world, devices):
         one: Run | None = None
         try:

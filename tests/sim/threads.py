@@ -60,7 +60,10 @@ class SimCondition:
 
     def wait(self, timeout: float | None = None) -> bool:
         world = self._world
-        until_ns = None if timeout is None else world.now_ns + int(timeout * 1e9)
+        until_ns = None
+        if timeout is not None:
+            # At least a nanosecond, or a wait for less would end at once and for ever.
+            until_ns = world.now_ns + (int(timeout * 1e9) or 1)
         notified = [False]
         waiting = (world.current, notified)
         self._waiting.append(waiting)

@@ -59,6 +59,8 @@ class Process:
         self.kill_at_sync: int | None = None
         self.stop_at_op: int | None = None
         self.stop_for_ns = 0
+        #: how often it was stopped
+        self.stops = 0
         self.fibers: list[Fiber] = []
         #: called at the moment of its death
         self.when_dead: list[Callable[[], None]] = []
@@ -175,6 +177,7 @@ class World:
         self.now_ns += usual_ns
         if process.stop_at_op is not None and process.ops >= process.stop_at_op:
             process.stop_at_op = None
+            process.stops += 1
             process.stopped_until_ns = self.now_ns + process.stop_for_ns
             self.pass_time(1)
         if self.random.random() < self.yield_rate:
