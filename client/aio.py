@@ -179,6 +179,10 @@ class Pending(Coroutine[Any, Any, R]):
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"a coroutine has no {name!r}: await the call first")
 
+    def __bool__(self) -> bool:
+        # It would be true, whatever the call finds.
+        raise TypeError("a coroutine is neither true nor false: await the call first")
+
     def send(self, value: Any) -> Any:
         return self._call.send(value)
 

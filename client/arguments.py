@@ -48,7 +48,10 @@ def instances(what: str, values: Iterable[T], kind: type[T]) -> list[T]:
 
 
 def sequence(what: str, values: Sequence[T]) -> Sequence[T]:
-    """Something with a length. Raises CallerError."""
+    """Something with a length, and not bytes, which people give for a list of them. Raises
+    CallerError."""
+    if isinstance(values, str | bytes | bytearray):
+        raise CallerError(f"{what} are a list, not {_shown(values)}")
     try:
         len(values)
     except TypeError:
@@ -58,6 +61,8 @@ def sequence(what: str, values: Sequence[T]) -> Sequence[T]:
 
 def checked_keys(keys: Sequence[Key], most: int | None = None) -> list[Key]:
     """The keys, or so many of the first. Raises InvalidKey."""
+    if isinstance(keys, str | bytes | bytearray | memoryview):
+        raise InvalidKey("keys are a list of keys: write [key] for one")
     try:
         keys = list(keys if most is None else islice(keys, most))
     except TypeError:
@@ -70,4 +75,7 @@ def checked_keys(keys: Sequence[Key], most: int | None = None) -> list[Key]:
 def _shown(value: Any) -> str:
     """A value in a message, for people: large ones by their type."""
     text = repr(value) if isinstance(value, str | int | float | None) else ""
-    return text if 0 < len(text) <= 40 else f"a {type(value).__name__}"
+    if 0 < len(text) <= 40:
+        return text
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"

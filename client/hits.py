@@ -73,11 +73,13 @@ class Hit(HitFacts):
         is reported to the daemon. If the claim was lost before the last byte was read, nothing
         counts as restored. The result is true when there are buffers and each holds what was saved;
         `result.misses` says of each why it does not, `result.run` how many do from the first on,
-        `result.token_count` how many tokens that saves. Raises InvalidSize for more buffers than
-        entries, and for entries that don't exist.
+        `result.token_count` how many tokens that saves. An empty hit restores nothing, whatever the
+        buffers. Raises InvalidSize for more buffers than entries, and for entries that don't exist.
         """
         sequence("buffers", buffers)
-        if indices is None:
+        if not self:
+            buffers = indices = ()
+        elif indices is None:
             indices = range(len(buffers))
             if len(buffers) > len(self):
                 raise InvalidSize(f"{len(buffers)} buffers for a hit of {len(self)} entries")
@@ -101,10 +103,13 @@ class Hit(HitFacts):
         return self._reader.restore_async(self, buffers, indices, deadline_ms)
 
     def read(self, index: int, *, deadline_ms: int | None = None) -> bytes | None:
-        """The payload of entry `index`, verified as a restore is; None: a miss.
+        """The payload of entry `index`, verified as a restore is; None: a miss. Of an empty hit
+        every entry is one.
 
-        Raises InvalidSize if there is no such entry; entries are counted from 0.
+        Raises InvalidSize if a hit has no such entry; entries are counted from 0.
         """
+        if not self:
+            return None
         buffer = bytearray(self._entry(index).payload_bytes)
         restored = self._reader.restore(self, [index], [buffer], deadline_ms)
         return bytes(buffer) if restored else None

@@ -483,7 +483,7 @@ def _checked_writes(
 
 def _checked_terms(terms: SaveTerms) -> SaveTerms:
     if not isinstance(terms.tier, Tier):
-        raise UnknownTier(f"a tier is one of Tier, not {terms.tier!r}")
+        raise UnknownTier(f"a tier is one of Tier, such as Tier.RAM, not {terms.tier!r}")
     if not isinstance(terms.reason, SaveReason):
         raise UnknownReason(f"a save reason is one of SaveReason, not {terms.reason!r}")
     whole("wait_ms", terms.wait_ms, 0, MAX_WAIT_MS)

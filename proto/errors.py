@@ -242,6 +242,21 @@ def metadata_of(error: PrefixdError) -> tuple[tuple[str, str], ...]:
     )
 
 
+#: Parts of gRPC's words for a connection that fails, and what people are told instead.
+_CONNECTION_WORDS: Final = {
+    "before receiving SETTINGS": "it does not answer",
+    "Connection refused": "no process listens there",
+    "DNS resolution failed": "its name is not known",
+    "No route to host": "there is no route to its host",
+    "Network is unreachable": "its network can't be reached",
+    "CERTIFICATE_VERIFY_FAILED": "its certificate is not one that this client trusts",
+    "WRONG_VERSION_NUMBER": "it does not speak TLS",
+    "handshake failed": "the TLS handshake failed",
+    "Connection reset by peer": "it closed the connection",
+    "Socket closed": "it closed the connection",
+}
+
+
 def from_grpc(error: grpc.RpcError) -> PrefixdError:
     """The error that the daemon raised, or the class for a failure of the transport.
 
@@ -255,7 +270,8 @@ def from_grpc(error: grpc.RpcError) -> PrefixdError:
     name, retry = metadata.get(ERROR_METADATA), metadata.get(RETRY_METADATA)
     if isinstance(name, str) and name in BY_NAME:
         return BY_NAME[name](details)
-    translated = TRANSPORT_CODES[Code[code.name]](details)
+    known = (words for part, words in _CONNECTION_WORDS.items() if part in details)
+    translated = TRANSPORT_CODES[Code[code.name]](next(known, details))
     if retry is not None:
         translated.retryable = retry == "1"
     return translated

@@ -70,7 +70,7 @@ def check_key(key: Buffer) -> Key:
             key = memoryview(key).tobytes()
         except TypeError:
             raise InvalidKey(
-                f"a key is {KEY_BYTES} bytes, this is a {type(key).__name__}"
+                f"a key is {KEY_BYTES} bytes, this is of type {type(key).__name__}"
             ) from None
     if len(key) != KEY_BYTES:
         raise InvalidKey(f"a key is {KEY_BYTES} bytes, this has {len(key)}")
@@ -219,7 +219,10 @@ def _context_value(name: str, value: object) -> tuple[bytes, bytes]:
 
 def _check_bytes(what: str, value: object, length_bytes: int) -> None:
     if not isinstance(value, bytes):
-        raise InvalidNamespace(f"{what} is {length_bytes} bytes, not a {type(value).__name__}")
+        kind = type(value).__name__
+        raise InvalidNamespace(
+            f"{what} is {length_bytes} bytes, such as sha256(...).digest(), not of type {kind}"
+        )
     if len(value) != length_bytes:
         raise InvalidNamespace(f"{what} is {length_bytes} bytes, this has {len(value)}")
 

@@ -58,11 +58,27 @@ def raw_bytes(sequence: Sequence[int] | memoryview) -> bytes | memoryview:
     items = sequence.tolist() if isinstance(sequence, memoryview) else sequence
     try:
         words = array("I", items)
-    except (OverflowError, TypeError) as problem:
-        raise InvalidTokens(f"token ids are ints in 0 ... {MAX_TOKEN_ID}: {problem}") from None
+    except (OverflowError, TypeError):
+        raise InvalidTokens(
+            f"token ids are ints in 0 ... {MAX_TOKEN_ID}, {_wrong(items)}"
+        ) from None
     if not _LITTLE:
         words.byteswap()
     return words.tobytes()
+
+
+def _wrong(items: Sequence[object]) -> str:
+    """What of a sequence is no token id, for people."""
+    if isinstance(items, str):
+        return "this is text"
+    for number, item in enumerate(items):
+        try:
+            array("I", [item])  # type: ignore[type-var]  # it is tried
+        except (OverflowError, TypeError):
+            shown = repr(item) if isinstance(item, str | int | float | None) else ""
+            what = shown if 0 < len(shown) <= 40 else f"of type {type(item).__name__}"
+            return f"number {number} is {what}"
+    return f"not a {type(items).__name__}"
 
 
 def sliceable(tokens: Tokens) -> Sequence[int] | memoryview:

@@ -34,6 +34,15 @@ _WHY: Final = {
 }
 
 
+def what_to_do(why: str) -> str:
+    """The next step of a user whose client found no daemon."""
+    if DENIED in why:
+        return "Run this as the daemon's user, or set its option server.socket_mode"
+    if NOT_RELIED_ON in why:
+        return "Run this as that user"
+    return "Start one with `prefixd`, or say where it is: Client(address), or $PREFIXD_ADDRESS"
+
+
 class Reached:
     """A daemon's address that gRPC may connect to until it is closed."""
 

@@ -37,7 +37,7 @@ from ..counters import Counters
 from .connection import Connection
 from .deadline import Deadline
 from .link import Link
-from .reach import reach
+from .reach import reach, what_to_do
 from .security import Security
 
 #: Without a handler of its own: in a program that has not set up logging, its warnings go to
@@ -271,7 +271,7 @@ class SessionKeeper:
             told, self._told = self._told, True
             self._why_down = why
         if not told:
-            logger.warning("%s; every call is a miss until there is one; will keep trying", why)
+            logger.warning("%s. %s. Until then every call is a miss", why, what_to_do(why))
         self._enter(_State.DOWN)
 
     def _attempt(self) -> None:

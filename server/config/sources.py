@@ -255,7 +255,9 @@ def _flags(
                 value = extra[position + 1]
             given[name.removeprefix("--")] = Given(value, name)
         elif not position or not extra[position - 1].startswith("--"):
-            found.problems.append(f"command line: {word!r} belongs to no flag")
+            found.problems.append(
+                f"command line: {word!r} belongs to no flag (commands are those of prefixctl)"
+            )
     for path, flag in list(given.items()):
         if flag.value is None:
             found.problems.append(f"{path} ({flag.origin}): the value is missing")

@@ -28,12 +28,20 @@ MISTAKES: dict[str, Callable[[Any], object]] = {
     "write unix:/path or host:port, as unix:/": lambda _: Client("run/prefixd.sock"),
     "'host' is no address: write unix:/path or host:port": lambda _: Client("host"),
     "a key is 32 bytes, this has 5": lambda c: c.claim([b"short"]),
-    "a key is 32 bytes, this is a int": lambda c: c.claim(ONE),
-    "a tier is one of Tier, not 'ram'": lambda c: c.save(ONE, b"a", tier="ram"),
+    "keys are a list of keys: write [key] for one": lambda c: c.claim(ONE),
+    "a key is 32 bytes, this is of type int": lambda c: c.claim([1]),
+    "a tier is one of Tier, such as Tier.RAM, not 'ram'": lambda c: c.save(ONE, b"a", tier="ram"),
     "items[0] is a SaveItem, not a tuple": lambda c: c.save_many([(ONE, b"a")], tier=Tier.RAM),
     "a namespace is a Namespace, not a str": lambda c: c.longest_prefix("llama", [1]),
-    "fingerprint is 32 bytes, not a str": lambda _: Namespace("llama", "q", bytes(32)),  # type: ignore[arg-type]
-    "token ids are ints in 0 ... 2147483647": lambda c: c.longest_prefix(NAMESPACE, "hello"),
+    "fingerprint is 32 bytes, such as sha256(...).digest(), not of type str": lambda _: Namespace(
+        "llama", "q", bytes(32)
+    ),  # type: ignore[arg-type]
+    "token ids are ints in 0 ... 2147483647, this is text": lambda c: c.longest_prefix(
+        NAMESPACE, "hello"
+    ),
+    "token ids are ints in 0 ... 2147483647, number 1 is 2.5": lambda c: c.longest_prefix(
+        NAMESPACE, [1, 2.5]
+    ),
     "deadline_ms is a whole number, not 0.5": lambda c: c.claim([ONE], deadline_ms=0.5),
     "verify is one of always, disk, never, not True": lambda _: Client(verify=True),  # type: ignore[arg-type]
     "token_count (or None) is in 1 ... 4294967295, not 0": lambda c: c.save(
@@ -55,9 +63,23 @@ def test_no_daemon_is_a_miss_and_one_line_of_the_log(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, "prefixd.client"), Client(NOWHERE) as client:
         for _ in range(3):
             assert client.claim([ONE]).miss is MissReason.UNAVAILABLE
-    assert [line for line in caplog.messages if "no daemon at" in line and NOWHERE in line]
+    words = "Start one with `prefixd`, or say where it is: Client(address), or $PREFIXD_ADDRESS"
+    assert [line for line in caplog.messages if f"no daemon at {NOWHERE}" in line and words in line]
+    assert "Start one with" in PAGE
     with pytest.raises(CallerError, match="this client is closed"):
         client.claim([ONE])
+
+
+def test_what_is_done_with_an_empty_hit_is_a_miss() -> None:
+    """A program that was tried with a daemon only must not fail without one."""
+    with Client(NOWHERE) as client, client.claim([ONE]) as hit:
+        restored = hit.restore_into([bytearray(9)])
+        assert (bool(restored), restored.miss) == (False, MissReason.UNAVAILABLE)
+        assert not hit.restore_into([bytearray(9)], indices=[0])
+        assert hit.restore_async([bytearray(9)]).result().miss is MissReason.UNAVAILABLE
+        assert hit.read(0) is None
+        with pytest.raises(CallerError, match="buffers are a list, not a bytearray"):
+            hit.restore_into(bytearray(9))  # type: ignore[arg-type]
 
 
 def test_a_forgotten_await_says_so() -> None:
@@ -65,6 +87,8 @@ def test_a_forgotten_await_says_so() -> None:
     call = client.claim([ONE])
     with pytest.raises(AttributeError, match="await the call first"):
         call.keys  # type: ignore[attr-defined]  # noqa: B018  # it is the mistake
+    with pytest.raises(TypeError, match="neither true nor false: await the call first"):
+        bool(call)
     call.close()
     client.client.close()
 

@@ -193,3 +193,29 @@ def test_an_error_is_raised_with_a_sentence_and_caught_by_its_family() -> None:
         raise BY_NAME["record_error"]("the payload at offset 7 is damaged")
     with pytest.raises(ValueError, match="31 bytes"):
         raise BY_NAME["invalid_key"]("31 bytes")
+
+
+@pytest.mark.parametrize(
+    ("details", "words"),
+    [
+        ("{0} timed out before receiving SETTINGS frame", "it does not answer"),
+        ("{0} connect: Connection refused (111)", "no process listens there"),
+        ("{0} Ssl handshake failed: CERTIFICATE_VERIFY_FAILED", "its certificate is not one"),
+        ("what gRPC never said before", "what gRPC never said before"),
+    ],
+)
+def test_a_connection_that_fails_is_told_in_words_for_people(details: str, words: str) -> None:
+    class Failed(grpc.RpcError):
+        def code(self) -> grpc.StatusCode:
+            return grpc.StatusCode.UNAVAILABLE
+
+        def details(self) -> str:
+            return details.format("failed to connect to all addresses; last error: UNKNOWN:")
+
+        def trailing_metadata(self) -> None:
+            return None
+
+    said = from_grpc(Failed())
+    assert isinstance(said, DaemonUnavailable)
+    assert str(said).startswith(words)
+    assert "last error" not in str(said)

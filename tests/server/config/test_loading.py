@@ -218,7 +218,7 @@ def test_everything_wrong_is_said_at_once_and_where_it_came_from(tmp_path: Path)
         env={"PREFIXD_SHM__SLAB": "5000", "PREFIXD_DISC__BUDGET": "1GiB"},
     )
     assert lines == [
-        "command line: 'stray' belongs to no flag",
+        "command line: 'stray' belongs to no flag (commands are those of prefixctl)",
         "shm.budget (--shm): the value is missing",
         f"typo = 1 (from {file}): there is no such option",
         "disc.budget = '1GiB' (from PREFIXD_DISC__BUDGET): there is no such option; "
