@@ -333,7 +333,7 @@ class Counters:
             self._amounts["saved_entries",] += sum(saved)
             self._amounts["saved_bytes",] += sum(compress(payload_bytes, saved))
             for (status, (tier, reason)), entries in ended.items():
-                self._amounts["saves", tier, reason, status.label] += entries
+                self._amounts["saves", tier, reason, status] += entries
 
     @property
     def to_report(self) -> bool:
@@ -422,7 +422,7 @@ class Counters:
                 case "misses" | "failures" | "missed_tokens" | "rpcs":
                     groups[name][of[0]] += amount
                 case "saves":
-                    groups[name][of[-1]] += amount
+                    groups[name][of[-1].label] += amount
                 case "restore_times":
                     scalars["restores"] += amount
                 case "restore_ns":

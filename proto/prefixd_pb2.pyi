@@ -12,6 +12,8 @@ Conventions
     never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
   * An rpc may have the metadata `traceparent` (proto/frames.py).
+  * What can only be one of a few things is an enumeration. Keys of maps can't be: where they are its
+    members, they are the names in lower case without the prefix (MISS_REASON_IN_FLIGHT: in_flight).
 """
 
 import builtins
@@ -82,6 +84,136 @@ SAVE_REASON_EVICT: SaveReason.ValueType  # 4
 SAVE_REASON_SHUTDOWN: SaveReason.ValueType  # 5
 """the engine is about to stop"""
 Global___SaveReason: typing_extensions.TypeAlias = SaveReason
+
+class _MissReason:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _MissReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_MissReason.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    MISS_REASON_UNSPECIFIED: _MissReason.ValueType  # 0
+    MISS_REASON_ABSENT: _MissReason.ValueType  # 1
+    """What a client knows of its look-ups and restores, and reports:
+    it was never saved, or it left
+    """
+    MISS_REASON_IN_FLIGHT: _MissReason.ValueType  # 2
+    """it is being saved"""
+    MISS_REASON_UNAVAILABLE: _MissReason.ValueType  # 3
+    """no daemon answers, or it is stopping"""
+    MISS_REASON_DEADLINE: _MissReason.ValueType  # 4
+    """the call took too long"""
+    MISS_REASON_CORRUPT: _MissReason.ValueType  # 5
+    """the bytes do not match their checksum"""
+    MISS_REASON_DROPPED: _MissReason.ValueType  # 6
+    """too many calls waited, or the client was closed"""
+    MISS_REASON_UNREADABLE: _MissReason.ValueType  # 7
+    """the daemon could not read the bytes"""
+    MISS_REASON_LOST: _MissReason.ValueType  # 8
+    """the claim ended before the bytes were read"""
+    MISS_REASON_WRONG_SIZE: _MissReason.ValueType  # 9
+    """buffer and payload differ in size"""
+    MISS_REASON_SLOW: _MissReason.ValueType  # 10
+    """computing it is estimated to be faster than loading it"""
+    MISS_REASON_REFUSED: _MissReason.ValueType  # 11
+    """the daemon had a reason of its own"""
+    MISS_REASON_UNEXPECTED: _MissReason.ValueType  # 12
+    """the answer does not follow the contract"""
+    MISS_REASON_PARTIAL_BLOCK: _MissReason.ValueType  # 13
+    """tokens only: they fill no block, so there is no key for them"""
+    MISS_REASON_NEVER_SAVED: _MissReason.ValueType  # 14
+    """What became of an absent key, by the daemon's journal (see Missed):
+    it was not saved since the daemon's start
+    """
+    MISS_REASON_EVICTED: _MissReason.ValueType  # 15
+    MISS_REASON_DELETED: _MissReason.ValueType  # 16
+    MISS_REASON_DAMAGED: _MissReason.ValueType  # 17
+    MISS_REASON_REPLACED: _MissReason.ValueType  # 18
+    MISS_REASON_TOO_OLD: _MissReason.ValueType  # 19
+    """It was saved, and left longer ago than the journal reaches back; or there is no journal."""
+    MISS_REASON_BEFORE_START: _MissReason.ValueType  # 20
+    """The daemon started a short time ago, and the key may be of its earlier life."""
+    MISS_REASON_NOT_TOLD: _MissReason.ValueType  # 21
+    """The client did not report the key, or only some of the prefixes that it looked for."""
+
+class MissReason(_MissReason, metaclass=_MissReasonEnumTypeWrapper):
+    """Why something was not served from the cache."""
+
+MISS_REASON_UNSPECIFIED: MissReason.ValueType  # 0
+MISS_REASON_ABSENT: MissReason.ValueType  # 1
+"""What a client knows of its look-ups and restores, and reports:
+it was never saved, or it left
+"""
+MISS_REASON_IN_FLIGHT: MissReason.ValueType  # 2
+"""it is being saved"""
+MISS_REASON_UNAVAILABLE: MissReason.ValueType  # 3
+"""no daemon answers, or it is stopping"""
+MISS_REASON_DEADLINE: MissReason.ValueType  # 4
+"""the call took too long"""
+MISS_REASON_CORRUPT: MissReason.ValueType  # 5
+"""the bytes do not match their checksum"""
+MISS_REASON_DROPPED: MissReason.ValueType  # 6
+"""too many calls waited, or the client was closed"""
+MISS_REASON_UNREADABLE: MissReason.ValueType  # 7
+"""the daemon could not read the bytes"""
+MISS_REASON_LOST: MissReason.ValueType  # 8
+"""the claim ended before the bytes were read"""
+MISS_REASON_WRONG_SIZE: MissReason.ValueType  # 9
+"""buffer and payload differ in size"""
+MISS_REASON_SLOW: MissReason.ValueType  # 10
+"""computing it is estimated to be faster than loading it"""
+MISS_REASON_REFUSED: MissReason.ValueType  # 11
+"""the daemon had a reason of its own"""
+MISS_REASON_UNEXPECTED: MissReason.ValueType  # 12
+"""the answer does not follow the contract"""
+MISS_REASON_PARTIAL_BLOCK: MissReason.ValueType  # 13
+"""tokens only: they fill no block, so there is no key for them"""
+MISS_REASON_NEVER_SAVED: MissReason.ValueType  # 14
+"""What became of an absent key, by the daemon's journal (see Missed):
+it was not saved since the daemon's start
+"""
+MISS_REASON_EVICTED: MissReason.ValueType  # 15
+MISS_REASON_DELETED: MissReason.ValueType  # 16
+MISS_REASON_DAMAGED: MissReason.ValueType  # 17
+MISS_REASON_REPLACED: MissReason.ValueType  # 18
+MISS_REASON_TOO_OLD: MissReason.ValueType  # 19
+"""It was saved, and left longer ago than the journal reaches back; or there is no journal."""
+MISS_REASON_BEFORE_START: MissReason.ValueType  # 20
+"""The daemon started a short time ago, and the key may be of its earlier life."""
+MISS_REASON_NOT_TOLD: MissReason.ValueType  # 21
+"""The client did not report the key, or only some of the prefixes that it looked for."""
+Global___MissReason: typing_extensions.TypeAlias = MissReason
+
+class _EvictionCause:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictionCauseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictionCause.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICTION_CAUSE_UNSPECIFIED: _EvictionCause.ValueType  # 0
+    """it was not evicted"""
+    EVICTION_CAUSE_SAVE: _EvictionCause.ValueType  # 1
+    """a save needed its room"""
+    EVICTION_CAUSE_OPERATOR: _EvictionCause.ValueType  # 2
+    """an operator asked for room"""
+    EVICTION_CAUSE_RESIZE: _EvictionCause.ValueType  # 3
+    """an operator made the tier smaller"""
+    EVICTION_CAUSE_PRESSURE: _EvictionCause.ValueType  # 4
+    """memory was short"""
+
+class EvictionCause(_EvictionCause, metaclass=_EvictionCauseEnumTypeWrapper):
+    """Why an entry was evicted."""
+
+EVICTION_CAUSE_UNSPECIFIED: EvictionCause.ValueType  # 0
+"""it was not evicted"""
+EVICTION_CAUSE_SAVE: EvictionCause.ValueType  # 1
+"""a save needed its room"""
+EVICTION_CAUSE_OPERATOR: EvictionCause.ValueType  # 2
+"""an operator asked for room"""
+EVICTION_CAUSE_RESIZE: EvictionCause.ValueType  # 3
+"""an operator made the tier smaller"""
+EVICTION_CAUSE_PRESSURE: EvictionCause.ValueType  # 4
+"""memory was short"""
+Global___EvictionCause: typing_extensions.TypeAlias = EvictionCause
 
 class _Presence:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -236,6 +368,14 @@ class _SaveStatusEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     """the tier's device has no space, although its budget has; may succeed later"""
     SAVE_STATUS_FAILED: _SaveStatus.ValueType  # 10
     """the store failed; may succeed later"""
+    SAVE_STATUS_DROPPED: _SaveStatus.ValueType  # 100
+    """Only clients report these, in SavedUsage:
+    too many saves were waiting already, or the client was closed
+    """
+    SAVE_STATUS_UNAVAILABLE: _SaveStatus.ValueType  # 101
+    """no daemon answers, or it is stopping"""
+    SAVE_STATUS_DEADLINE: _SaveStatus.ValueType  # 102
+    """it took too long; it may still be published"""
 
 class SaveStatus(_SaveStatus, metaclass=_SaveStatusEnumTypeWrapper): ...
 
@@ -256,6 +396,14 @@ SAVE_STATUS_DEVICE_FULL: SaveStatus.ValueType  # 9
 """the tier's device has no space, although its budget has; may succeed later"""
 SAVE_STATUS_FAILED: SaveStatus.ValueType  # 10
 """the store failed; may succeed later"""
+SAVE_STATUS_DROPPED: SaveStatus.ValueType  # 100
+"""Only clients report these, in SavedUsage:
+too many saves were waiting already, or the client was closed
+"""
+SAVE_STATUS_UNAVAILABLE: SaveStatus.ValueType  # 101
+"""no daemon answers, or it is stopping"""
+SAVE_STATUS_DEADLINE: SaveStatus.ValueType  # 102
+"""it took too long; it may still be published"""
 Global___SaveStatus: typing_extensions.TypeAlias = SaveStatus
 
 class _DeleteStatus:
@@ -292,6 +440,186 @@ DELETE_STATUS_ERASING: DeleteStatus.ValueType  # 5
 yet: if the daemon ends before it does, an entry of this key may come back.
 """
 Global___DeleteStatus: typing_extensions.TypeAlias = DeleteStatus
+
+class _EvictionPolicy:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EvictionPolicyEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EvictionPolicy.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EVICTION_POLICY_UNSPECIFIED: _EvictionPolicy.ValueType  # 0
+    EVICTION_POLICY_LRU: _EvictionPolicy.ValueType  # 1
+    EVICTION_POLICY_LFU: _EvictionPolicy.ValueType  # 2
+    EVICTION_POLICY_FIFO: _EvictionPolicy.ValueType  # 3
+    EVICTION_POLICY_S3FIFO: _EvictionPolicy.ValueType  # 4
+    EVICTION_POLICY_ARC: _EvictionPolicy.ValueType  # 5
+
+class EvictionPolicy(_EvictionPolicy, metaclass=_EvictionPolicyEnumTypeWrapper): ...
+
+EVICTION_POLICY_UNSPECIFIED: EvictionPolicy.ValueType  # 0
+EVICTION_POLICY_LRU: EvictionPolicy.ValueType  # 1
+EVICTION_POLICY_LFU: EvictionPolicy.ValueType  # 2
+EVICTION_POLICY_FIFO: EvictionPolicy.ValueType  # 3
+EVICTION_POLICY_S3FIFO: EvictionPolicy.ValueType  # 4
+EVICTION_POLICY_ARC: EvictionPolicy.ValueType  # 5
+Global___EvictionPolicy: typing_extensions.TypeAlias = EvictionPolicy
+
+class _TierState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _TierStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_TierState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    TIER_STATE_UNSPECIFIED: _TierState.ValueType  # 0
+    TIER_STATE_SERVING: _TierState.ValueType  # 1
+    TIER_STATE_RECOVERING: _TierState.ValueType  # 2
+    """not all of its entries are known yet: no saves"""
+    TIER_STATE_HUNG: _TierState.ValueType  # 3
+    """its device does not answer: no saves, no claims"""
+    TIER_STATE_UNAVAILABLE: _TierState.ValueType  # 4
+    """its store could not be opened yet: nothing of it is known"""
+
+class TierState(_TierState, metaclass=_TierStateEnumTypeWrapper):
+    """What a tier can do at the moment."""
+
+TIER_STATE_UNSPECIFIED: TierState.ValueType  # 0
+TIER_STATE_SERVING: TierState.ValueType  # 1
+TIER_STATE_RECOVERING: TierState.ValueType  # 2
+"""not all of its entries are known yet: no saves"""
+TIER_STATE_HUNG: TierState.ValueType  # 3
+"""its device does not answer: no saves, no claims"""
+TIER_STATE_UNAVAILABLE: TierState.ValueType  # 4
+"""its store could not be opened yet: nothing of it is known"""
+Global___TierState: typing_extensions.TypeAlias = TierState
+
+class _SharedNodeState:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SharedNodeStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SharedNodeState.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SHARED_NODE_STATE_UNSPECIFIED: _SharedNodeState.ValueType  # 0
+    SHARED_NODE_STATE_SERVING: _SharedNodeState.ValueType  # 1
+    SHARED_NODE_STATE_RESTING: _SharedNodeState.ValueType  # 2
+    """it missed deadlines, and is not used for a while"""
+    SHARED_NODE_STATE_UNREACHABLE: _SharedNodeState.ValueType  # 3
+
+class SharedNodeState(_SharedNodeState, metaclass=_SharedNodeStateEnumTypeWrapper): ...
+
+SHARED_NODE_STATE_UNSPECIFIED: SharedNodeState.ValueType  # 0
+SHARED_NODE_STATE_SERVING: SharedNodeState.ValueType  # 1
+SHARED_NODE_STATE_RESTING: SharedNodeState.ValueType  # 2
+"""it missed deadlines, and is not used for a while"""
+SHARED_NODE_STATE_UNREACHABLE: SharedNodeState.ValueType  # 3
+Global___SharedNodeState: typing_extensions.TypeAlias = SharedNodeState
+
+class _SaveStage:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SaveStageEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SaveStage.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SAVE_STAGE_UNSPECIFIED: _SaveStage.ValueType  # 0
+    SAVE_STAGE_RESERVED: _SaveStage.ValueType  # 1
+    """nothing was written yet"""
+    SAVE_STAGE_WRITING: _SaveStage.ValueType  # 2
+    SAVE_STAGE_COMMITTING: _SaveStage.ValueType  # 3
+    """all bytes are there, and its tier makes them durable"""
+    SAVE_STAGE_DOOMED: _SaveStage.ValueType  # 4
+    """it ended, and its writer still writes"""
+
+class SaveStage(_SaveStage, metaclass=_SaveStageEnumTypeWrapper): ...
+
+SAVE_STAGE_UNSPECIFIED: SaveStage.ValueType  # 0
+SAVE_STAGE_RESERVED: SaveStage.ValueType  # 1
+"""nothing was written yet"""
+SAVE_STAGE_WRITING: SaveStage.ValueType  # 2
+SAVE_STAGE_COMMITTING: SaveStage.ValueType  # 3
+"""all bytes are there, and its tier makes them durable"""
+SAVE_STAGE_DOOMED: SaveStage.ValueType  # 4
+"""it ended, and its writer still writes"""
+Global___SaveStage: typing_extensions.TypeAlias = SaveStage
+
+class _LogLevel:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _LogLevelEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_LogLevel.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    LOG_LEVEL_UNSPECIFIED: _LogLevel.ValueType  # 0
+    """refused"""
+    LOG_LEVEL_DEBUG: _LogLevel.ValueType  # 1
+    LOG_LEVEL_INFO: _LogLevel.ValueType  # 2
+    LOG_LEVEL_WARNING: _LogLevel.ValueType  # 3
+    LOG_LEVEL_ERROR: _LogLevel.ValueType  # 4
+
+class LogLevel(_LogLevel, metaclass=_LogLevelEnumTypeWrapper): ...
+
+LOG_LEVEL_UNSPECIFIED: LogLevel.ValueType  # 0
+"""refused"""
+LOG_LEVEL_DEBUG: LogLevel.ValueType  # 1
+LOG_LEVEL_INFO: LogLevel.ValueType  # 2
+LOG_LEVEL_WARNING: LogLevel.ValueType  # 3
+LOG_LEVEL_ERROR: LogLevel.ValueType  # 4
+Global___LogLevel: typing_extensions.TypeAlias = LogLevel
+
+class _KeyEventKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _KeyEventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_KeyEventKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    KEY_EVENT_KIND_UNSPECIFIED: _KeyEventKind.ValueType  # 0
+    KEY_EVENT_KIND_SAVED: _KeyEventKind.ValueType  # 1
+    KEY_EVENT_KIND_EVICTED: _KeyEventKind.ValueType  # 2
+    KEY_EVENT_KIND_DELETED: _KeyEventKind.ValueType  # 3
+    KEY_EVENT_KIND_DAMAGED: _KeyEventKind.ValueType  # 4
+    KEY_EVENT_KIND_REPLACED: _KeyEventKind.ValueType  # 5
+    """by a copy that the recovery of another tier found"""
+
+class KeyEventKind(_KeyEventKind, metaclass=_KeyEventKindEnumTypeWrapper): ...
+
+KEY_EVENT_KIND_UNSPECIFIED: KeyEventKind.ValueType  # 0
+KEY_EVENT_KIND_SAVED: KeyEventKind.ValueType  # 1
+KEY_EVENT_KIND_EVICTED: KeyEventKind.ValueType  # 2
+KEY_EVENT_KIND_DELETED: KeyEventKind.ValueType  # 3
+KEY_EVENT_KIND_DAMAGED: KeyEventKind.ValueType  # 4
+KEY_EVENT_KIND_REPLACED: KeyEventKind.ValueType  # 5
+"""by a copy that the recovery of another tier found"""
+Global___KeyEventKind: typing_extensions.TypeAlias = KeyEventKind
+
+class _SharedEventKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SharedEventKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_SharedEventKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SHARED_EVENT_KIND_UNSPECIFIED: _SharedEventKind.ValueType  # 0
+    SHARED_EVENT_KIND_FETCHED: _SharedEventKind.ValueType  # 1
+    SHARED_EVENT_KIND_NOT_FETCHED: _SharedEventKind.ValueType  # 2
+    """it did not arrive in time, or there was no room here"""
+    SHARED_EVENT_KIND_DAMAGED: _SharedEventKind.ValueType  # 3
+    """what was fetched"""
+    SHARED_EVENT_KIND_OFFERED: _SharedEventKind.ValueType  # 4
+    SHARED_EVENT_KIND_NOT_OFFERED: _SharedEventKind.ValueType  # 5
+    """the engine did not answer the offer"""
+    SHARED_EVENT_KIND_REFUSED: _SharedEventKind.ValueType  # 6
+    """the offer"""
+
+class SharedEventKind(_SharedEventKind, metaclass=_SharedEventKindEnumTypeWrapper): ...
+
+SHARED_EVENT_KIND_UNSPECIFIED: SharedEventKind.ValueType  # 0
+SHARED_EVENT_KIND_FETCHED: SharedEventKind.ValueType  # 1
+SHARED_EVENT_KIND_NOT_FETCHED: SharedEventKind.ValueType  # 2
+"""it did not arrive in time, or there was no room here"""
+SHARED_EVENT_KIND_DAMAGED: SharedEventKind.ValueType  # 3
+"""what was fetched"""
+SHARED_EVENT_KIND_OFFERED: SharedEventKind.ValueType  # 4
+SHARED_EVENT_KIND_NOT_OFFERED: SharedEventKind.ValueType  # 5
+"""the engine did not answer the offer"""
+SHARED_EVENT_KIND_REFUSED: SharedEventKind.ValueType  # 6
+"""the offer"""
+Global___SharedEventKind: typing_extensions.TypeAlias = SharedEventKind
 
 class _WatchKind:
     ValueType = typing.NewType("ValueType", builtins.int)
@@ -598,11 +926,11 @@ class Usage(google.protobuf.message.Message):
     restore_ns: builtins.int
     @property
     def misses(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """the other look-ups by reason: their sum is lookups - hits"""
+        """the other look-ups by MissReason: their sum is lookups - hits"""
 
     @property
     def failures(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """restores, reads and probes that failed, by reason"""
+        """restores, reads and probes that failed, by MissReason"""
 
     @property
     def tiers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___TierUsage]: ...
@@ -620,7 +948,7 @@ class Usage(google.protobuf.message.Message):
 
     @property
     def missed_tokens(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.int]:
-        """The tokens that were looked up and not found, by reason: their sum is lookup_tokens minus all
+        """The tokens that were looked up and not found, by MissReason: their sum is lookup_tokens minus all
         hit_tokens. What a report leaves out counts as `not_told`.
         """
 
@@ -688,15 +1016,7 @@ Global___AbsentMiss: typing_extensions.TypeAlias = AbsentMiss
 
 @typing.final
 class Missed(google.protobuf.message.Message):
-    """Why tokens were missed: a reason of `Usage.misses` other than `absent`, or what the daemon's journal
-    says of the key:
-      never_saved: it was not saved since the daemon's start.
-      evicted: from `tier`, by `cause` (save, operator, resize, pressure).
-      deleted, damaged, replaced: from `tier`.
-      too_old: it was saved, and left longer ago than the journal reaches back; or there is no journal.
-      before_start: the daemon started a short time ago, and the key may be of its earlier life.
-      not_told: the client did not report the key, or only some of the prefixes that it looked for.
-    """
+    """Why tokens were missed: never ABSENT, but what the daemon's journal says of the key."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -705,18 +1025,20 @@ class Missed(google.protobuf.message.Message):
     CAUSE_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     LOOKUPS_FIELD_NUMBER: builtins.int
-    reason: builtins.str
+    reason: Global___MissReason.ValueType
     tier: Global___Tier.ValueType
-    cause: builtins.str
+    """that it left: if EVICTED, DELETED, DAMAGED or REPLACED"""
+    cause: Global___EvictionCause.ValueType
+    """if EVICTED"""
     tokens: builtins.int
     lookups: builtins.int
     """look-ups that found nothing at all"""
     def __init__(
         self,
         *,
-        reason: builtins.str = ...,
+        reason: Global___MissReason.ValueType = ...,
         tier: Global___Tier.ValueType = ...,
-        cause: builtins.str = ...,
+        cause: Global___EvictionCause.ValueType = ...,
         tokens: builtins.int = ...,
         lookups: builtins.int = ...,
     ) -> None: ...
@@ -781,13 +1103,13 @@ class SavedUsage(google.protobuf.message.Message):
     OUTCOME_FIELD_NUMBER: builtins.int
     ENTRIES_FIELD_NUMBER: builtins.int
     reason: Global___SaveReason.ValueType
-    outcome: builtins.str
+    outcome: Global___SaveStatus.ValueType
     entries: builtins.int
     def __init__(
         self,
         *,
         reason: Global___SaveReason.ValueType = ...,
-        outcome: builtins.str = ...,
+        outcome: Global___SaveStatus.ValueType = ...,
         entries: builtins.int = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["entries", b"entries", "outcome", b"outcome", "reason", b"reason"]) -> None: ...
@@ -2601,7 +2923,7 @@ class TierStats(google.protobuf.message.Message):
     KEPT_BYTES_FIELD_NUMBER: builtins.int
     NAMESPACES_FIELD_NUMBER: builtins.int
     tier: Global___Tier.ValueType
-    policy: builtins.str
+    policy: Global___EvictionPolicy.ValueType
     budget_bytes: builtins.int
     secured_bytes: builtins.int
     """memory that the tier really has; grows to the budget after a start"""
@@ -2628,8 +2950,7 @@ class TierStats(google.protobuf.message.Message):
     """What entries may take now. Less than the budget while memory is being secured, or if the device has
     no more space.
     """
-    state: builtins.str
-    """"serving"; "recovering": no saves; "hung": no saves, no claims"""
+    state: Global___TierState.ValueType
     oldest_io_ms: builtins.int
     """the age of the oldest unfinished read, write or sync of its device"""
     kept_bytes: builtins.int
@@ -2648,7 +2969,7 @@ class TierStats(google.protobuf.message.Message):
         self,
         *,
         tier: Global___Tier.ValueType = ...,
-        policy: builtins.str = ...,
+        policy: Global___EvictionPolicy.ValueType = ...,
         budget_bytes: builtins.int = ...,
         secured_bytes: builtins.int = ...,
         published_bytes: builtins.int = ...,
@@ -2670,7 +2991,7 @@ class TierStats(google.protobuf.message.Message):
         recovered_bytes: builtins.int = ...,
         dropped_at_start: builtins.int = ...,
         limit_bytes: builtins.int = ...,
-        state: builtins.str = ...,
+        state: Global___TierState.ValueType = ...,
         oldest_io_ms: builtins.int = ...,
         scrub: Global___ScrubStats | None = ...,
         kept_bytes: builtins.int = ...,
@@ -2940,8 +3261,7 @@ class SharedNode(google.protobuf.message.Message):
     REFUSED_FIELD_NUMBER: builtins.int
     name: builtins.str
     """host:port"""
-    state: builtins.str
-    """"serving"; "resting": not used for a while, as it missed deadlines; "unreachable" """
+    state: Global___SharedNodeState.ValueType
     why: builtins.str
     """why it is not serving, or what it refused within a minute"""
     requests: builtins.int
@@ -2954,7 +3274,7 @@ class SharedNode(google.protobuf.message.Message):
         self,
         *,
         name: builtins.str = ...,
-        state: builtins.str = ...,
+        state: Global___SharedNodeState.ValueType = ...,
         why: builtins.str = ...,
         requests: builtins.int = ...,
         unanswered: builtins.int = ...,
@@ -3261,7 +3581,7 @@ class ReservationDetail(google.protobuf.message.Message):
     session_id: builtins.int
     owner: builtins.str
     tier: Global___Tier.ValueType
-    stage: builtins.str
+    stage: Global___SaveStage.ValueType
     age_ms: builtins.int
     ttl_left_ms: builtins.int
     payload_bytes: builtins.int
@@ -3275,7 +3595,7 @@ class ReservationDetail(google.protobuf.message.Message):
         session_id: builtins.int = ...,
         owner: builtins.str = ...,
         tier: Global___Tier.ValueType = ...,
-        stage: builtins.str = ...,
+        stage: Global___SaveStage.ValueType = ...,
         age_ms: builtins.int = ...,
         ttl_left_ms: builtins.int = ...,
         payload_bytes: builtins.int = ...,
@@ -4044,12 +4364,11 @@ class SetLogLevelRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     LEVEL_FIELD_NUMBER: builtins.int
-    level: builtins.str
-    """debug, info, warning, error"""
+    level: Global___LogLevel.ValueType
     def __init__(
         self,
         *,
-        level: builtins.str = ...,
+        level: Global___LogLevel.ValueType = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["level", b"level"]) -> None: ...
 
@@ -4060,11 +4379,11 @@ class SetLogLevelResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     BEFORE_FIELD_NUMBER: builtins.int
-    before: builtins.str
+    before: Global___LogLevel.ValueType
     def __init__(
         self,
         *,
-        before: builtins.str = ...,
+        before: Global___LogLevel.ValueType = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["before", b"before"]) -> None: ...
 
@@ -4103,14 +4422,13 @@ class KeyEvent(google.protobuf.message.Message):
     LABEL_FIELD_NUMBER: builtins.int
     key: builtins.bytes
     """the first 16 bytes of its key"""
-    what: builtins.str
-    """saved, evicted, deleted, damaged, replaced"""
+    what: Global___KeyEventKind.ValueType
     tier: Global___Tier.ValueType
     at_unix_ns: builtins.int
     reason: Global___SaveReason.ValueType
     """of its save"""
-    cause: builtins.str
-    """of an eviction: save, operator, resize, pressure"""
+    cause: Global___EvictionCause.ValueType
+    """if it was evicted"""
     session_id: builtins.int
     """the session that saved or deleted it, or whose save it was evicted for; 0: none"""
     owner: builtins.str
@@ -4120,11 +4438,11 @@ class KeyEvent(google.protobuf.message.Message):
         self,
         *,
         key: builtins.bytes = ...,
-        what: builtins.str = ...,
+        what: Global___KeyEventKind.ValueType = ...,
         tier: Global___Tier.ValueType = ...,
         at_unix_ns: builtins.int = ...,
         reason: Global___SaveReason.ValueType = ...,
-        cause: builtins.str = ...,
+        cause: Global___EvictionCause.ValueType = ...,
         session_id: builtins.int = ...,
         owner: builtins.str = ...,
         label: builtins.str = ...,
@@ -4144,8 +4462,7 @@ class SharedEvent(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     AT_UNIX_NS_FIELD_NUMBER: builtins.int
     key: builtins.bytes
-    what: builtins.str
-    """fetched, offered; not_fetched, damaged, refused, not_offered"""
+    what: Global___SharedEventKind.ValueType
     node: builtins.str
     """the node of the engine, or the other daemon that had it; empty: not known"""
     at_unix_ns: builtins.int
@@ -4153,7 +4470,7 @@ class SharedEvent(google.protobuf.message.Message):
         self,
         *,
         key: builtins.bytes = ...,
-        what: builtins.str = ...,
+        what: Global___SharedEventKind.ValueType = ...,
         node: builtins.str = ...,
         at_unix_ns: builtins.int = ...,
     ) -> None: ...

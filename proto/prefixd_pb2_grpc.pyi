@@ -12,6 +12,8 @@ Conventions
     never will). A result inside a batch is a status, never an error.
   * Keys are exactly 32 bytes (proto/keys.py).
   * An rpc may have the metadata `traceparent` (proto/frames.py).
+  * What can only be one of a few things is an enumeration. Keys of maps can't be: where they are its
+    members, they are the names in lower case without the prefix (MISS_REASON_IN_FLIGHT: in_flight).
 """
 
 import abc

@@ -227,8 +227,10 @@ def log_level(
     ],
 ) -> None:
     """Set the log level until the next start or reload."""
+    from .message_json import label_in
+
     with ctl.connect() as daemon:
-        before = daemon.set_log_level(level.value)
+        before = label_in(daemon.set_log_level(level.value), "before")
     ctl.show(
         {"before": before, "level": level.value}, lambda: f"{level.value}; it was {before} before"
     )

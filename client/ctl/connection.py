@@ -168,10 +168,10 @@ class AdminConnection:
         request = pb.DrainRequest(within_ms=within_ms, stop=stop, resume=resume)
         return self._operate(self._admin.Drain, request)
 
-    def set_log_level(self, level: str) -> str:
-        """Returns the level before."""
-        request = pb.SetLogLevelRequest(level=level)
-        return self._operate(self._admin.SetLogLevel, request).before
+    def set_log_level(self, level: str) -> pb.SetLogLevelResponse:
+        """`level`: `debug`, `info`, `warning` or `error`."""
+        request = pb.SetLogLevelRequest(level=pb.LogLevel.Value(f"LOG_LEVEL_{level.upper()}"))
+        return self._operate(self._admin.SetLogLevel, request)
 
     def why(self, beginning: bytes) -> pb.WhyResponse:
         return self._operate(self._admin.Why, pb.WhyRequest(key=beginning))

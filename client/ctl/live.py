@@ -226,8 +226,10 @@ def live_curves(
     that of each tier. Rates are null until there was a look-up. Raises CurveDisabled when the
     daemon keeps no sample, UnknownTier for a tier that it does not have.
     """
+    from .message_json import label_in
+
     stats = daemon.stats()
-    policies = {Tier(each.tier): each.policy for each in stats.tiers}
+    policies = {Tier(each.tier): label_in(each, "policy") for each in stats.tiers}
     return {
         "address": daemon.address,
         "uptime_ms": stats.uptime_ms,

@@ -48,6 +48,11 @@ def enum_label(enum: Any, number: int) -> str:
     return str(known.name.removeprefix(prefix).lower())
 
 
+def label_in(message: Message, field: str) -> str:
+    """The label of an enumeration in a field of a message."""
+    return enum_label(message.DESCRIPTOR.fields_by_name[field].enum_type, getattr(message, field))
+
+
 def tier_label(tier: int) -> str:
     """`ram`, `shm` or `disk`."""
     return enum_label(pb.Tier.DESCRIPTOR, tier)

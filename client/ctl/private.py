@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, NoReturn
 
+from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import MAX_SOCKET_PATH_BYTES
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError
 from .connection import AdminConnection, Health
@@ -119,7 +120,7 @@ class PrivateDaemon:
             while process.poll() is None:
                 try:
                     if admin.health(wait_for_ready=True) is Health.SERVING and not any(
-                        tier.state == "recovering" for tier in admin.stats().tiers
+                        tier.state == pb.TIER_STATE_RECOVERING for tier in admin.stats().tiers
                     ):
                         return
                 except (DaemonUnavailable, DeadlineExceeded):

@@ -45,7 +45,10 @@ log = structlog.get_logger("prefixd.audit")
 _DRAIN_CHECK_S: Final = 0.02
 #: The part of health that says that the daemon drains.
 _DRAIN: Final = "drain"
-_LEVELS: Final = ("debug", "info", "warning", "error")
+#: Log levels of the contract, by their names of Python.
+_LEVELS: Final = {
+    name.removeprefix("LOG_LEVEL_"): number for name, number in pb.LogLevel.items() if number
+}
 #: Keys of a delete that the log names.
 _LOGGED_KEYS: Final = 8
 #: No search finds the entry any more.
@@ -249,14 +252,15 @@ class AdminService(AdminViews):
     async def set_log_level(
         self, request: pb.SetLogLevelRequest, caller: Caller
     ) -> pb.SetLogLevelResponse:
-        if request.level not in _LEVELS:
+        if request.level not in _LEVELS.values():
             raise MalformedMessage(f"a log level is one of {', '.join(_LEVELS)}")
         root = logging.getLogger()
-        before = logging.getLevelName(root.level).lower()
-        audit(caller, "log_level", before=before, level=request.level)
-        root.setLevel(request.level.upper())
-        self.overridden("log.level", request.level)
-        return pb.SetLogLevelResponse(before=before)
+        before = logging.getLevelName(root.level)
+        (level,) = (name for name, number in _LEVELS.items() if number == request.level)
+        audit(caller, "log_level", before=before.lower(), level=level.lower())
+        root.setLevel(level)
+        self.overridden("log.level", level.lower())
+        return pb.SetLogLevelResponse(before=_LEVELS.get(before, pb.LOG_LEVEL_UNSPECIFIED))
 
     # ---- upkeep
 

@@ -129,11 +129,11 @@ class AdminViews:
         del numbers["reservations"]  # counted over all tiers only
         return pb.TierStats(
             tier=ledger.tier.value,  # type: ignore[arg-type]
-            policy=ledger.policy.name,
+            policy=pb.EvictionPolicy.Value(f"EVICTION_POLICY_{ledger.policy.name.upper()}"),
             # Memory that the store needs beside its arena is secured together with the arena.
             secured_bytes=ledger.budget_bytes - (store.size_bytes - store.secured_bytes),
             payload_bytes=counters.payload_bytes,
-            state=self._core.devices.state(ledger.tier).value,
+            state=self._core.devices.state(ledger.tier).value,  # type: ignore[arg-type]
             oldest_io_ms=self._core.devices.oldest_ns(ledger.tier) // 1_000_000,
             scrub=self._scrub_stats(ledger.tier),
             kept_bytes=self.resizing.kept_bytes(ledger.tier),
@@ -302,11 +302,15 @@ class AdminViews:
             owner, label = journal.who(happened.session)
             response.events.add(
                 key=happened.key,
-                what=happened.what.name.lower() if cause is None else "evicted",
+                what=pb.KeyEventKind.Value(
+                    f"KEY_EVENT_KIND_{happened.what.name if cause is None else 'EVICTED'}"
+                ),
                 tier=pb.Tier.ValueType(happened.tier),
                 at_unix_ns=happened.at_ns,
                 reason=pb.SaveReason.ValueType(happened.reason),
-                cause=cause.value if cause else "",
+                cause=pb.EvictionCause.Value(
+                    f"EVICTION_CAUSE_{cause.name if cause else 'UNSPECIFIED'}"
+                ),
                 session_id=happened.session,
                 owner=owner,
                 label=label,
@@ -384,7 +388,7 @@ class AdminViews:
             session_id=r.session,
             owner=t.sessions[r.session].owner if r.session in t.sessions else _ENDED,
             tier=r.tier.value,  # type: ignore[arg-type]
-            stage=r.stage.name.lower(),
+            stage=r.stage.value,  # type: ignore[arg-type]
             age_ms=_ms(served_ns - r.reserved_ns),
             ttl_left_ms=_ms(r.expires_ns - served_ns),
             payload_bytes=r.entry.payload_bytes,

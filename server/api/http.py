@@ -32,13 +32,15 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.vocabulary import Tier, missed_because
+from ...proto.vocabulary import Tier
 from ..core.arrivals import Arrivals
+from ..core.events import TierState
 from ..runtime.limited_log import LimitedLog
 from .admin_views import AdminViews
 from .calls import PlainCaller
 from .grpc_connections import network_of
 from .metrics import StateCollector
+from .usage import words_of
 
 log = LimitedLog("prefixd.page")
 
@@ -320,7 +322,7 @@ def _missed(usage: pb.Usage) -> dict[str, int]:
     found: dict[str, int] = {}
     for each in usage.missed:
         if each.tokens:
-            words = missed_because(each.reason, each.tier, each.cause)
+            words = words_of(each)
             found[words] = found.get(words, 0) + each.tokens
     return found
 
@@ -339,7 +341,7 @@ def status_of(stats: pb.StatsResponse, claims: Iterable[pb.ClaimDetail]) -> dict
         "waiters": stats.waiters,
         "tiers": {
             Tier(tier.tier).label: {
-                "state": tier.state or "serving",
+                "state": TierState(tier.state).label,
                 **{field: getattr(tier, field) for field in _TIER_FIELDS},
             }
             for tier in stats.tiers

@@ -346,7 +346,7 @@ class StateCollector(Collector):
             "1: it takes no saves now.",
             ["tier", "state"],
             (
-                ([tier.label, state.value], closed.get(tier) is state)
+                ([tier.label, state.label], closed.get(tier) is state)
                 for tier in tiers
                 for state in TierState
                 if state is not TierState.SERVING
@@ -473,7 +473,7 @@ def collect_usage(usage: UsageBook) -> Iterator[Metric]:
         "Saves by why they were made and how they ended.",
         ["namespace", "tier", "reason", "outcome"],
         (
-            ([label, tier.label, why.label, outcome], count)
+            ([label, tier.label, why.label, outcome.label], count)
             for label, sums in labels
             for (tier, why, outcome), count in list(sums.saves.items())
         ),

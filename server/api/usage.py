@@ -26,7 +26,7 @@ from ...proto.limits import (
     MAX_TOLD_MISSES,
 )
 from ...proto.namespaces import check_label
-from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
+from ...proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier, missed_because
 from ..core.counters import Histogram
 from ..core.journal import CAUSES, Happening, Journal
 from ..core.shares import HOST, Holder, Shares
@@ -34,7 +34,6 @@ from ..core.shares import HOST, Holder, Shares
 DEFAULT_LABEL: Final = "default"
 OTHER_LABEL: Final = "other"
 REASONS: Final = tuple(reason.value for reason in MissReason)
-OUTCOMES: Final = tuple(status.label for status in SaveStatus)
 #: How bytes reached the engine, as clients report it (`client.counters.PATHS`).
 PATHS: Final = ("view", "copy", "stream")
 #: What became of the first key that a look-up missed, when the client says that it was absent. It
@@ -90,7 +89,7 @@ class LabelUsage:
         #: How long restores took, in nanoseconds.
         self.restores = Histogram(LATENCY_BOUNDS_NS)
         #: By tier, reason and outcome.
-        self.saves: dict[tuple[Tier, SaveReason, str], int] = {}
+        self.saves: dict[tuple[Tier, SaveReason, SaveStatus], int] = {}
 
         self._lock: Final = Lock()
 
@@ -133,7 +132,7 @@ class LabelUsage:
             for path, size_bytes in part.restored_bytes.items():
                 self.restored_bytes[where, path] += size_bytes
             for saved in part.saves:
-                kind = where, SaveReason(saved.reason), saved.outcome
+                kind = where, SaveReason(saved.reason), SaveStatus(saved.outcome)
                 self.saves[kind] = self.saves.get(kind, 0) + saved.entries
 
     def _judge(
@@ -176,9 +175,11 @@ class LabelUsage:
             if not tokens and not lookups:
                 continue
             usage.missed.add(
-                reason=why.reason,
+                reason=pb.MissReason.Value(f"MISS_REASON_{why.reason.upper()}"),
                 tier=pb.Tier.ValueType(why.tier or 0),
-                cause=why.cause,
+                cause=pb.EvictionCause.Value(
+                    f"EVICTION_CAUSE_{why.cause.upper() or 'UNSPECIFIED'}"
+                ),
                 tokens=bounded(tokens),
                 lookups=bounded(lookups),
             )
@@ -191,7 +192,11 @@ class LabelUsage:
                 paths = {path: bounded(self.restored_bytes[tier, path]) for path in PATHS}
                 tier_usage.restored_bytes.update({p: size for p, size in paths.items() if size})
             tier_usage.saves.extend(
-                pb.SavedUsage(reason=reason.value, outcome=outcome, entries=bounded(entries))  # type: ignore[arg-type]
+                pb.SavedUsage(
+                    reason=reason.value,  # type: ignore[arg-type]
+                    outcome=outcome.value,  # type: ignore[arg-type]
+                    entries=bounded(entries),
+                )
                 for (saved_in, reason, outcome), entries in self.saves.items()
                 if saved_in is tier
             )
@@ -227,6 +232,13 @@ def fate(miss: pb.AbsentMiss, journal: Journal, at_ns: int) -> Why:
         return Why("not_told")
     # A key that is asked for again and was saved since the start is not of an earlier one.
     return Why("before_start" if at_ns < journal.unsure_until_ns and not saved else "never_saved")
+
+
+def words_of(missed: pb.Missed) -> str:
+    """Why tokens were missed, for people."""
+    reason = pb.MissReason.Name(missed.reason).removeprefix("MISS_REASON_").lower()
+    cause = pb.EvictionCause.Name(missed.cause).removeprefix("EVICTION_CAUSE_").lower()
+    return missed_because(reason, missed.tier, cause)
 
 
 def bounded(amount: int) -> int:
@@ -360,7 +372,7 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
         numbers += [part.hit_entries, part.hit_tokens, *part.restored_bytes.values()]
         for saved in part.saves:
             _known("reason of a save", [saved.reason], set(map(int, SaveReason)))
-            _known("outcome of a save", [saved.outcome], OUTCOMES)
+            _known("outcome of a save", [saved.outcome], set(map(int, SaveStatus)))
             numbers.append(saved.entries)
     if max(numbers) > MAX_REPORTED:
         raise InvalidSize(f"a report has numbers up to {MAX_REPORTED}, not {max(numbers)}")
@@ -399,7 +411,7 @@ def _check_lengths(usage: pb.Usage) -> None:
         _at_most(MAX_TOLD_KEYS, "keys of a miss", miss.keys)
     for part in usage.tiers:
         _at_most(len(PATHS), "paths", part.restored_bytes)
-        _at_most(len(SaveReason) * len(OUTCOMES), "kinds of saves", part.saves)
+        _at_most(len(SaveReason) * len(SaveStatus), "kinds of saves", part.saves)
 
 
 def _at_most(most: int, what: str, given: Sized) -> None:

@@ -8,26 +8,25 @@ number. `server.api.service` has validated keys, sizes and batches: events are w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import NamedTuple, TypeAlias
 
 from ...proto.keys import Key
-from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
+from ...proto.vocabulary import ClaimMode, Labelled, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location, StoredEntry
 from .journal import EvictionCause
 from .shares import HOST
 
 
-class TierState(Enum):
-    """What a tier can do at the moment."""
+class TierState(Labelled):
+    """What a tier can do at the moment. The numbers are those of the wire."""
 
-    SERVING = "serving"
+    SERVING = 1
     #: Not all of its entries are known yet: it takes no saves, as their room may be occupied.
-    RECOVERING = "recovering"
+    RECOVERING = 2
     #: Its device does not answer: it takes neither saves nor claims, which would only wait for it.
-    HUNG = "hung"
+    HUNG = 3
     #: Its store could not be opened yet: nothing of it is known.
-    UNAVAILABLE = "unavailable"
+    UNAVAILABLE = 4
 
 
 class SaveItem(NamedTuple):

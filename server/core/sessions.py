@@ -42,15 +42,15 @@ class Claim:
 
 
 class Stage(IntEnum):
-    """The stage of a save."""
+    """The stage of a save. The numbers of those that last are those of the wire."""
 
-    RESERVED = auto()
-    WRITING = auto()
-    COMMITTING = auto()
+    RESERVED = 1
+    WRITING = 2
+    COMMITTING = 3
     #: Lost while its writer still writes into its room.
-    DOOMED = auto()
-    PUBLISHED = auto()
-    GONE = auto()
+    DOOMED = 4
+    PUBLISHED = 5
+    GONE = 6
 
 
 class Signal(IntEnum):

@@ -126,7 +126,7 @@ class Resizing:
         if tier not in core.stores:
             raise UnknownTier(f"this daemon has no {tier.label} tier")
         if core.devices.state(tier) is not TierState.SERVING:
-            raise LimitReached(f"the {tier.label} tier is {core.devices.state(tier).value}")
+            raise LimitReached(f"the {tier.label} tier is {core.devices.state(tier)}")
         if tier in self._busy:
             raise LimitReached(f"the {tier.label} tier is being resized already")
         self._busy.add(tier)

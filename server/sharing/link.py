@@ -11,7 +11,7 @@ from enum import Enum
 from typing import Final, NamedTuple, TypeVar
 
 from ...proto.keys import Key
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import Labelled, Tier
 from ..runtime.clock import Clock
 from ..runtime.quota import Quota
 from .store import SharedEntry, SharedStore
@@ -133,17 +133,17 @@ class Known:
         self._until_ms.clear()
 
 
-class What(Enum):
-    """What happened to an entry between this node and the engine."""
+class What(Labelled):
+    """What happened to an entry between this node and the engine. The numbers are the wire's."""
 
-    FETCHED = "fetched"
-    NOT_FETCHED = "not_fetched"
+    FETCHED = 1
+    NOT_FETCHED = 2
     """The engine has it, but it did not arrive in time, or there was no room here."""
-    DAMAGED = "damaged"
-    OFFERED = "offered"
-    NOT_OFFERED = "not_offered"
+    DAMAGED = 3
+    OFFERED = 4
+    NOT_OFFERED = 5
     """The engine did not answer the offer."""
-    REFUSED = "refused"
+    REFUSED = 6
 
 
 class Happened(NamedTuple):

@@ -131,17 +131,14 @@ class Sharing:
 
     def nodes(self) -> list[pb.SharedNode]:
         """The nodes of the engine. On any thread."""
-        return [
-            pb.SharedNode(**asdict(node) | {"state": node.state.value})
-            for node in self._link.store.statuses()
-        ]
+        return [pb.SharedNode(**asdict(node)) for node in self._link.store.statuses()]
 
     def happened(self, beginning: bytes, most: int) -> list[pb.SharedEvent]:
         """The latest events of keys that begin so, the oldest first. Takes some milliseconds. On
         the loop."""
         events = [event for event in self._link.history if event.key.startswith(beginning)]
         return [
-            pb.SharedEvent(key=key, what=what.value, node=node, at_unix_ns=at_ns)
+            pb.SharedEvent(key=key, what=what.value, node=node, at_unix_ns=at_ns)  # type: ignore[arg-type]
             for key, what, node, at_ns in events[-most:]
         ]
 

@@ -18,6 +18,7 @@ from enum import Enum
 from typing import ClassVar
 
 from ...proto.keys import Key
+from ...proto.vocabulary import Labelled
 from .delete_log import Logged
 
 
@@ -71,13 +72,13 @@ class Offer:
     expires_at_ms: int
 
 
-class NodeState(Enum):
-    """Whether calls use a node of an engine."""
+class NodeState(Labelled):
+    """Whether calls use a node of an engine. The numbers are those of the wire."""
 
-    SERVING = "serving"
-    RESTING = "resting"
+    SERVING = 1
+    RESTING = 2
     """The node missed deadlines, and is not used for a while."""
-    UNREACHABLE = "unreachable"
+    UNREACHABLE = 3
 
 
 @dataclass(frozen=True, slots=True)

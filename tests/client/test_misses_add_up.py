@@ -14,6 +14,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from prefixd.client import ClaimMode, Client, SaveItem, Tier
+from prefixd.client.ctl.message_json import label_in
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.live import LiveOptions, LiveReplay
 from prefixd.client.lab.workloads import generate
@@ -68,8 +69,8 @@ def assert_each_is_one_thing(told: pb.Usage) -> None:
     missed = told.lookup_tokens - sum(tier.hit_tokens for tier in told.tiers)
     assert sum(each.tokens for each in told.missed) == missed
     for each in told.missed:
-        assert bool(each.tier) == (each.reason in LEFT), each
-        assert bool(each.cause) == (each.reason == "evicted"), each
+        assert bool(each.tier) == (label_in(each, "reason") in LEFT), each
+        assert bool(each.cause) == (each.reason == pb.MISS_REASON_EVICTED), each
 
 
 def assert_they_add_up(daemon: PrivateDaemon, clients: dict[str, Client], prompts: int) -> None:
@@ -238,7 +239,7 @@ def test_everything_at_once_adds_up_at_every_scrape() -> None:
             with daemon.admin() as admin:  # the holder has left, with its last counts
                 eventually(lambda: admin.stats().usage["holder"].lookups)
                 both = admin.stats().usage.values()
-                reasons |= {each.reason for usage in both for each in usage.missed}
+                reasons |= {label_in(each, "reason") for usage in both for each in usage.missed}
     assert {"never_saved", "evicted", "before_start"} <= reasons
     for of_labels in scrapes:
         for of in of_labels.values():

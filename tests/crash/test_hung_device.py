@@ -70,7 +70,7 @@ async def test_a_disk_that_hangs_takes_nothing_with_it(how: str) -> None:
                 hung = lambda: "disk device" in admin.stats().health  # noqa: E731
                 await asyncio.to_thread(eventually, hung)
                 disk = next(t for t in admin.stats().tiers if t.tier == Tier.DISK)
-                assert disk.state == "hung"
+                assert disk.state == pb.TIER_STATE_HUNG
                 assert disk.oldest_io_ms >= 300
                 await asyncio.to_thread(eventually, lambda: admin.health() is Health.NOT_SERVING)
             # New saves are refused at once, and entries of the disk are not found.

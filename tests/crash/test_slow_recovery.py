@@ -88,9 +88,9 @@ async def test_recovered_entries_and_other_tiers_are_served_meanwhile() -> None:
                     stats = admin.stats()
                     assert stats.health == "serving"
                     assert [tier.state for tier in stats.tiers] == [
-                        "serving",
-                        "serving",
-                        "recovering",
+                        pb.TIER_STATE_SERVING,
+                        pb.TIER_STATE_SERVING,
+                        pb.TIER_STATE_RECOVERING,
                     ]
                     # Entries are found and read in the middle of the recovery.
                     assert await session.restore(key(0)) == payload(0)

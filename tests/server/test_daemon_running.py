@@ -349,7 +349,11 @@ async def test_the_daemon_survives_a_closed_log(
         with daemon.admin(timeout_s=60) as admin:
             assert admin.health(wait_for_ready=True) is Health.SERVING
             # Tiers are opened meanwhile.
-            eventually(lambda: not any(tier.state == "recovering" for tier in admin.stats().tiers))
+            eventually(
+                lambda: (
+                    not any(tier.state == pb.TIER_STATE_RECOVERING for tier in admin.stats().tiers)
+                )
+            )
         async with daemon.client() as client:
             session = await client.open()
             for tier in Tier:

@@ -16,6 +16,7 @@ import pytest
 
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.local.local_transport import LocalTransport
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import DeleteStatus
 from prefixd.tiers import device
 from prefixd.tiers.device import NO_ANSWER, Asking, asked
@@ -177,7 +178,7 @@ def test_a_bad_disk_at_a_start_takes_nothing_with_it_and_is_taken_back(
             client.wait_connected()
             eventually(lambda: f"disk tier: {bad.why}" in admin.stats().health)
             (disk,) = [tier for tier in admin.stats().tiers if tier.tier == Tier.DISK]
-            assert disk.state == "unavailable"
+            assert disk.state == pb.TIER_STATE_UNAVAILABLE
             # The other tiers serve, also what they had.
             assert client.exists([key(Tier.SHM), key(Tier.DISK)]) == [True, False]
             for tier in (Tier.RAM, Tier.SHM):

@@ -177,7 +177,9 @@ async def test_session_messages_stay_within_their_namespace(
         stats = await daemon.admin.Stats(pb.StatsRequest())
         assert set(stats.usage) == {"a", "b"}
         # The own entry was saved since, and the others never existed in this namespace.
-        assert [(m.reason, m.lookups) for m in stats.usage["b"].missed] == [("never_saved", 4)]
+        assert [(m.reason, m.lookups) for m in stats.usage["b"].missed] == [
+            (pb.MISS_REASON_NEVER_SAVED, 4)
+        ]
         assert {e.label for e in entries.values()} == {"a", "b"}
 
 

@@ -524,7 +524,7 @@ def _operators() -> Iterator[Mistake]:
         record = pb.RecordRequest(sample_permille=permille)
         yield admin(f"a sample of {permille} permille", "Record", "invalid_size", record)
     yield Mistake("a second recording", "Record", "limit_reached", two_recordings)
-    loud = pb.SetLogLevelRequest(level="loud")
+    loud = pb.SetLogLevelRequest(level=pb.LogLevel.ValueType(9))
     yield admin("an unknown log level", "SetLogLevel", "malformed_message", loud)
     for beginning in (b"", b"a", bytes(33)):
         request_why = pb.WhyRequest(key=beginning)

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_bytes
-from ..message_json import as_dict, reason_label, tier_label
+from ..message_json import as_dict, label_in, reason_label, tier_label
 from .tables import KEY_DIGITS, NS_PER_MS, age, make_table, pairs_table, size, tier_name
 
 #: What happened to a key between the daemon and the engine that nodes share, in words.
@@ -144,7 +144,7 @@ def why_view(text: str, response: pb.WhyResponse, now_unix_ns: int) -> Renderabl
             table.add_row(
                 shared.key.hex()[:KEY_DIGITS],
                 f"{age(now_unix_ns - shared.at_unix_ns)} ago",
-                SHARED_WORDS.get(shared.what, shared.what),
+                SHARED_WORDS.get(label_in(shared, "what"), label_in(shared, "what")),
                 shared.node,
             )
         lines.append(table)
@@ -176,7 +176,8 @@ def _verdict(text: str, response: pb.WhyResponse, now_unix_ns: int) -> str:
 
 
 def _event_words(event: pb.KeyEvent) -> str:
-    match event.what, event.cause:
+    what = label_in(event, "what")
+    match what, label_in(event, "cause"):
         case "saved", _:
             return f"saved ({reason_label(event.reason)})"
         case "evicted", "save":
@@ -190,7 +191,7 @@ def _event_words(event: pb.KeyEvent) -> str:
         case "replaced", _:
             return "replaced by a copy that was found"
         case _:
-            return event.what
+            return what
 
 
 # ---- clients
@@ -223,7 +224,7 @@ def reservations_table(reservations: Sequence[pb.ReservationDetail]) -> Renderab
         table.add_row(
             held.key.hex()[:KEY_DIGITS],
             tier_name(held.tier),
-            held.stage,
+            label_in(held, "stage"),
             held.owner,
             f"{held.session_id}",
             size(held.payload_bytes),

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
-from ..message_json import tier_label
+from ..message_json import label_in, tier_label
 from .tables import NS_PER_MS, TierBar, age, make_table, percent, size, tier_name, used_bytes
 from .usage import usage_view
 
@@ -70,9 +70,10 @@ def shared_nodes_table(nodes: Iterable[pb.SharedNode]) -> Table:
     """The shared engine's nodes, as the daemon sees them."""
     table = make_table("engine|state|>requests|>unanswered|>refused|why")
     for node in nodes:
+        serving = node.state == pb.SHARED_NODE_STATE_SERVING
         table.add_row(
             node.name,
-            Text(node.state, "green" if node.state == "serving" else "yellow"),
+            Text(label_in(node, "state"), "green" if serving else "yellow"),
             f"{node.requests:,}",
             f"{node.unanswered:,}",
             f"{node.refused:,}",
@@ -107,11 +108,11 @@ def budget_table(stats: pb.StatsResponse) -> Table:
             budget += f" ({size(t.secured_bytes)} secured)"
         if t.kept_bytes:
             budget += f" (+{size(t.kept_bytes)} kept)"
-        if t.state not in ("", "serving"):
-            budget += f" ({t.state})"
+        if t.state > pb.TIER_STATE_SERVING:
+            budget += f" ({label_in(t, 'state')})"
         table.add_row(
             tier_name(t.tier),
-            t.policy,
+            label_in(t, "policy"),
             TierBar(t),
             percent(used_bytes(t), t.budget_bytes),
             size(used_bytes(t)),
@@ -172,7 +173,8 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
 def _scrub_line(label: str, scrub: pb.ScrubStats) -> Text:
     passes = "1 pass" if scrub.passes == 1 else f"{scrub.passes:,} passes"
     line = Text(f"{label}: scrubber read {size(scrub.payload_bytes)}, {passes} complete")
-    line.append(f", current pass at {scrub.progress_permille / 1000:.0%}")
+    if scrub.progress_permille < 1_000:
+        line.append(f", current pass at {scrub.progress_permille / 1000:.0%}")
     if scrub.unreadable_entries:
         line.append(f", {scrub.unreadable_entries:,} entries could not be read", style="bold red")
     return line

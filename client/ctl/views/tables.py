@@ -85,7 +85,6 @@ def make_table(
         title_justify="left",
         title_style="bold",
         caption=caption,
-        caption_justify="left",
     )
     table.name_columns = name_columns
     for column in columns.split("|"):
@@ -141,8 +140,6 @@ class FittedTable(Table):
                 title=None if number else self.title,
                 title_justify=self.title_justify,
                 title_style=self.title_style,
-                caption=self.caption if number == len(parts) - 1 else None,
-                caption_justify=self.caption_justify,
             )
             columns = [self.columns[index] for index in widths]
             for column, width in zip(columns, widths.values(), strict=True):
@@ -154,7 +151,7 @@ class FittedTable(Table):
                     width=width - self._padding_width,
                 )
             rows = list(zip(*(column.cells for column in columns), strict=True))
-            if len(rows) > MANY_ROWS and table.caption is None and _are_plain(rows, widths):
+            if len(rows) > MANY_ROWS and _are_plain(rows, widths):
                 # Rich takes a millisecond for a row.
                 *head, end = console.render_lines(table, options, pad=False, new_lines=True)
                 for line in head:
@@ -166,6 +163,8 @@ class FittedTable(Table):
             for row in rows:
                 table.add_row(*row)
             yield table
+        if self.caption is not None:  # not of the last table, which may be narrow
+            yield Text(str(self.caption), "table.caption")
 
     @property
     def _padding_width(self) -> int:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_duration
-from ..message_json import tier_label
+from ..message_json import label_in, tier_label
 from . import stats as stats_views
 from . import usage as usage_views
 from .daemon import claims_table
@@ -37,7 +37,7 @@ class Rates(NamedTuple):
 
 
 class Board:
-    """A daemon between the last two samples."""
+    """A daemon between the last two samples. After the first one of a start: since its start."""
 
     def __init__(self, address: str) -> None:
         #: Shown last, unless empty.
@@ -52,8 +52,8 @@ class Board:
         """Add a sample, taken at `at_s` (monotonic). `oldest` are claims, the oldest first."""
         same = self._now.incarnation == stats.incarnation
         # Counters of a restarted daemon begin at 0, so the sample before tells nothing.
-        self._before = self._now if same else stats
-        self._seconds = at_s - self._at_s if same else 0.0
+        self._before = self._now if same else pb.StatsResponse()
+        self._seconds = at_s - self._at_s if same else stats.uptime_ms / 1_000
         self._now, self._claims, self._at_s = stats, oldest, at_s
 
     def between(self) -> pb.StatsResponse:
@@ -74,7 +74,7 @@ class Board:
         """The rates between the samples."""
         usage = usage_views.total_usage(self.between().usage.values())
         before = {tier.tier: tier for tier in self._before.tiers}
-        pairs = [(tier, before.get(tier.tier, tier)) for tier in self._now.tiers]
+        pairs = [(tier, before.get(tier.tier, pb.TierStats())) for tier in self._now.tiers]
         fetched = [sample.shared.get("fetched_bytes", 0) for sample in (self._now, self._before)]
         return Rates(
             usage_views.hit_tokens(usage),
@@ -99,7 +99,7 @@ class Board:
             lines.append(self._namespaces_table(between))
         if now.shared:
             lines.append(self._shared_line())
-        if any(node.state != "serving" for node in now.shared_nodes):
+        if any(node.state != pb.SHARED_NODE_STATE_SERVING for node in now.shared_nodes):
             lines.append(stats_views.shared_nodes_table(now.shared_nodes))
         lines.append(self._stages_table(between.stages))
         lines.append(stats_views.held_line(now))
@@ -115,7 +115,8 @@ class Board:
         recent = usage_views.total_usage(between.usage.values())
         ever = usage_views.total_usage(self._now.usage.values())
         line = usage_views.tokens_line(recent)
-        if ever.lookup_tokens:
+        first = not self._before.incarnation
+        if ever.lookup_tokens and not first:
             since = percent(usage_views.hit_tokens(ever), ever.lookup_tokens)
             line.append(f" ({since} hit since the start)", style="not bold")
         if why := usage_views.missed_words(recent):
@@ -123,6 +124,7 @@ class Board:
         rates = (
             f"\n           {self._rate(recent.lookups):,.0f} look-ups/s"
             f"   {size(self._rate(_restored_bytes(recent)))}/s restored"
+            f"{'   all rates: since the start' * first}"
         )
         return line.append(rates, style="not bold")
 
@@ -150,13 +152,15 @@ class Board:
         )
         before = {tier.tier: tier for tier in self._before.tiers}
         for tier in self._now.tiers:
-            old = before.get(tier.tier, tier)
+            old = before.get(tier.tier, pb.TierStats())
             budget = size(tier.budget_bytes)
+            if tier.state > pb.TIER_STATE_SERVING:
+                budget += f" ({label_in(tier, 'state')})"
             table.add_row(
                 tier_name(tier.tier),
                 TierBar(tier),
                 percent(used_bytes(tier), tier.budget_bytes),
-                budget if tier.state in ("", "serving") else f"{budget} ({tier.state})",
+                budget,
                 f"{tier.entries:,}",
                 f"{self._rate(tier.hits - old.hits):,.0f}",
                 size(self._rate(tier.saved_bytes - old.saved_bytes)),

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.vocabulary import missed_because
+from ..message_json import label_in
 from .tables import make_table, percent, size
 
 #: What each reason of a miss means, for people.
@@ -89,8 +90,12 @@ def missed_tokens(usage: pb.Usage) -> Counter[str]:
     counted: Counter[str] = Counter()
     for each in usage.missed:
         if each.tokens:
-            counted[missed_because(each.reason, each.tier, each.cause)] += each.tokens
+            counted[_words(each)] += each.tokens
     return counted
+
+
+def _words(missed: pb.Missed) -> str:
+    return missed_because(label_in(missed, "reason"), missed.tier, label_in(missed, "cause"))
 
 
 def missed_words(usage: pb.Usage, most: int = 0) -> str:
@@ -103,6 +108,8 @@ def missed_words(usage: pb.Usage, most: int = 0) -> str:
 def tokens_line(usage: pb.Usage) -> Text:
     """The share of tokens that hit, and that was missed. Without known tokens there is no ratio."""
     line = Text("tokens     ", style="bold")
+    if not usage.lookups:
+        return line.append("no look-ups", style="dim")
     if not usage.lookup_tokens:
         return line.append("no look-up said how many tokens it was for", style="dim")
     missed = usage.lookup_tokens - hit_tokens(usage)
@@ -140,7 +147,7 @@ def _lookups_line(usage: pb.Usage) -> Text:
     why: Counter[str] = Counter()
     for each in usage.missed:
         if each.lookups:
-            why[missed_because(each.reason, each.tier, each.cause)] += each.lookups
+            why[_words(each)] += each.lookups
     parts = ", ".join(f"{count:,} {words}" for words, count in why.most_common())
     line = f"look-ups   {usage.lookups:,}, of which {missed:,} found nothing"
     return Text(f"{line}: {parts}" if parts else line)

@@ -12,6 +12,7 @@ from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.connectors.lmcache import L2Core
 from prefixd.client.connectors.sglang import Pages
 from prefixd.client.connectors.vllm import TierCore
+from prefixd.client.ctl.message_json import label_in
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import ForeignNamespace, Key
@@ -79,7 +80,7 @@ def assert_a_tenth_hit(told: pb.Usage) -> None:
     hit = sum(tier.hit_tokens for tier in told.tiers)
     assert told.lookup_tokens == PROMPTS * CHUNKS * CHUNK_TOKENS
     assert hit == told.lookup_tokens // 10
-    assert {each.reason: each.tokens for each in told.missed} == {
+    assert {label_in(each, "reason"): each.tokens for each in told.missed} == {
         "never_saved": told.lookup_tokens - hit
     }
 

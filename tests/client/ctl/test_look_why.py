@@ -12,6 +12,7 @@ from prefixd.client import Client, SaveItem, Tier
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from tests.support.daemon import eventually, private_daemon
 
@@ -63,8 +64,8 @@ def test_misses_are_told_apart(daemon: PrivateDaemon) -> None:
         usage = eventually(lambda: admin.stats().usage.get("misser"))
     told = {(m.reason, m.tier, m.cause): (m.tokens, m.lookups) for m in usage.missed}
     assert told == {
-        ("evicted", Tier.SHM, "operator"): (20, 2),
-        ("never_saved", 0, ""): (10, 1),
+        (pb.MISS_REASON_EVICTED, Tier.SHM, pb.EVICTION_CAUSE_OPERATOR): (20, 2),
+        (pb.MISS_REASON_NEVER_SAVED, 0, 0): (10, 1),
     }
     said = run(daemon, "stats")
     assert "0.0 % hit, 100.0 % missed of 30 looked up" in said

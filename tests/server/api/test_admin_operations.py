@@ -102,16 +102,17 @@ async def test_the_log_level_changes_and_who_changed_it_is_logged(tmp_path: Path
         daemon.front.admin.overridden = lambda option, value: told.append((option, value))
         logging.getLogger().setLevel("INFO")
         with capture_logs() as logs:
-            request = pb.SetLogLevelRequest(level="error")
-            assert (await answer(daemon.admin.SetLogLevel(request))).before == "info"
+            request = pb.SetLogLevelRequest(level=pb.LOG_LEVEL_ERROR)
+            assert (await answer(daemon.admin.SetLogLevel(request))).before == pb.LOG_LEVEL_INFO
         assert logging.getLogger().level == logging.ERROR
         assert [(line["action"], line["level"]) for line in logs if "action" in line] == [
             ("log_level", "error")
         ]
         assert told == [("log.level", "error")]
-        for wrong in ("", "loud", "INFO"):
-            with pytest.raises(Refused, match=r"malformed_message .*debug, info"):
-                await answer(daemon.admin.SetLogLevel(pb.SetLogLevelRequest(level=wrong)))
+        for wrong in (0, 5):
+            request = pb.SetLogLevelRequest(level=pb.LogLevel.ValueType(wrong))
+            with pytest.raises(Refused, match=r"malformed_message .*DEBUG, INFO"):
+                await answer(daemon.admin.SetLogLevel(request))
 
 
 @in_loop
@@ -128,8 +129,8 @@ async def test_why_an_entry_is_there_or_not(tmp_path: Path) -> None:
         await bob.save({own(n): payload(n) for n in range(2, 10)})
         why = await answer(daemon.admin.Why(pb.WhyRequest(key=own(1))))
         assert [(e.what, e.cause, e.owner.split()[0], e.session_id) for e in why.events] == [
-            ("saved", "", "alice", alice.number),
-            ("evicted", "save", "bob", bob.number),
+            (pb.KEY_EVENT_KIND_SAVED, 0, "alice", alice.number),
+            (pb.KEY_EVENT_KIND_EVICTED, pb.EVICTION_CAUSE_SAVE, "bob", bob.number),
         ]
         assert [e.tier for e in why.events] == [Tier.RAM] * 2
         assert why.events[1].at_unix_ns - why.events[0].at_unix_ns == 2_000_000_000

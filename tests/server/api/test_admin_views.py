@@ -138,7 +138,7 @@ async def test_reservations_say_how_far_they_are(tmp_path: Path) -> None:
         daemon.forward(1)
         listed = await answer(daemon.admin.ListReservations(pb.ListReservationsRequest()))
         first, second = sorted(listed.reservations, key=lambda one: one.key)
-        assert (first.stage, second.stage) == ("reserved", "writing")
+        assert (first.stage, second.stage) == (pb.SAVE_STAGE_RESERVED, pb.SAVE_STAGE_WRITING)
         assert (first.owner, first.tier) == ("writer (pid 1 on here)", Tier.RAM)
         assert (first.age_ms, first.ttl_left_ms) == (1_000, 9_000)
         assert (first.payload_bytes, first.stored_bytes) == (len(DATA), 2 * SLAB)

@@ -350,7 +350,9 @@ def test_nothing_of_the_page_comes_from_elsewhere() -> None:
 
 def test_no_key_and_no_secret_is_in_a_sample() -> None:
     stats = pb.StatsResponse(
-        incarnation=b"I" * 16, tiers=[pb.TierStats(tier=pb.TIER_RAM)], counters={"x": 1}
+        incarnation=b"I" * 16,
+        tiers=[pb.TierStats(tier=pb.TIER_RAM, state=pb.TIER_STATE_SERVING)],
+        counters={"x": 1},
     )
     claims = [pb.ClaimDetail(claim_id=3, owner="o", keys=[SECRET_KEY])]
     sample = status_of(stats, claims)

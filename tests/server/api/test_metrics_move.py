@@ -82,7 +82,7 @@ def add_to_all(counted: object) -> None:
 
 def told() -> pb.Usage:
     """A report in which nothing is zero."""
-    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=1)
+    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome=pb.SAVE_STATUS_SAVED, entries=1)
     tiers = [
         pb.TierUsage(
             tier=pb.Tier.ValueType(tier),

@@ -105,7 +105,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Resize": lambda *_: pb.ResizeRequest(tier=pb.TIER_RAM, budget_bytes=2**20),
     # The last of the extreme values resumes service.
     "Drain": lambda *_: pb.DrainRequest(resume=True),
-    "SetLogLevel": lambda *_: pb.SetLogLevelRequest(level="debug"),
+    "SetLogLevel": lambda *_: pb.SetLogLevelRequest(level=pb.LOG_LEVEL_DEBUG),
     "Why": lambda *_: pb.WhyRequest(key=PUBLISHED),
     "Clear": lambda *_: pb.ClearRequest(namespace="nobody"),
     "Configure": lambda *_: pb.ConfigureRequest(),

@@ -11,6 +11,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from prefixd.client.counters import PATHS, Counters, Missing
+from prefixd.client.ctl.message_json import label_in
 from prefixd.client.results import Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
@@ -48,7 +49,6 @@ def saved(key: Key, tier: Tier = Tier.RAM) -> entries.Entry:
 
 def test_client_and_daemon_have_the_same_words() -> None:
     assert set(subject.REASONS) == {reason.value for reason in MissReason}
-    assert set(subject.OUTCOMES) == {status.label for status in SaveStatus}
     assert set(subject.PATHS) == set(PATHS)
 
 
@@ -70,7 +70,10 @@ def test_what_a_client_counts_arrives() -> None:
     book = UsageBook()
     book.of("m").add(check_usage(message))
     told = book.of("m").message()
-    assert {m.reason: m.tokens for m in told.missed} == {"slow": 5, "partial_block": 30}
+    assert {label_in(m, "reason"): m.tokens for m in told.missed} == {
+        "slow": 5,
+        "partial_block": 30,
+    }
     del told.missed[:]
     message.missed_tokens.clear()
     assert told == message
@@ -104,7 +107,7 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "lookup_tokens": 5, "missed_tokens": {"absent": 6}},
         {**GOOD, "absent": [{"keys": [KEY[:8]]}]},
         {**GOOD, "absent": [{}]},
-        {**GOOD, "missed": [{"reason": "evicted", "tokens": 1}]},
+        {**GOOD, "missed": [{"reason": pb.MISS_REASON_EVICTED, "tokens": 1}]},
         {**GOOD, "restore_times": [1]},
         {**GOOD, "restore_times": [0] * 17 + [MAX_REPORTED + 1]},
         {**GOOD, "restore_ns": MAX_REPORTED + 1},
@@ -113,8 +116,8 @@ TIER = {"tier": pb.TIER_RAM}
         {**GOOD, "tiers": [{**TIER, "hit_tokens": 1}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"air": 1}}]},
         {**GOOD, "tiers": [{**TIER, "restored_bytes": {"copy": 2**63}}]},
-        {**GOOD, "tiers": [{**TIER, "saves": [{"outcome": "saved"}]}]},
-        {**GOOD, "tiers": [{**TIER, "saves": [{"reason": 1, "outcome": "x" * 99}]}]},
+        {**GOOD, "tiers": [{**TIER, "saves": [{"outcome": pb.SAVE_STATUS_SAVED}]}]},
+        {**GOOD, "tiers": [{**TIER, "saves": [{"reason": 1, "outcome": 99}]}]},
     ],
 )
 def test_what_does_not_add_up_is_refused(usage: dict[str, object]) -> None:
@@ -139,7 +142,7 @@ OF_TIER = {"restored_bytes": {}, "saves": []}
         ("absent", MAX_TOLD_MISSES),
         ("tiers", len(Tier) + 1),
         ("restored_bytes", len(subject.PATHS)),
-        ("saves", len(SaveReason) * len(subject.OUTCOMES)),
+        ("saves", len(SaveReason) * len(SaveStatus)),
     ],
 )
 def test_a_report_that_is_too_long_is_refused_unseen(field: str, most: int) -> None:
@@ -154,9 +157,9 @@ def test_a_report_that_is_too_long_is_refused_unseen(field: str, most: int) -> N
 
 def test_the_longest_report_there_can_be_is_taken() -> None:
     saves = [
-        {"reason": reason.value, "outcome": outcome, "entries": 1}
+        {"reason": reason.value, "outcome": outcome.value, "entries": 1}
         for reason in SaveReason
-        for outcome in subject.OUTCOMES
+        for outcome in SaveStatus
     ]
     paths = dict.fromkeys(subject.PATHS, 1)
     usage = pb.Usage(
@@ -169,7 +172,13 @@ def test_the_longest_report_there_can_be_is_taken() -> None:
 
 
 def missed(told: pb.Usage) -> dict[tuple[str, int, str], tuple[int, int]]:
-    return {(m.reason, m.tier, m.cause): (m.tokens, m.lookups) for m in told.missed}
+    return {
+        (label_in(m, "reason"), m.tier, label_in(m, "cause") if m.cause else ""): (
+            m.tokens,
+            m.lookups,
+        )
+        for m in told.missed
+    }
 
 
 def report(counters: Counters) -> pb.Usage:
@@ -221,7 +230,7 @@ def test_a_miss_is_judged_by_what_was_known_when_it_happened() -> None:
     for now_ns, why in ((10**9 + 10**6, "never_saved"), (2 * 10**9, "evicted")):
         book = UsageBook().of("m")
         book.add(usage, journal, now_ns)
-        assert [each.reason for each in book.message().missed] == [why]
+        assert [label_in(each, "reason") for each in book.message().missed] == [why]
 
 
 def test_what_is_too_old_to_be_known_is_told_from_what_was_never_saved() -> None:
@@ -247,7 +256,7 @@ def test_after_a_restart_nothing_is_called_never_saved_at_first(looked_s: int, w
     )
     book = UsageBook().of("m")
     book.add(usage, journal, (looked_s + 1) * 10**9)
-    assert [each.reason for each in book.message().missed] == [why]
+    assert [label_in(each, "reason") for each in book.message().missed] == [why]
 
 
 def test_what_a_report_has_no_room_for_is_counted_as_not_told() -> None:
@@ -298,7 +307,7 @@ def test_tokens_count_only_where_they_are_known() -> None:
 def test_a_client_that_lies_again_and_again_hides_nothing_from_operators() -> None:
     """Its sums would no longer fit into a message."""
     most = MAX_REPORTED
-    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=most)
+    saved = pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome=pb.SAVE_STATUS_SAVED, entries=most)
     paths = dict.fromkeys(PATHS, most)
     tiers = [
         pb.TierUsage(
@@ -386,8 +395,12 @@ def test_what_clients_count_is_shown_by_label() -> None:
                 hit_tokens=300,
                 restored_bytes={"view": 5, "copy": 6, "stream": 7},
                 saves=[
-                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="saved", entries=4),
-                    pb.SavedUsage(reason=pb.SAVE_REASON_COLD, outcome="no_room", entries=1),
+                    pb.SavedUsage(
+                        reason=pb.SAVE_REASON_COLD, outcome=pb.SAVE_STATUS_SAVED, entries=4
+                    ),
+                    pb.SavedUsage(
+                        reason=pb.SAVE_REASON_COLD, outcome=pb.SAVE_STATUS_NO_ROOM, entries=1
+                    ),
                 ],
             )
         ],

@@ -48,7 +48,7 @@ def test_lists_name_owners_and_times() -> None:
     assert all(word in claims for word in ("vllm", "1s", "9s"))
     reservations = drawn(
         views.reservations_table(
-            [pb.ReservationDetail(key=KEY, owner="sglang", stage="writing", waiters=3)]
+            [pb.ReservationDetail(key=KEY, owner="sglang", stage=pb.SAVE_STAGE_WRITING, waiters=3)]
         )
     )
     assert all(word in reservations for word in ("sglang", "writing", KEY.hex()[:16]))

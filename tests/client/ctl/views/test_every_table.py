@@ -49,13 +49,13 @@ DRAWN = set("━─ ")
 def tier(number: int) -> pb.TierStats:
     """A tier with numbers near the largest possible."""
     return pb.TierStats(
-        tier=pb.Tier.ValueType(number), policy="s3fifo", budget_bytes=900 * TIB,
+        tier=pb.Tier.ValueType(number), policy=pb.EVICTION_POLICY_S3FIFO, budget_bytes=900 * TIB,
         secured_bytes=899 * TIB, kept_bytes=99 * TIB, published_bytes=800 * TIB,
         reserved_bytes=9 * TIB, pinned_bytes=7 * TIB, entries=987_654_321,
         max_entries=999_999_999, hits=MANY, hit_tokens=512 * MANY, read_bytes=900 * TIB,
         saves=MANY, saved_bytes=PIB, evictions=MANY, evicted_bytes=PIB, corrupt=12_345,
         recovered_entries=987_654_321, recovered_bytes=500 * TIB, dropped_at_start=1_234_567,
-        limit_bytes=899 * TIB, state="recovering", oldest_io_ms=98_765,
+        limit_bytes=899 * TIB, state=pb.TIER_STATE_RECOVERING, oldest_io_ms=98_765,
         scrub=pb.ScrubStats(entries=5, payload_bytes=77 * TIB, passes=12, unreadable_entries=4),
         namespaces=[
             pb.NamespaceStats(
@@ -82,10 +82,16 @@ def usage(scale: int) -> pb.Usage:
         failures=dict.fromkeys(usage_views.MISS_WORDS, scale // 24),
         missed=[
             *(
-                pb.Missed(reason="evicted", tier=tier, cause=why, tokens=scale // 24, lookups=3)  # type: ignore[arg-type]
-                for tier in (1, 2, 3) for why in ("save", "resize", "pressure", "operator")
+                pb.Missed(
+                    reason=pb.MISS_REASON_EVICTED, tier=tier, cause=why,
+                    tokens=scale // 24, lookups=3,
+                )
+                for tier in pb.Tier.values() for why in pb.EvictionCause.values() if tier and why
             ),
-            *(pb.Missed(reason=why, tokens=scale // 99, lookups=1) for why in ("too_old", "slow")),
+            *(
+                pb.Missed(reason=why, tokens=scale // 99, lookups=1)
+                for why in (pb.MISS_REASON_TOO_OLD, pb.MISS_REASON_SLOW)
+            ),
         ],
     )  # fmt: skip
 
@@ -97,7 +103,10 @@ def statistics(scale: int = 4) -> pb.StatsResponse:
             state=state, why=why_it_is, requests=MANY, unanswered=7, refused=3,
         )
         for number, (state, why_it_is) in enumerate(
-            [("serving", ""), ("resting", "it missed 3 deadlines of 20 ms within a second")]
+            [
+                (pb.SHARED_NODE_STATE_SERVING, ""),
+                (pb.SHARED_NODE_STATE_RESTING, "it missed 3 deadlines of 20 ms within a second"),
+            ]
         )
     ]  # fmt: skip
     stages = [
@@ -191,13 +200,17 @@ def live_curve_data() -> dict[str, Any]:
 def events() -> pb.WhyResponse:
     said = [
         pb.KeyEvent(
-            key=KEY[:16], what="evicted", cause="pressure", tier=pb.TIER_DISK, owner=OWNER,
+            key=KEY[:16], what=pb.KEY_EVENT_KIND_EVICTED, cause=pb.EVICTION_CAUSE_PRESSURE,
+            tier=pb.TIER_DISK, owner=OWNER,
             at_unix_ns=NOW_NS - n * 10**13, session_id=10**9, label=LABEL,
         )
         for n in range(3)
     ]  # fmt: skip
     shared = pb.SharedEvent(
-        key=KEY[:16], what="offered", node="valkey-1.example:6379", at_unix_ns=1
+        key=KEY[:16],
+        what=pb.SHARED_EVENT_KIND_OFFERED,
+        node="valkey-1.example:6379",
+        at_unix_ns=1,
     )
     return pb.WhyResponse(
         events=said, shared=[shared], present=[entry(1)], remembered_events=95_000,
@@ -261,7 +274,7 @@ def of_daemons() -> dict[str, RenderableType]:
         payload_bytes=PIB, entries=65_536,
     )  # fmt: skip
     reservation = pb.ReservationDetail(
-        key=KEY, session_id=10**9, owner=OWNER, tier=pb.TIER_DISK, stage="committing",
+        key=KEY, session_id=10**9, owner=OWNER, tier=pb.TIER_DISK, stage=pb.SAVE_STAGE_COMMITTING,
         age_ms=10**9, ttl_left_ms=10**7, payload_bytes=PIB, stored_bytes=PIB, waiters=65_536,
     )  # fmt: skip
     verified = pb.VerifyResponse(entries=MANY, damaged_entries=3, problems=["entry 1: bad"])

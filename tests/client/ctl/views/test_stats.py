@@ -24,8 +24,13 @@ def stats() -> pb.StatsResponse:
                 hits=9,
                 misses={"absent": 1},
                 missed=[
-                    pb.Missed(reason="evicted", tier=pb.TIER_RAM, cause="save", tokens=500),
-                    pb.Missed(reason="never_saved", tokens=400, lookups=1),
+                    pb.Missed(
+                        reason=pb.MISS_REASON_EVICTED,
+                        tier=pb.TIER_RAM,
+                        cause=pb.EVICTION_CAUSE_SAVE,
+                        tokens=500,
+                    ),
+                    pb.Missed(reason=pb.MISS_REASON_NEVER_SAVED, tokens=400, lookups=1),
                 ],
                 failures={"lost": 2},
                 lookup_tokens=5000,
@@ -37,8 +42,8 @@ def stats() -> pb.StatsResponse:
                 hits=1,
                 misses={"absent": 2, "unavailable": 7},
                 missed=[
-                    pb.Missed(reason="never_saved", lookups=2),
-                    pb.Missed(reason="unavailable", lookups=7),
+                    pb.Missed(reason=pb.MISS_REASON_NEVER_SAVED, lookups=2),
+                    pb.Missed(reason=pb.MISS_REASON_UNAVAILABLE, lookups=7),
                 ],
             ),
         },
@@ -93,7 +98,7 @@ def test_without_look_ups_there_is_no_ratio() -> None:
 
 def test_what_is_less_than_it_could_be_is_shown() -> None:
     recovering = tier_stats(pb.TIER_DISK)
-    recovering.state = "recovering"
+    recovering.state = pb.TIER_STATE_RECOVERING
     said = {"disk tier": "recovers: 240,000 entries adopted"}
     stats = pb.StatsResponse(tiers=[tier_stats(), recovering], notices=said, health="serving")
     shown = drawn(stats_view(stats, "unix:/s"), 120)
@@ -104,7 +109,7 @@ def test_what_is_less_than_it_could_be_is_shown() -> None:
 @pytest.mark.parametrize("width", [80, 100, 200])
 def test_what_namespaces_take_is_shown(width: int) -> None:
     stats = pb.StatsResponse()
-    tier = stats.tiers.add(tier=pb.TIER_RAM, policy="lru", budget_bytes=2**30)
+    tier = stats.tiers.add(tier=pb.TIER_RAM, policy=pb.EVICTION_POLICY_LRU, budget_bytes=2**30)
     tier.namespaces.add(used_bytes=2**20, entries=12_345)
     tier.namespaces.add(
         namespace="n" * 32, share_bytes=2**29, used_bytes=2**28, fixed_bytes=2**20, entries=7

@@ -30,7 +30,9 @@ def drawn(
 
 
 def tier_stats(tier: pb.Tier.ValueType = pb.TIER_RAM, **numbers: int) -> pb.TierStats:
-    return pb.TierStats(tier=tier, policy="lru", budget_bytes=1000, secured_bytes=1000, **numbers)
+    return pb.TierStats(
+        tier=tier, policy=pb.EVICTION_POLICY_LRU, budget_bytes=1000, secured_bytes=1000, **numbers
+    )
 
 
 @pytest.mark.parametrize(
@@ -88,7 +90,8 @@ def test_a_bar_fits_where_it_is_put_and_needs_no_unicode() -> None:
 def test_a_narrow_table_keeps_every_column_whole() -> None:
     """Columns that do not fit come below, after the first column again."""
     names = [f"column {number}" for number in range(9)]
-    table = tables.make_table("key|>" + "|>".join(names))
+    caption = "what is below a table is as wide as the terminal"
+    table = tables.make_table("key|>" + "|>".join(names), caption=caption)
     cells = [f"{number}" * 12 for number in range(9)]
     table.add_row("k" * 16, *cells)
     for width in (40, 80, 100, 200):
@@ -96,5 +99,7 @@ def test_a_narrow_table_keeps_every_column_whole() -> None:
         assert max(map(len, text.splitlines())) <= width
         assert all(cell in text for cell in [*names, *cells])
         assert "…" not in text
+        assert caption in " ".join(text.split())
+        assert width < len(caption) or caption in text
     assert drawn(table, 200).count("k" * 16) == 1
     assert drawn(table, 80).count("k" * 16) > 1

@@ -10,7 +10,12 @@ from rich.console import Console
 from prefixd.client.ctl.views.top import Board, quantile_ns
 from prefixd.proto import prefixd_pb2 as pb
 
-TIER = {"tier": pb.TIER_RAM, "policy": "s3fifo", "budget_bytes": 2**33, "state": "serving"}
+TIER = {
+    "tier": pb.TIER_RAM,
+    "policy": pb.EVICTION_POLICY_S3FIFO,
+    "budget_bytes": 2**33,
+    "state": pb.TIER_STATE_SERVING,
+}
 
 
 def usage(scale: int) -> pb.Usage:
@@ -19,8 +24,13 @@ def usage(scale: int) -> pb.Usage:
         hits=7 * scale,
         misses={"absent": 2 * scale, "slow": scale},
         missed=[
-            pb.Missed(reason="evicted", tier=pb.TIER_RAM, cause="save", tokens=150 * scale),
-            pb.Missed(reason="never_saved", tokens=50 * scale, lookups=2 * scale),
+            pb.Missed(
+                reason=pb.MISS_REASON_EVICTED,
+                tier=pb.TIER_RAM,
+                cause=pb.EVICTION_CAUSE_SAVE,
+                tokens=150 * scale,
+            ),
+            pb.Missed(reason=pb.MISS_REASON_NEVER_SAVED, tokens=50 * scale, lookups=2 * scale),
         ],
         lookup_tokens=1000 * scale,
         restored_tokens=500 * scale,
@@ -99,13 +109,26 @@ def test_restores_are_those_in_between() -> None:
     assert between.restore_ns == 2 * 10**9
 
 
-def test_before_the_second_sample_there_are_no_rates() -> None:
+def test_before_the_second_sample_rates_are_averages_since_the_start() -> None:
     board = Board("x")
-    board.take(sample(1), [], 10.0)
-    assert "0 look-ups/s" in shown(board, 100)
+    for incarnation in (b"1", b"2"):  # a daemon that was restarted counts from zero
+        first = sample(1, incarnation)
+        first.uptime_ms = 2_000
+        board.take(first, [], 10.0)
+        text = shown(board, 100)
+        for words in (
+            "80.0 % hit, ",
+            "15 look-ups/s",
+            "1.5MiB/s restored",
+            "since the start",
+            "50",
+        ):
+            assert words in text, words
+    assert "hit since the start" not in text
     board.take(sample(1, b"2"), [], 12.0)
     text = shown(board, 100)
-    assert "0 look-ups/s" in text, "a daemon that was restarted counts from zero"
+    assert "0 look-ups/s" in text
+    assert "no look-ups (80.0 % hit since the start)" in " ".join(text.split())
     board.note = "it does not answer"
     assert "it does not answer" in shown(board, 100)
 
@@ -150,7 +173,7 @@ def test_quantiles_are_bounds_of_buckets() -> None:
 
 
 def test_what_is_shared_is_shown_where_anything_is() -> None:
-    def shared(scale: int, state: str) -> pb.StatsResponse:
+    def shared(scale: int, state: pb.SharedNodeState.ValueType) -> pb.StatsResponse:
         stats = sample(scale)
         stats.shared.update(
             {
@@ -163,15 +186,15 @@ def test_what_is_shared_is_shown_where_anything_is() -> None:
                 "nodes_serving": 1,
             }
         )
-        stats.shared_nodes.add(name="10.0.0.1:6379", state="serving")
+        stats.shared_nodes.add(name="10.0.0.1:6379", state=pb.SHARED_NODE_STATE_SERVING)
         stats.shared_nodes.add(name="10.0.0.2:6379", state=state, why="it missed 3 deadlines")
         return stats
 
     board = Board("unix:/x")
     board.take(sample(1), [], 10.0)
     assert "brought" not in shown(board, 200)
-    board.take(shared(1, "resting"), [], 12.0)
-    board.take(shared(3, "resting"), [], 14.0)
+    board.take(shared(1, pb.SHARED_NODE_STATE_RESTING), [], 12.0)
+    board.take(shared(3, pb.SHARED_NODE_STATE_RESTING), [], 14.0)
     text = shown(board, 200)
     assert "1MiB/s brought" in text
     assert "2MiB/s offered" in text
@@ -179,5 +202,5 @@ def test_what_is_shared_is_shown_where_anything_is() -> None:
     assert "3/s unanswered" in text
     assert "1 of 2 nodes" in text
     assert "it missed 3 deadlines" in text
-    board.take(shared(4, "serving"), [], 15.0)
+    board.take(shared(4, pb.SHARED_NODE_STATE_SERVING), [], 15.0)
     assert "10.0.0.1" not in shown(board, 200), "only if something is wrong"
