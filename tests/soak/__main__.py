@@ -5,8 +5,9 @@ tenth minute ends, or with the second.
 
 Clients are closed and opened again, and processes that hold claims, views and half a save are
 killed, in an even pace. Prints the tenths as JSON, and what the daemon still holds when all clients
-have left. Exit status 1: a resource grew, an operation got slower, wrong bytes were read, something
-is left, or the daemon's accounting is wrong at the end.
+have left. Each tenth is also a line of stderr when it ends, for a run that is cut off. Exit status
+1: a resource grew, an operation got slower, wrong bytes were read, something is left, or
+the daemon's accounting is wrong at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .killed import Killed
 from .samples import TENTHS, Tenth, growth, left, sample, settled
 from .work import Worker
 
-_LEFT_WITHIN_S = 20.0
+_LEFT_WITHIN_S = 60.0
 
 
 def soak(
@@ -63,7 +64,11 @@ def soak(
             waiting.wait(
                 max(0.0, begun_s + (number + 1) * length_s / (TENTHS * samples) - time.monotonic())
             )
-            tenths[number // samples].samples.append(sample(daemon.pid, directories))
+            tenth = tenths[number // samples]
+            tenth.samples.append(sample(daemon.pid, directories))
+            if len(tenth.samples) == samples:
+                with lock:
+                    print(json.dumps(tenth.as_dict()), file=sys.stderr, flush=True)
         for worker in (*clients, killed):
             worker.stop()
         with daemon.admin() as admin:

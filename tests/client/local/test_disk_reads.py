@@ -326,7 +326,8 @@ def test_a_restore_ends_with_its_deadline_and_its_buffers_are_left_alone(
         result = hit.restore_into(buffers, deadline_ms=30)
         assert (result.run, result.miss) == (0, MissReason.DEADLINE)
         device.answers.set()
-        assert hit.restore_into([bytearray(len(PAYLOAD)) for _ in KEYS]).run == len(KEYS)
+        others = [bytearray(len(PAYLOAD)) for _ in KEYS]
+        assert hit.restore_into(others, deadline_ms=600_000).run == len(KEYS)
         assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
 
 
@@ -405,7 +406,7 @@ def test_the_buffers_of_a_cancelled_restore_are_the_callers_again(
                 buffer[:] = b"\xa5" * len(buffer)
             device.answers.set()
             others = [bytearray(len(PAYLOAD)) for _ in KEYS]
-            assert (await hit.restore_into(others)).run == len(KEYS)
+            assert (await hit.restore_into(others, deadline_ms=600_000)).run == len(KEYS)
             assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
 
     run(scenario())
@@ -434,7 +435,9 @@ def test_cancelling_the_future_of_a_restore_ends_it_before_its_task_goes_on(
             buffer[:] = b"\xa5" * len(buffer)
         device.answers.set()
         others = [bytearray(len(PAYLOAD)) for _ in KEYS]
-        assert (await asyncio.to_thread(hit.restore_into, others)).run == len(KEYS)
+        assert (await asyncio.to_thread(hit.restore_into, others, deadline_ms=600_000)).run == len(
+            KEYS
+        )
         assert buffers == [b"\xa5" * len(PAYLOAD)] * len(KEYS)
 
     with Client(daemon.address) as client:
