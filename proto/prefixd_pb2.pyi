@@ -1961,19 +1961,37 @@ class ReserveResponse(google.protobuf.message.Message):
 Global___ReserveResponse: typing_extensions.TypeAlias = ReserveResponse
 
 @typing.final
+class GrantedReservations(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SESSION_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    @property
+    def session(self) -> Global___SessionRef: ...
+    @property
+    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        session: Global___SessionRef | None = ...,
+        tokens: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
+
+Global___GrantedReservations: typing_extensions.TypeAlias = GrantedReservations
+
+@typing.final
 class WritePart(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    TOKEN_FIELD_NUMBER: builtins.int
     ITEM_FIELD_NUMBER: builtins.int
     OFFSET_BYTES_FIELD_NUMBER: builtins.int
     DATA_FIELD_NUMBER: builtins.int
     LAST_FIELD_NUMBER: builtins.int
     PAYLOAD_CRC32C_FIELD_NUMBER: builtins.int
-    token: builtins.int
-    """of the reservation; unused in a Save stream"""
     item: builtins.int
-    """index in SaveHeader.keys; unused in a Write stream"""
+    """index in SaveHeader.keys, or in GrantedReservations.tokens"""
     offset_bytes: builtins.int
     data: builtins.bytes
     last: builtins.bool
@@ -1982,60 +2000,40 @@ class WritePart(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        token: builtins.int = ...,
         item: builtins.int = ...,
         offset_bytes: builtins.int = ...,
         data: builtins.bytes = ...,
         last: builtins.bool = ...,
         payload_crc32c: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["data", b"data", "item", b"item", "last", b"last", "offset_bytes", b"offset_bytes", "payload_crc32c", b"payload_crc32c", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "item", b"item", "last", b"last", "offset_bytes", b"offset_bytes", "payload_crc32c", b"payload_crc32c"]) -> None: ...
 
 Global___WritePart: typing_extensions.TypeAlias = WritePart
-
-@typing.final
-class WriteRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    @property
-    def session(self) -> Global___SessionRef:
-        """in the first message"""
-
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritePart]: ...
-    def __init__(
-        self,
-        *,
-        session: Global___SessionRef | None = ...,
-        parts: collections.abc.Iterable[Global___WritePart] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["parts", b"parts", "session", b"session"]) -> None: ...
-
-Global___WriteRequest: typing_extensions.TypeAlias = WriteRequest
 
 @typing.final
 class SaveRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
+    RESERVED_FIELD_NUMBER: builtins.int
     PARTS_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> Global___SaveHeader:
-        """in the first message"""
+        """The first message has one of these: what to save, or the reservations to write."""
 
+    @property
+    def reserved(self) -> Global___GrantedReservations: ...
     @property
     def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritePart]: ...
     def __init__(
         self,
         *,
         header: Global___SaveHeader | None = ...,
+        reserved: Global___GrantedReservations | None = ...,
         parts: collections.abc.Iterable[Global___WritePart] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts", "reserved", b"reserved"]) -> None: ...
 
 Global___SaveRequest: typing_extensions.TypeAlias = SaveRequest
 
@@ -2063,28 +2061,6 @@ class SaveResult(google.protobuf.message.Message):
 Global___SaveResult: typing_extensions.TypeAlias = SaveResult
 
 @typing.final
-class WriteResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    TOKENS_FIELD_NUMBER: builtins.int
-    RESULTS_FIELD_NUMBER: builtins.int
-    @property
-    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """in the order of their first parts"""
-
-    @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]: ...
-    def __init__(
-        self,
-        *,
-        tokens: collections.abc.Iterable[builtins.int] | None = ...,
-        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["results", b"results", "tokens", b"tokens"]) -> None: ...
-
-Global___WriteResponse: typing_extensions.TypeAlias = WriteResponse
-
-@typing.final
 class SaveResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2099,45 +2075,6 @@ class SaveResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
 
 Global___SaveResponse: typing_extensions.TypeAlias = SaveResponse
-
-@typing.final
-class SaveWholeRequest(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    HEADER_FIELD_NUMBER: builtins.int
-    PARTS_FIELD_NUMBER: builtins.int
-    @property
-    def header(self) -> Global___SaveHeader: ...
-    @property
-    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___WritePart]:
-        """all parts of all items"""
-
-    def __init__(
-        self,
-        *,
-        header: Global___SaveHeader | None = ...,
-        parts: collections.abc.Iterable[Global___WritePart] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "parts", b"parts"]) -> None: ...
-
-Global___SaveWholeRequest: typing_extensions.TypeAlias = SaveWholeRequest
-
-@typing.final
-class SaveWholeResponse(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    RESULTS_FIELD_NUMBER: builtins.int
-    @property
-    def results(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___SaveResult]: ...
-    def __init__(
-        self,
-        *,
-        results: collections.abc.Iterable[Global___SaveResult] | None = ...,
-    ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["results", b"results"]) -> None: ...
-
-Global___SaveWholeResponse: typing_extensions.TypeAlias = SaveWholeResponse
 
 @typing.final
 class DeleteRequest(google.protobuf.message.Message):
@@ -2529,7 +2466,7 @@ Global___ReadEnd: typing_extensions.TypeAlias = ReadEnd
 
 @typing.final
 class RawSaveRequest(google.protobuf.message.Message):
-    """Save, or Write for earlier reservations."""
+    """Save, with the payloads behind its messages."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -2538,12 +2475,12 @@ class RawSaveRequest(google.protobuf.message.Message):
     @property
     def header(self) -> Global___SaveHeader: ...
     @property
-    def reserved(self) -> Global___StagedReservations: ...
+    def reserved(self) -> Global___GrantedReservations: ...
     def __init__(
         self,
         *,
         header: Global___SaveHeader | None = ...,
-        reserved: Global___StagedReservations | None = ...,
+        reserved: Global___GrantedReservations | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> builtins.bool: ...
     def ClearField(self, field_name: typing.Literal["header", b"header", "reserved", b"reserved"]) -> None: ...
@@ -2687,10 +2624,10 @@ Global___HandOverResponse: typing_extensions.TypeAlias = HandOverResponse
 
 @typing.final
 class SaveStagedRequest(google.protobuf.message.Message):
-    """Save, or Write for earlier reservations, with the bytes in the session's staging memory: the parts
-    tell where. The answer to each request with parts is the number of parts that the daemon has copied;
-    their staging memory is the client's again. The last answer has the results. The daemon publishes
-    the bytes that it copied if their CRC32C is payload_crc32c.
+    """Save, with the bytes in the session's staging memory: the parts tell where. The answer to each
+    request with parts is the number of parts that the daemon has copied; their staging memory is the
+    client's again. The last answer has the results. The daemon publishes the bytes that it copied if
+    their CRC32C is payload_crc32c.
 
     The daemon takes back the staging memory of a session that has saved nothing for a while, or that has
     more than its part now that there are more sessions: the next save is refused with unknown_staging.
@@ -2720,11 +2657,11 @@ class SaveStagedRequest(google.protobuf.message.Message):
         """The first request has one of these: what to save, or the reservations to write."""
 
     @property
-    def reserved(self) -> Global___StagedReservations: ...
+    def reserved(self) -> Global___GrantedReservations: ...
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Parts of payloads, in columns: each has a value for each part.
-        index in SaveHeader.keys, or in StagedReservations.tokens
+        index in SaveHeader.keys, or in GrantedReservations.tokens
         """
 
     @property
@@ -2743,7 +2680,7 @@ class SaveStagedRequest(google.protobuf.message.Message):
         self,
         *,
         header: Global___SaveHeader | None = ...,
-        reserved: Global___StagedReservations | None = ...,
+        reserved: Global___GrantedReservations | None = ...,
         items: collections.abc.Iterable[builtins.int] | None = ...,
         staging_offset_bytes: collections.abc.Iterable[builtins.int] | None = ...,
         length_bytes: collections.abc.Iterable[builtins.int] | None = ...,
@@ -2758,30 +2695,9 @@ class SaveStagedRequest(google.protobuf.message.Message):
 Global___SaveStagedRequest: typing_extensions.TypeAlias = SaveStagedRequest
 
 @typing.final
-class StagedReservations(google.protobuf.message.Message):
-    DESCRIPTOR: google.protobuf.descriptor.Descriptor
-
-    SESSION_FIELD_NUMBER: builtins.int
-    TOKENS_FIELD_NUMBER: builtins.int
-    @property
-    def session(self) -> Global___SessionRef: ...
-    @property
-    def tokens(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        session: Global___SessionRef | None = ...,
-        tokens: collections.abc.Iterable[builtins.int] | None = ...,
-    ) -> None: ...
-    def HasField(self, field_name: typing.Literal["session", b"session"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["session", b"session", "tokens", b"tokens"]) -> None: ...
-
-Global___StagedReservations: typing_extensions.TypeAlias = StagedReservations
-
-@typing.final
 class SaveLentRequest(google.protobuf.message.Message):
-    """Save, or Write for earlier reservations, with the bytes in the client's own memory, which the client
-    lends for this call. The daemon copies them out of the client's process (process_vm_readv).
+    """Save, with the bytes in the client's own memory, which the client lends for this call. The daemon
+    copies them out of the client's process (process_vm_readv).
 
     `token` is random, created for this call, and lies at `token_address` as long as the memory is lent.
     However the call ends, the client must overwrite the token before it uses the memory again. The
@@ -2810,7 +2726,7 @@ class SaveLentRequest(google.protobuf.message.Message):
         """One of these: what to save, or the reservations to write."""
 
     @property
-    def reserved(self) -> Global___StagedReservations: ...
+    def reserved(self) -> Global___GrantedReservations: ...
     @property
     def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """The pieces of all payloads, in order, and the number of pieces of each payload."""
@@ -2823,7 +2739,7 @@ class SaveLentRequest(google.protobuf.message.Message):
         self,
         *,
         header: Global___SaveHeader | None = ...,
-        reserved: Global___StagedReservations | None = ...,
+        reserved: Global___GrantedReservations | None = ...,
         token: builtins.bytes = ...,
         token_address: builtins.int = ...,
         addresses: collections.abc.Iterable[builtins.int] | None = ...,

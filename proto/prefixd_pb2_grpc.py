@@ -59,20 +59,10 @@ class CacheStub(object):
                 request_serializer=prefixd__pb2.ReserveRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.ReserveResponse.FromString,
                 _registered_method=True)
-        self.Write = channel.stream_unary(
-                '/prefixd.v1.Cache/Write',
-                request_serializer=prefixd__pb2.WriteRequest.SerializeToString,
-                response_deserializer=prefixd__pb2.WriteResponse.FromString,
-                _registered_method=True)
         self.Save = channel.stream_unary(
                 '/prefixd.v1.Cache/Save',
                 request_serializer=prefixd__pb2.SaveRequest.SerializeToString,
                 response_deserializer=prefixd__pb2.SaveResponse.FromString,
-                _registered_method=True)
-        self.SaveWhole = channel.unary_unary(
-                '/prefixd.v1.Cache/SaveWhole',
-                request_serializer=prefixd__pb2.SaveWholeRequest.SerializeToString,
-                response_deserializer=prefixd__pb2.SaveWholeResponse.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/prefixd.v1.Cache/Cancel',
@@ -144,30 +134,16 @@ class CacheServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Write(self, request_iterator, context):
-        """Sends the bytes of granted reservations. The parts of a reservation must come in order and
-        without gaps. When its last part arrives, its bytes are checked and published. If the stream
-        ends before that, the session ends, or the client is silent for too long, the reservations that
-        the stream wrote to are cancelled.
-        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
-        (too many saves at once, a silent client).
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Save(self, request_iterator, context):
-        """Reserve and Write in one call. The first message has the header, and may have parts. A part
-        names its item by index. Bytes of items that were not granted are skipped.
-        Errors: those of Reserve and Write.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def SaveWhole(self, request, context):
-        """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
-        The fields have the numbers of SaveRequest. Errors: those of Save.
+        """Reserves and writes in one call, or writes what was reserved. The first message has a header or the
+        tokens of reservations, and may have parts. A part names its item by index. The parts of an item
+        must come in order and without gaps. When its last part arrives, its bytes are checked and
+        published. If the stream ends before that, the session ends, or the client is silent for too long,
+        its reservations are cancelled. Bytes of items that were not granted are skipped.
+        A save that fits into one message may be called as a unary rpc: on the wire it is the same, and in
+        most languages it is faster.
+        Errors: those of Reserve, INVALID_ARGUMENT (malformed stream), RESOURCE_EXHAUSTED (too many saves
+        at once, a silent client).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -241,20 +217,10 @@ def add_CacheServicer_to_server(servicer, server):
                     request_deserializer=prefixd__pb2.ReserveRequest.FromString,
                     response_serializer=prefixd__pb2.ReserveResponse.SerializeToString,
             ),
-            'Write': grpc.stream_unary_rpc_method_handler(
-                    servicer.Write,
-                    request_deserializer=prefixd__pb2.WriteRequest.FromString,
-                    response_serializer=prefixd__pb2.WriteResponse.SerializeToString,
-            ),
             'Save': grpc.stream_unary_rpc_method_handler(
                     servicer.Save,
                     request_deserializer=prefixd__pb2.SaveRequest.FromString,
                     response_serializer=prefixd__pb2.SaveResponse.SerializeToString,
-            ),
-            'SaveWhole': grpc.unary_unary_rpc_method_handler(
-                    servicer.SaveWhole,
-                    request_deserializer=prefixd__pb2.SaveWholeRequest.FromString,
-                    response_serializer=prefixd__pb2.SaveWholeResponse.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -423,33 +389,6 @@ class Cache(object):
             _registered_method=True)
 
     @staticmethod
-    def Write(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/prefixd.v1.Cache/Write',
-            prefixd__pb2.WriteRequest.SerializeToString,
-            prefixd__pb2.WriteResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Save(request_iterator,
             target,
             options=(),
@@ -466,33 +405,6 @@ class Cache(object):
             '/prefixd.v1.Cache/Save',
             prefixd__pb2.SaveRequest.SerializeToString,
             prefixd__pb2.SaveResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def SaveWhole(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/prefixd.v1.Cache/SaveWhole',
-            prefixd__pb2.SaveWholeRequest.SerializeToString,
-            prefixd__pb2.SaveWholeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -118,22 +118,6 @@ _CacheReserveType = typing_extensions.TypeVar(
     ],
 )
 
-_CacheWriteType = typing_extensions.TypeVar(
-    '_CacheWriteType',
-    grpc.StreamUnaryMultiCallable[
-        prefixd_pb2.WriteRequest,
-        prefixd_pb2.WriteResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
-        prefixd_pb2.WriteRequest,
-        prefixd_pb2.WriteResponse,
-    ],
-    default=grpc.StreamUnaryMultiCallable[
-        prefixd_pb2.WriteRequest,
-        prefixd_pb2.WriteResponse,
-    ],
-)
-
 _CacheSaveType = typing_extensions.TypeVar(
     '_CacheSaveType',
     grpc.StreamUnaryMultiCallable[
@@ -147,22 +131,6 @@ _CacheSaveType = typing_extensions.TypeVar(
     default=grpc.StreamUnaryMultiCallable[
         prefixd_pb2.SaveRequest,
         prefixd_pb2.SaveResponse,
-    ],
-)
-
-_CacheSaveWholeType = typing_extensions.TypeVar(
-    '_CacheSaveWholeType',
-    grpc.UnaryUnaryMultiCallable[
-        prefixd_pb2.SaveWholeRequest,
-        prefixd_pb2.SaveWholeResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        prefixd_pb2.SaveWholeRequest,
-        prefixd_pb2.SaveWholeResponse,
-    ],
-    default=grpc.UnaryUnaryMultiCallable[
-        prefixd_pb2.SaveWholeRequest,
-        prefixd_pb2.SaveWholeResponse,
     ],
 )
 
@@ -230,7 +198,7 @@ _CacheReadType = typing_extensions.TypeVar(
     ],
 )
 
-class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheWriteType, _CacheSaveType, _CacheSaveWholeType, _CacheCancelType, _CacheDeleteType, _CachePullType, _CacheReadType]):
+class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimType, _CacheReleaseType, _CacheReserveType, _CacheSaveType, _CacheCancelType, _CacheDeleteType, _CachePullType, _CacheReadType]):
     @typing.overload
     def __init__(self: CacheStub[
         grpc.StreamStreamMultiCallable[
@@ -254,16 +222,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.ReserveResponse,
         ],
         grpc.StreamUnaryMultiCallable[
-            prefixd_pb2.WriteRequest,
-            prefixd_pb2.WriteResponse,
-        ],
-        grpc.StreamUnaryMultiCallable[
             prefixd_pb2.SaveRequest,
             prefixd_pb2.SaveResponse,
-        ],
-        grpc.UnaryUnaryMultiCallable[
-            prefixd_pb2.SaveWholeRequest,
-            prefixd_pb2.SaveWholeResponse,
         ],
         grpc.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -306,16 +266,8 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
             prefixd_pb2.ReserveResponse,
         ],
         grpc.aio.StreamUnaryMultiCallable[
-            prefixd_pb2.WriteRequest,
-            prefixd_pb2.WriteResponse,
-        ],
-        grpc.aio.StreamUnaryMultiCallable[
             prefixd_pb2.SaveRequest,
             prefixd_pb2.SaveResponse,
-        ],
-        grpc.aio.UnaryUnaryMultiCallable[
-            prefixd_pb2.SaveWholeRequest,
-            prefixd_pb2.SaveWholeResponse,
         ],
         grpc.aio.UnaryUnaryMultiCallable[
             prefixd_pb2.CancelRequest,
@@ -364,24 +316,16 @@ class CacheStub(typing.Generic[_CacheSessionType, _CacheLookupType, _CacheClaimT
     Errors: INVALID_ARGUMENT (batch, key, size, tier, reason), FAILED_PRECONDITION (session).
     """
 
-    Write: _CacheWriteType
-    """Sends the bytes of granted reservations. The parts of a reservation must come in order and
-    without gaps. When its last part arrives, its bytes are checked and published. If the stream
-    ends before that, the session ends, or the client is silent for too long, the reservations that
-    the stream wrote to are cancelled.
-    Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
-    (too many saves at once, a silent client).
-    """
-
     Save: _CacheSaveType
-    """Reserve and Write in one call. The first message has the header, and may have parts. A part
-    names its item by index. Bytes of items that were not granted are skipped.
-    Errors: those of Reserve and Write.
-    """
-
-    SaveWhole: _CacheSaveWholeType
-    """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
-    The fields have the numbers of SaveRequest. Errors: those of Save.
+    """Reserves and writes in one call, or writes what was reserved. The first message has a header or the
+    tokens of reservations, and may have parts. A part names its item by index. The parts of an item
+    must come in order and without gaps. When its last part arrives, its bytes are checked and
+    published. If the stream ends before that, the session ends, or the client is silent for too long,
+    its reservations are cancelled. Bytes of items that were not granted are skipped.
+    A save that fits into one message may be called as a unary rpc: on the wire it is the same, and in
+    most languages it is faster.
+    Errors: those of Reserve, INVALID_ARGUMENT (malformed stream), RESOURCE_EXHAUSTED (too many saves
+    at once, a silent client).
     """
 
     Cancel: _CacheCancelType
@@ -434,16 +378,8 @@ CacheAsyncStub: typing_extensions.TypeAlias = CacheStub[
         prefixd_pb2.ReserveResponse,
     ],
     grpc.aio.StreamUnaryMultiCallable[
-        prefixd_pb2.WriteRequest,
-        prefixd_pb2.WriteResponse,
-    ],
-    grpc.aio.StreamUnaryMultiCallable[
         prefixd_pb2.SaveRequest,
         prefixd_pb2.SaveResponse,
-    ],
-    grpc.aio.UnaryUnaryMultiCallable[
-        prefixd_pb2.SaveWholeRequest,
-        prefixd_pb2.SaveWholeResponse,
     ],
     grpc.aio.UnaryUnaryMultiCallable[
         prefixd_pb2.CancelRequest,
@@ -519,38 +455,20 @@ class CacheServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
-    def Write(
-        self,
-        request_iterator: _MaybeAsyncIterator[prefixd_pb2.WriteRequest],
-        context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.WriteResponse, collections.abc.Awaitable[prefixd_pb2.WriteResponse]]:
-        """Sends the bytes of granted reservations. The parts of a reservation must come in order and
-        without gaps. When its last part arrives, its bytes are checked and published. If the stream
-        ends before that, the session ends, or the client is silent for too long, the reservations that
-        the stream wrote to are cancelled.
-        Errors: INVALID_ARGUMENT (malformed stream), FAILED_PRECONDITION (session), RESOURCE_EXHAUSTED
-        (too many saves at once, a silent client).
-        """
-
-    @abc.abstractmethod
     def Save(
         self,
         request_iterator: _MaybeAsyncIterator[prefixd_pb2.SaveRequest],
         context: _ServicerContext,
     ) -> typing.Union[prefixd_pb2.SaveResponse, collections.abc.Awaitable[prefixd_pb2.SaveResponse]]:
-        """Reserve and Write in one call. The first message has the header, and may have parts. A part
-        names its item by index. Bytes of items that were not granted are skipped.
-        Errors: those of Reserve and Write.
-        """
-
-    @abc.abstractmethod
-    def SaveWhole(
-        self,
-        request: prefixd_pb2.SaveWholeRequest,
-        context: _ServicerContext,
-    ) -> typing.Union[prefixd_pb2.SaveWholeResponse, collections.abc.Awaitable[prefixd_pb2.SaveWholeResponse]]:
-        """Save in a single message, for payloads that fit into it: without a stream it takes half the time.
-        The fields have the numbers of SaveRequest. Errors: those of Save.
+        """Reserves and writes in one call, or writes what was reserved. The first message has a header or the
+        tokens of reservations, and may have parts. A part names its item by index. The parts of an item
+        must come in order and without gaps. When its last part arrives, its bytes are checked and
+        published. If the stream ends before that, the session ends, or the client is silent for too long,
+        its reservations are cancelled. Bytes of items that were not granted are skipped.
+        A save that fits into one message may be called as a unary rpc: on the wire it is the same, and in
+        most languages it is faster.
+        Errors: those of Reserve, INVALID_ARGUMENT (malformed stream), RESOURCE_EXHAUSTED (too many saves
+        at once, a silent client).
         """
 
     @abc.abstractmethod

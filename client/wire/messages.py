@@ -142,8 +142,8 @@ def read_request(claim: Holding, ranges: Sequence[Range]) -> pb.ReadRequest:
 
 def reserved_of(
     session: pb.SessionRef, reservations: Sequence[tuple[Holding, Key]]
-) -> pb.StagedReservations:
-    return pb.StagedReservations(
+) -> pb.GrantedReservations:
+    return pb.GrantedReservations(
         session=session, tokens=[holding.number for holding, _ in reservations]
     )
 
@@ -195,7 +195,6 @@ def _tag(field: int) -> bytes:
     return bytes([field << 3 | _LENGTH_DELIMITED])
 
 
-# Save and Write streams have the same field numbers, so one function packs both.
 _PARTS_TAG: Final = _tag(pb.SaveRequest.PARTS_FIELD_NUMBER)
 _DATA_TAG: Final = _tag(pb.WritePart.DATA_FIELD_NUMBER)
 
@@ -211,24 +210,22 @@ def _varint(number: int) -> bytes:
 
 def pack(
     opening: bytes,
-    labels: Sequence[pb.WritePart],
     payloads: Sequence[FlatBytes],
     *,
     chunk_bytes: int,
     max_message_bytes: int,
 ) -> Iterator[bytes]:
-    """The encoded messages of a Save or Write stream.
+    """The encoded messages of a Save stream.
 
-    `opening` is the encoded first message without parts. `labels` say which item or token each of
-    `payloads` belongs to; these are flat bytes, referenced until the last message is out. Parts are
-    at most `chunk_bytes` long; a message holds one, or as many small ones as make up a chunk. The
-    CRC32C is computed chunk by chunk while the payload is cut, when the chunk is in the CPU cache.
+    `opening` is the encoded first message without parts. `payloads`, one for each item, are flat
+    bytes, referenced until the last message is out. Parts are at most `chunk_bytes` long; a message
+    holds one, or as many small ones as make up a chunk. The CRC32C is computed chunk by chunk while
+    the payload is cut, when the chunk is in the CPU cache.
     """
     chunk_bytes = min(chunk_bytes, max_message_bytes - _OVERHEAD_BYTES)
     pieces: list[bytes | memoryview] = [opening]
     size_bytes = len(opening)
-    for label, payload in zip(labels, payloads, strict=True):
-        encoded_label = label.SerializeToString()
+    for item, payload in enumerate(payloads):
         crc = 0
         for offset in range(0, len(payload), chunk_bytes):
             data = payload[offset : offset + chunk_bytes]
@@ -237,10 +234,10 @@ def pack(
                 yield b"".join(pieces)
                 pieces, size_bytes = [], 0
             crc = crc32c_of(data, crc)
-            part = pb.WritePart(offset_bytes=offset)
+            part = pb.WritePart(item=item, offset_bytes=offset)
             if offset + len(data) == len(payload):
                 part.last, part.payload_crc32c = True, crc
-            head = encoded_label + part.SerializeToString() + _DATA_TAG + _varint(len(data))
+            head = part.SerializeToString() + _DATA_TAG + _varint(len(data))
             length_bytes = len(head) + len(data)
             pieces += [_PARTS_TAG, _varint(length_bytes), head, *views_of(data)]
             size_bytes += length_bytes + _OVERHEAD_BYTES

@@ -442,25 +442,20 @@ class RemoteTransport(Transport):
         deadline: Deadline,
     ) -> list[SaveOutcome]:
         link = self._writer(reservations, deadline)
-        with suppress(NoConnection):
-            framed, timeout_s = _framed(link), deadline.left_s()
-            framed_request = pb.RawSaveRequest(
-                reserved=messages.reserved_of(link.ref, reservations)
-            )
-            results = self._call_held(
-                "Write", link, lambda: framed.save(framed_request, payloads, timeout_s)
-            )
-            return messages.outcomes_of([key for _, key in reservations], results)
-        opening = pb.WriteRequest(session=link.ref).SerializeToString()
-        labels = [pb.WritePart(token=holding.number) for holding, _ in reservations]
-        packed = _packed(link, opening, labels, payloads)
-        timeout_s = deadline.left_s()
-        response = self._call_held("Write", link, lambda: link.connection.write(packed, timeout_s))
-        with messages.understanding():
-            written = dict(zip(response.tokens, response.results, strict=True))
-            return [
-                messages.outcome_of(key, written[holding.number]) for holding, key in reservations
-            ]
+        reserved, timeout_s = messages.reserved_of(link.ref, reservations), deadline.left_s()
+
+        def send_framed(framed: FramedCalls) -> Sequence[pb.SaveResult]:
+            return framed.save(pb.RawSaveRequest(reserved=reserved), payloads, timeout_s)
+
+        def send() -> Sequence[pb.SaveResult]:
+            opening = pb.SaveRequest(reserved=reserved)
+            return link.connection.save(_packed(link, opening, payloads), timeout_s).results
+
+        try:
+            results = self._call_held("Save", link, partial(send_framed, _framed(link)))
+        except NoConnection:
+            results = self._call_held("Save", link, send)
+        return messages.outcomes_of([key for _, key in reservations], results)
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
@@ -474,12 +469,10 @@ class RemoteTransport(Transport):
 
         with suppress(NoConnection):
             return messages.outcomes_of(keys, self._call_framed("Save", deadline, send_framed))
-        labels = [pb.WritePart(item=index) for index in range(len(items))]
 
-        def send(link: Link, timeout_s: float) -> pb.SaveResponse | pb.SaveWholeResponse:
-            header = messages.header_in(link, items, terms)
-            opening = pb.SaveRequest(header=header).SerializeToString()
-            return link.connection.save(_packed(link, opening, labels, payloads), timeout_s)
+        def send(link: Link, timeout_s: float) -> pb.SaveResponse:
+            opening = pb.SaveRequest(header=messages.header_in(link, items, terms))
+            return link.connection.save(_packed(link, opening, payloads), timeout_s)
 
         _, response = self._call("Save", deadline, send)
         return messages.outcomes_of(keys, response.results)
@@ -606,12 +599,9 @@ class RemoteTransport(Transport):
         return link
 
 
-def _packed(
-    link: Link, opening: bytes, labels: Sequence[pb.WritePart], payloads: Sequence[FlatBytes]
-) -> Iterator[bytes]:
+def _packed(link: Link, opening: pb.SaveRequest, payloads: Sequence[FlatBytes]) -> Iterator[bytes]:
     return messages.pack(
-        opening,
-        labels,
+        opening.SerializeToString(),
         payloads,
         chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
         max_message_bytes=link.max_message_bytes,

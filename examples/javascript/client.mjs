@@ -86,6 +86,12 @@ const openSession = () => new Promise((resolve, reject) => {
   stream.write({ hello: { client_name: "javascript", client_version: "example 1", pid: process.pid } });
 });
 
+/** Save what one message holds. Larger saves go on with messages that have parts only. */
+const save = (message) => new Promise((resolve, reject) => {
+  const stream = cache.Save((error, response) => (error ? reject(error) : resolve(response)));
+  stream.end(message);
+});
+
 /** The bytes of the first entry of a claim. They count only if their CRC32C is that of the entry. */
 const read = (session, claim, entry) => new Promise((resolve, reject) => {
   const parts = [];
@@ -125,7 +131,7 @@ if (process.argv[1].endsWith("client.mjs")) {
   const header = { session: session.ref, tier: "TIER_RAM", reason: "SAVE_REASON_FINISH", keys: [key],
                    payload_bytes: [payload.length], token_counts: [tokens.length], layer_counts: [0], token_ids: [] };
   const parts = [{ item: 0, offset_bytes: 0, data: payload, last: true, payload_crc32c: crc32c(payload) }];
-  const saved = await call("SaveWhole", { header, parts });
+  const saved = await save({ header, parts });
   const watched = [await watch.event("WATCH_KIND_PUBLISHED", key)];
   const claim = await call("Claim", { session: session.ref, keys: [key], mode: "CLAIM_MODE_FIRST" });
   const bytes = await read(session, claim, claim.results[0].entry);

@@ -30,7 +30,7 @@ from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
 from .admin import AdminService
 from .connections import Connections
 from .data_socket import DataServer
-from .grpc_adapter import Ends, Method, OneMessage, add_service, methods_of
+from .grpc_adapter import Ends, Method, add_service, methods_of
 from .grpc_connections import GrpcConnections, WorkersConnections
 from .grpc_door import Door, PublicHandler
 from .hand_over import Handoff
@@ -197,7 +197,6 @@ class Front:
 
     def _cache_methods(self) -> dict[str, Method]:
         methods = methods_of(_CACHE, self.service, self.saves)
-        methods["SaveWhole"] = OneMessage(self.saves.save_whole)
         tracing = self._core.tracing
         return methods if tracing is None else _traced(methods, tracing)
 

@@ -49,15 +49,7 @@ class Streaming:
     call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]]
 
 
-@dataclass(frozen=True, slots=True)
-class OneMessage:
-    """A method whose only request is handed to it as an iterator, so that it decides when the
-    message is taken from the wire."""
-
-    call: Callable[[AsyncIterator[Any], Caller], Awaitable[Message]]
-
-
-Method: TypeAlias = Unary | Streaming | OneMessage
+Method: TypeAlias = Unary | Streaming
 
 
 #: Around a call, from its headers on: lets it in, or raises PrefixdError.
@@ -162,8 +154,8 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard, ends: Ends) ->
     # On the wire one message is a stream of one message. gRPC would read it before it asks the
     # guard, and keep an answer after the call has given its place back. So every rpc is one of
     # streams here.
-    streamed = rpc.client_streaming or isinstance(method, OneMessage)
-    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]] = _all_of if streamed else _only
+    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]]
+    taken = _all_of if rpc.client_streaming else _only
     behaviour: Callable[..., Awaitable[Any]]
     if isinstance(method, Streaming):
         behaviour = partial(_streaming, rpc.name, method.call, taken, guard, ends)

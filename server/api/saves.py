@@ -44,13 +44,12 @@ from .calls import Caller
 from .sessions import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
-W = TypeVar("W", pb.SaveRequest, pb.SaveWholeRequest, pb.WriteRequest)
 S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
 
 #: For each item of a save the reason why it is refused, or None if it is being written.
 Refusals: TypeAlias = "list[pb.SaveResult | None]"
 #: The first message of a save that may name reservations made before, instead of a header.
-_Opening: TypeAlias = pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest
+_Opening: TypeAlias = pb.SaveRequest | pb.SaveStagedRequest | pb.SaveLentRequest | pb.RawSaveRequest
 
 #: What a stream of bytes may occupy of the daemon's memory: one message, which its client makes as
 #: large as it likes.
@@ -159,7 +158,7 @@ class Saves:
         self, requests: AsyncIterator[pb.SaveRequest], caller: Caller
     ) -> pb.SaveResponse:
         async with self._stream(requests, caller) as (first, membership):
-            refusals, incoming = await self._begin_items(first.header, membership)
+            refusals, incoming = await self.begin(first, membership)
             with self.measured():
                 async with incoming.to_the_end():
                     request: pb.SaveRequest | None = first
@@ -171,63 +170,6 @@ class Saves:
                         pace.moved(request.ByteSize())
                         request = await self._next(requests, membership, pace)
                 return pb.SaveResponse(results=await results_of(refusals, incoming))
-
-    async def save_whole(
-        self, requests: AsyncIterator[pb.SaveWholeRequest], caller: Caller
-    ) -> pb.SaveWholeResponse:
-        """`requests` gives one message, which is taken from the wire when there is memory for
-        it."""
-        async with self._stream(requests, caller) as (request, membership):
-            refusals, incoming = await self._begin_items(request.header, membership)
-            with self.measured():
-                async with incoming.to_the_end():
-                    await incoming.feed(_pieces(request.parts, refusals))
-                return pb.SaveWholeResponse(results=await results_of(refusals, incoming))
-
-    async def write(
-        self, requests: AsyncIterator[pb.WriteRequest], caller: Caller
-    ) -> pb.WriteResponse:
-        async with self._stream(requests, caller) as (first, membership):
-            incoming = Incoming(self.core)
-            #: By token, in the order in which the stream names them: as in Refusals.
-            named: dict[int, pb.SaveResult | None] = {}
-            request: pb.WriteRequest | None = first
-            with self.measured():
-                async with incoming.to_the_end():
-                    pace = Pace(self._stall_s)
-                    while request is not None and incoming.broken is None:
-                        await self._write(request, membership, incoming, named)
-                        pace.moved(request.ByteSize())
-                        request = await self._next(requests, membership, pace)
-                ended = await incoming.ended()
-            return pb.WriteResponse(
-                tokens=named,
-                results=[refused or messages.ended_save(ended[t]) for t, refused in named.items()],
-            )
-
-    async def _write(
-        self,
-        request: pb.WriteRequest,
-        membership: Membership,
-        incoming: Incoming,
-        named: dict[int, pb.SaveResult | None],
-    ) -> None:
-        """Take one message of a Write stream."""
-        messages.check_parts(request.parts)
-        slices = Slices()
-        for part in request.parts:
-            await slices.pause()
-            if part.token not in named:
-                named[part.token] = await self._begin(membership, part.token, incoming, part.token)
-                if len(named) > limits.MAX_BATCH_KEYS:
-                    raise LimitReached("too many reservations in one stream of writes")
-        await incoming.feed(
-            [
-                Piece(p.token, p.data, p.last, p.payload_crc32c, p.offset_bytes)
-                for p in request.parts
-                if p.token in incoming
-            ]
-        )
 
     async def save_staged(
         self,
@@ -281,8 +223,8 @@ class Saves:
 
     @asynccontextmanager
     async def _stream(
-        self, requests: AsyncIterator[W], caller: Caller
-    ) -> AsyncIterator[tuple[W, Membership]]:
+        self, requests: AsyncIterator[pb.SaveRequest], caller: Caller
+    ) -> AsyncIterator[tuple[pb.SaveRequest, Membership]]:
         """The first message of a stream that brings bytes, received once there is memory for it,
         and the session that it proves. Keeps the memory until the end of the call."""
         async with self.arriving.room(SAVE_BYTES, Holder(caller.tenant)) as room:
@@ -291,8 +233,7 @@ class Saves:
                     first = await first_message(requests)
             except TimeoutError:
                 raise self._silent() from None
-            named = first if isinstance(first, pb.WriteRequest) else _header(first)
-            membership = self._sessions.prove(named.session, caller, Role.WRITE)
+            membership = self.opened(first, caller)
             if membership.holder.tenant == caller.tenant:
                 await room.belongs_to(membership.holder)
             yield first, membership
@@ -405,7 +346,7 @@ async def _following(requests: AsyncIterator[Q]) -> Q | None:
     return await anext(requests, None)
 
 
-def _header(first: pb.SaveRequest | pb.SaveWholeRequest | _Opening) -> pb.SaveHeader:
+def _header(first: _Opening) -> pb.SaveHeader:
     if not first.HasField("header"):
         raise MalformedMessage("the first message of a save has to hold its header")
     return first.header

@@ -124,9 +124,6 @@ class Incoming:
         """Messages that are not being copied yet."""
         return len(self._waiting)
 
-    def __contains__(self, number: object) -> bool:
-        return number in self._writes
-
     async def feed(self, pieces: Sequence[Piece]) -> None:
         """Copy the pieces of one message, except those of writes that have ended.
 

@@ -103,7 +103,7 @@ def test_many_are_written_in_one_rpc(daemon: FakeDaemon, client: Client) -> None
     ]
     assert client.cancel([one, three, two]) == [False, True, False]
     assert client.cancel([one]) == [False]
-    assert daemon.rpcs["Write"] == daemon.rpcs["Cancel"] == 1
+    assert daemon.rpcs["Save"] == daemon.rpcs["Cancel"] == 1
 
 
 @pytest.mark.parametrize("payload", [b"ab", b"abcd", b""])
@@ -156,13 +156,13 @@ def test_a_reservation_that_cannot_be_had_is_an_answer(
     assert not reservation.cancel()
 
 
-@pytest.mark.parametrize("name", ["Write", "Cancel"])
+@pytest.mark.parametrize("name", ["Save", "Cancel"])
 def test_using_a_reservation_may_fail_without_raising(
     daemon: FakeDaemon, client: Client, name: str
 ) -> None:
     (reservation,) = reserve(client, ONE)
     daemon.fail(name, DaemonUnavailable("gone"))
-    if name == "Write":
+    if name == "Save":
         assert reservation.write(b"abc").status is SaveStatus.UNAVAILABLE
     else:
         assert reservation.cancel() is False

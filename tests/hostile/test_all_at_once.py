@@ -122,7 +122,7 @@ class Attackers:
         with self.channel() as channel:
             calls = []  # a call that is forgotten is cancelled
             for _ in range(50):
-                rpc = chance.choice(("Lookup", "Save", "SaveWhole", "Session", "Read"))
+                rpc = chance.choice(("Lookup", "Save", "Session", "Read"))
                 begin = channel.stream_stream(f"/prefixd.v1.Cache/{rpc}")
                 calls.append(begin(iter(()), timeout=5))
             for call in calls:

@@ -79,9 +79,8 @@ class Victim:
             reason=pb.SAVE_REASON_COLD,
             **columns([item(key(3), DATA)]),
         )
-        written = pb.WritePart(token=self.token, data=DATA, last=True)
         release = pb.ReleaseRequest(session=ref, claim_ids=[self.claim])
-        reserved = pb.StagedReservations(session=ref, tokens=[self.token])
+        reserved = pb.GrantedReservations(session=ref, tokens=[self.token])
         generation = self.daemon.tables.entries[MINE].generation if self.claim else 0
         whole = StagedPart(length_bytes=len(DATA), last=True)
         return {
@@ -92,9 +91,7 @@ class Victim:
             "Delete": pb.DeleteRequest(session=ref, keys=[RESERVED]),
             "Pull": pb.PullRequest(session=ref, keys=[MINE], mode=pb.CLAIM_MODE_RUN),
             "Read": pb.ReadRequest(session=ref, claim_id=self.claim, ranges=[pb.ReadRange()]),
-            "Write": pb.WriteRequest(session=ref, parts=[written]),
-            "Save": pb.SaveRequest(header=header, parts=[part(0, DATA)]),
-            "SaveWhole": pb.SaveWholeRequest(header=header, parts=[part(0, DATA)]),
+            "Save": pb.SaveRequest(reserved=reserved, parts=[part(0, DATA)]),
             "hand_over": pb.HandOverRequest(session=ref),
             "claim": pb.ClaimRequest(session=ref, keys=[MINE], mode=pb.CLAIM_MODE_RUN),
             "release": release,
@@ -296,8 +293,7 @@ async def test_a_session_can_not_use_another_sessions_claims_and_tokens(tmp_path
             await thief.read(victim.claim)
         cancel = pb.CancelRequest(session=thief.ref, tokens=[victim.token])
         assert list((await answer(daemon.cache.Cancel(cancel))).cancelled) == [False]
-        written = pb.WritePart(token=victim.token, data=DATA, last=True)
-        (result,) = await thief.write(pb.WriteRequest(parts=[written]))
+        result = await thief.write(victim.token, pb.WritePart(data=DATA, last=True))
         assert result.status == pb.SAVE_STATUS_LOST
         await victim.assert_unharmed()
 

@@ -181,11 +181,11 @@ def test_a_batch_is_answered_by_a_list(request_name: str, batch: str, results: s
 
 
 def test_whoever_changes_state_says_whose_call_it_is() -> None:
-    for name in ("Claim", "Release", "Cancel", "Read", "Write", "HandOver"):
+    for name in ("Claim", "Release", "Cancel", "Read", "HandOver"):
         fields = FILE.message_types_by_name[f"{name}Request"].fields_by_name
         assert fields["session"].number == 1
         assert fields["session"].message_type.name == "SessionRef"
-    for name in ("Save", "SaveWhole", "SaveStaged", "Reserve"):
+    for name in ("Save", "SaveStaged", "Reserve"):
         header = FILE.message_types_by_name[f"{name}Request"].fields_by_name["header"]
         assert header.message_type.fields_by_name["session"].message_type.name == "SessionRef"
 

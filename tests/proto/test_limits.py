@@ -61,11 +61,11 @@ def largest_messages() -> dict[str, Message]:
         "read part": pb.ReadResponse(
             parts=[pb.ReadPart(range=U32, offset_bytes=U64, data=bytes(limits.CHUNK_BYTES))]
         ),
-        "write part": pb.WriteRequest(
-            session=SESSION,
+        "write part": pb.SaveRequest(
+            reserved=pb.GrantedReservations(session=SESSION),
             parts=[
                 pb.WritePart(
-                    token=U64,
+                    item=U32,
                     offset_bytes=U64,
                     data=bytes(limits.CHUNK_BYTES),
                     last=True,

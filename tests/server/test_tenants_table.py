@@ -107,11 +107,7 @@ class World:
             "Release": lambda: pb.ReleaseRequest(session=ref, claim_ids=[2**40]),
             "Read": lambda: pb.ReadRequest(session=ref, claim_id=claim, ranges=ranges),
             "Reserve": lambda: pb.ReserveRequest(header=header),
-            "Write": lambda: pb.WriteRequest(
-                session=ref, parts=[pb.WritePart(token=2**40, data=data, last=True)]
-            ),
             "Save": lambda: pb.SaveRequest(header=header, parts=[part(0, data)]),
-            "SaveWhole": lambda: pb.SaveWholeRequest(header=header, parts=[part(0, data)]),
             "Cancel": lambda: pb.CancelRequest(session=ref, tokens=[2**40]),
             "Delete": lambda: pb.DeleteRequest(session=ref, keys=[MISSING, *others]),
             "Pull": lambda: pb.PullRequest(session=ref, keys=everything, mode=pb.CLAIM_MODE_RUN),
@@ -133,7 +129,7 @@ class World:
             return await answer(getattr(client.admin, call)(ADMIN[call]()))
         request = self.request(call, session)
         method = getattr(client.cache, call)
-        streamed = call in ("Save", "Write")
+        streamed = call == "Save"
         return await answer(method(stream([request]) if streamed else request))
 
     async def by_local_socket(self, call: str, session: Identity) -> Any:

@@ -375,8 +375,6 @@ _SERVED: Final[dict[str, Callable[[Call], Any]]] = {
     "reserve": partial(Call._unary, service="saves"),
     "cancel": partial(Call._unary, service="saves"),
     "save": Call._upload,
-    "save_whole": Call._upload,
-    "write": Call._upload,
     "save_staged": Call._staged,
     "session": Call._session,
     "read": Call._read,

@@ -73,19 +73,15 @@ class _Save:
     def _crc(self, payload: bytes) -> int:
         return crc32c(payload) ^ (payload is self._wrong)
 
-    def _parts(
-        self, payloads: Sequence[tuple[Key, bytes]], behaves: str, **named: Sequence[int]
-    ) -> Iterable[pb.WritePart]:
+    def _parts(self, payloads: Sequence[tuple[Key, bytes]], behaves: str) -> Iterable[pb.WritePart]:
         """The parts of all payloads in order. `short` omits the last byte of each payload."""
-        (name, numbers) = next(iter(named.items())) if named else ("item", range(len(payloads)))
-        for number, (_, payload) in zip(numbers, payloads, strict=True):
+        for number, (_, payload) in enumerate(payloads):
             for start in range(0, len(payload), _PART_BYTES):
                 data = payload[start : start + _PART_BYTES]
                 last = start + _PART_BYTES >= len(payload)
                 if behaves == "short" and last:
                     data = data[:-1]
-                part = pb.WritePart(offset_bytes=start, data=data, last=last)
-                setattr(part, name, number)
+                part = pb.WritePart(item=number, offset_bytes=start, data=data, last=last)
                 if last:
                     part.payload_crc32c = self._crc(payload)
                 yield part
@@ -121,9 +117,9 @@ class _Save:
     def _save_whole(
         self, session: Session, header: Any, payloads: Any, behaves: str
     ) -> Iterable[tuple[int, pb.SaveResult]]:
-        call = self.client.begin(session.daemon, "save_whole")
+        call = self.client.begin(session.daemon, "save")
         parts = self._parts(payloads, behaves)
-        return self._stream(call, [pb.SaveWholeRequest(header=header, parts=parts)], behaves)
+        return self._stream(call, [pb.SaveRequest(header=header, parts=parts)], behaves)
 
     def _save_reserved(
         self, session: Session, header: Any, payloads: Any, behaves: str
@@ -145,12 +141,15 @@ class _Save:
             return []
         if behaves == "stalls":
             self.client.world.pass_time(int(1.2 * TTL_S * 1e9))
-        numbers = {token: number for number, token in granted}
+        numbers = [number for number, _ in granted]
         to_write = [payloads[number] for number, _ in granted]
-        parts = list(self._parts(to_write, behaves, token=[token for _, token in granted]))
-        messages = [pb.WriteRequest(parts=some) for some in self._grouped(parts)]
-        messages[0].session.CopyFrom(session.ref)
-        call = self.client.begin(session.daemon, "write")
+        parts = list(self._parts(to_write, behaves))
+        messages = [pb.SaveRequest(parts=some) for some in self._grouped(parts)]
+        reserved = pb.GrantedReservations(
+            session=session.ref, tokens=[token for _, token in granted]
+        )
+        messages[0].reserved.CopyFrom(reserved)
+        call = self.client.begin(session.daemon, "save")
         for message in messages:
             call.send(message)
             self.client.world.operate(50_000)
@@ -158,8 +157,7 @@ class _Save:
         if not self.client.wait_response(call):
             return []
         response = call.responses.popleft()
-        found = zip(response.tokens, response.results, strict=True)
-        return [(numbers[token], result) for token, result in found]
+        return list(zip(numbers, response.results, strict=True))
 
     def _save_staged(
         self, session: Session, header: Any, payloads: Any, behaves: str

@@ -190,7 +190,7 @@ def _batches() -> Iterator[Mistake]:
 
 
 def _headers() -> Iterator[Mistake]:
-    for rpc in ("Reserve", "Save", "SaveWhole"):
+    for rpc in ("Reserve", "Save"):
         for description, error, items, fields in _wrong_headers():
             yield Mistake(description, rpc, error, _with_header(rpc, items, fields))
     yield Mistake(
@@ -219,14 +219,9 @@ def _headers() -> Iterator[Mistake]:
 def _with_header(rpc: str, items: list[Item], fields: dict[str, Any]) -> Attempt:
     def attempt(daemon: Running, session: OpenSession) -> Awaitable[Any]:
         header = session.header(items, **fields)
-        match rpc:
-            case "Reserve":
-                call = daemon.cache.Reserve(pb.ReserveRequest(header=header))
-            case "Save":
-                call = daemon.cache.Save(stream([pb.SaveRequest(header=header)]))
-            case _:
-                call = daemon.cache.SaveWhole(pb.SaveWholeRequest(header=header))
-        return answer(call)
+        if rpc == "Reserve":
+            return answer(daemon.cache.Reserve(pb.ReserveRequest(header=header)))
+        return answer(daemon.cache.Save(stream([pb.SaveRequest(header=header)])))
 
     return attempt
 
@@ -282,7 +277,7 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
         session=ref, tier=Tier.RAM, reason=SaveReason.COLD, **columns([item(key(1), DATA)])
     )
     parts = [part(0, DATA)]
-    token = [pb.WritePart(token=1, data=DATA, last=True)]
+    reserved = pb.GrantedReservations(session=ref, tokens=[1])
     staged = pb.SaveStagedRequest(header=header)
     return {
         "Claim": lambda: cache.Claim(
@@ -296,9 +291,10 @@ def _calls(daemon: Running, ref: pb.SessionRef, claim: int = 1) -> dict[str, Cal
         "Read": lambda: cache.Read(
             pb.ReadRequest(session=ref, claim_id=claim, ranges=[pb.ReadRange()])
         ),
-        "Write": lambda: cache.Write(stream([pb.WriteRequest(session=ref, parts=token)])),
         "Save": lambda: cache.Save(stream([pb.SaveRequest(header=header, parts=parts)])),
-        "SaveWhole": lambda: cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts)),
+        "Save of reservations": lambda: cache.Save(
+            stream([pb.SaveRequest(reserved=reserved, parts=parts)])
+        ),
         "SaveStaged": lambda: _save_staged(daemon, staged),
     }
 
@@ -324,8 +320,8 @@ def _sessions() -> Iterator[Mistake]:
 
         return attempt
 
-    calls = ("Claim", "Release", "Reserve", "Cancel", "Read", "Write", "Save", "SaveWhole")
-    for rpc in (*calls, "Delete", "Pull"):
+    calls = ("Claim", "Release", "Reserve", "Cancel", "Read", "Save")
+    for rpc in (*calls, "Save of reservations", "Delete", "Pull"):
         stale, unknown = with_ref(rpc, incarnation=bytes(16)), with_ref(rpc, session_id=77)
         yield Mistake("a session of another incarnation", rpc, "stale_incarnation", stale)
         yield Mistake("a session that ended or never existed", rpc, "unknown_session", unknown)
@@ -416,14 +412,8 @@ def _write(*parts: tuple[int, bytes, bool]) -> Attempt:
 
     async def attempt(_: Running, session: OpenSession) -> None:
         (token,) = await session.granted([item(key(1), DATA)])
-        await session.write(
-            *(
-                pb.WriteRequest(
-                    parts=[pb.WritePart(token=token, offset_bytes=offset, data=data, last=last)]
-                )
-                for offset, data, last in parts
-            )
-        )
+        written = [pb.WritePart(offset_bytes=at, data=data, last=last) for at, data, last in parts]
+        await session.write(token, *written)
 
     return attempt
 
@@ -440,18 +430,17 @@ def _streams() -> Iterator[Mistake]:
     other = _save(part(1, DATA))
     yield Mistake("a part of an item that does not exist", "Save", "malformed_message", other)
     halves = (0, DATA[:2500], False), (2600, DATA[2600:], True)
-    yield Mistake("a part after a gap", "Write", "invalid_size", _write(*halves))
+    yield Mistake("a part after a gap", "Save of reservations", "invalid_size", _write(*halves))
     twice = (0, DATA, True), (5000, b"", True)
-    yield Mistake("a part after the last one", "Write", "malformed_message", _write(*twice))
+    after = _write(*twice)
+    yield Mistake("a part after the last one", "Save of reservations", "malformed_message", after)
 
     def without(rpc: str, *messages: Any) -> Attempt:
         return lambda daemon, _: answer(getattr(daemon.cache, rpc)(stream(messages)))
 
-    for rpc in ("Save", "Write"):
-        yield Mistake("no message at all", rpc, "malformed_message", without(rpc))
+    yield Mistake("no message at all", "Save", "malformed_message", without("Save"))
     for rpc, attempt in (
         ("Save", without("Save", pb.SaveRequest())),
-        ("SaveWhole", lambda daemon, _: answer(daemon.cache.SaveWhole(pb.SaveWholeRequest()))),
         ("SaveStaged", lambda daemon, _: _save_staged(daemon, pb.SaveStagedRequest())),
     ):
         yield Mistake("a save without its header", rpc, "malformed_message", attempt)
@@ -473,9 +462,8 @@ def _used_up_quotas() -> Iterator[Mistake]:
 
         return attempt
 
-    for rpc in ("Save", "SaveWhole", "Write"):
-        attempt = while_used_up(rpc, lambda daemon: daemon.front.saves.arriving)
-        yield Mistake("no memory for its bytes", rpc, "limit_reached", attempt)
+    attempt = while_used_up("Save", lambda daemon: daemon.front.saves.arriving)
+    yield Mistake("no memory for its bytes", "Save", "limit_reached", attempt)
     attempt = while_used_up("Read", lambda daemon: daemon.front.service.reads)
     yield Mistake("no memory for its bytes", "Read", "limit_reached", attempt)
 

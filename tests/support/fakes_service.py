@@ -267,46 +267,25 @@ class FakeService(rpc.CacheServicer):
 
         return _answer(context, answer)
 
-    def Write(
-        self, request_iterator: Iterator[pb.WriteRequest], context: grpc.ServicerContext
-    ) -> pb.WriteResponse:
-        d = self._d
-        results: dict[int, pb.SaveResult] = {}
-
-        def answer() -> pb.WriteResponse:
-            for number, request in enumerate(request_iterator):
-                if not number:
-                    d._enter("Write", request.session)
-                with d.changed:
-                    for part in request.parts:
-                        result = d._take(part.token, part)
-                        if result is not None:
-                            results.setdefault(part.token, result)
-            return pb.WriteResponse(tokens=results.keys(), results=results.values())
-
-        return self._mangled("Write", _answer(context, answer))
-
     def Save(
         self, request_iterator: Iterator[pb.SaveRequest], context: grpc.ServicerContext
     ) -> pb.SaveResponse:
         results = _answer(context, lambda: self._saved(request_iterator))
         return self._mangled("Save", pb.SaveResponse(results=results))
 
-    def SaveWhole(
-        self, request: pb.SaveWholeRequest, context: grpc.ServicerContext
-    ) -> pb.SaveWholeResponse:
-        """Counted, failed and held back as a `Save`, since no test tells the two apart."""
-        results = _answer(context, lambda: self._saved(iter([request])))
-        return self._mangled("Save", pb.SaveWholeResponse(results=results))
-
-    def _saved(
-        self, requests: Iterator[pb.SaveRequest | pb.SaveWholeRequest]
-    ) -> list[pb.SaveResult]:
+    def _saved(self, requests: Iterator[pb.SaveRequest]) -> list[pb.SaveResult]:
         d = self._d
         first = next(requests)
-        d._enter("Save", first.header.session)
-        with d.changed:
-            reserved = d._reserve(first.header)
+        if first.HasField("reserved"):
+            d._enter("Save", first.reserved.session)
+            reserved = [
+                pb.ReserveResult(status=pb.RESERVE_STATUS_GRANTED, token=token)
+                for token in first.reserved.tokens
+            ]
+        else:
+            d._enter("Save", first.header.session)
+            with d.changed:
+                reserved = d._reserve(first.header)
         results: dict[int, pb.SaveResult] = {}
         for request in itertools.chain([first], requests):
             d.message_bytes.append(request.ByteSize())

@@ -259,9 +259,15 @@ class OpenSession:
         assert all(r.status == pb.RESERVE_STATUS_GRANTED for r in results), results
         return [r.token for r in results]
 
-    async def write(self, *messages: pb.WriteRequest) -> list[pb.SaveResult]:
-        messages[0].session.CopyFrom(self.ref)
-        return list((await answer(self.daemon.cache.Write(stream(messages)))).results)
+    def reserved(self, *tokens: int) -> pb.GrantedReservations:
+        return pb.GrantedReservations(session=self.ref, tokens=tokens)
+
+    async def write(self, token: int, *parts: pb.WritePart) -> pb.SaveResult:
+        """Save what was reserved, each part in a message of its own."""
+        messages = [pb.SaveRequest(parts=[part]) for part in parts]
+        messages[0].reserved.CopyFrom(self.reserved(token))
+        (result,) = (await answer(self.daemon.cache.Save(stream(messages)))).results
+        return result
 
     async def save(
         self, payloads: Mapping[Key, bytes], tier: Tier = Tier.RAM, **fields: Any

@@ -282,7 +282,7 @@ def test_what_was_never_reserved_is_lost(
     raw: Raw, unharmed: AdminConnection, tokens: list[int]
 ) -> None:
     assert unharmed
-    reserved = pb.StagedReservations(session=raw.link.ref, tokens=tokens)
+    reserved = pb.GrantedReservations(session=raw.link.ref, tokens=tokens)
     request = pb.SaveStagedRequest(reserved=reserved, **staged([part(0, 1000)]), last=True)
     line = FramedConnection(UnixPlace(raw.link.welcome.local_socket, raw.link.ref), 60)
     line.begin(pb.FramedRequest(save_staged=request), 60)

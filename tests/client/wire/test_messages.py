@@ -100,10 +100,8 @@ def packed(
     sizes_bytes: list[int], chunk_bytes: int, max_message_bytes: int, opening: pb.SaveRequest
 ) -> tuple[list[bytes], list[bytes]]:
     data = payloads(sizes_bytes)
-    labels = [pb.WritePart(item=item) for item in range(len(data))]
     messages = pack(
         opening.SerializeToString(),
-        labels,
         [memoryview(payload) for payload in data],
         chunk_bytes=chunk_bytes,
         max_message_bytes=max_message_bytes,
@@ -174,19 +172,3 @@ def test_a_large_opening_goes_alone() -> None:
     first, second = (pb.SaveRequest.FromString(message) for message in messages)
     assert first == opening
     assert len(second.parts) == 1
-
-
-def test_write_streams_are_packed_alike() -> None:
-    opening = pb.WriteRequest(session=pb.SessionRef(session_id=4)).SerializeToString()
-    (message,) = pack(
-        opening,
-        [pb.WritePart(token=77)],
-        [memoryview(b"abc")],
-        chunk_bytes=1 << 20,
-        max_message_bytes=16 << 20,
-    )
-    request = pb.WriteRequest.FromString(message)
-    assert request.session.session_id == 4
-    assert request.parts == [
-        pb.WritePart(token=77, data=b"abc", last=True, payload_crc32c=crc32c(b"abc"))
-    ]

@@ -376,7 +376,7 @@ def test_a_reservation_of_an_earlier_session_is_unknown(
     with pytest.raises(UnknownReservation):
         remote.write([(granted.holding, ONE)], [memoryview(b"abc")], long())
     assert remote.cancel([granted.holding], long()) == [False]
-    assert daemon.rpcs["Write"] == daemon.rpcs["Cancel"] == 0
+    assert daemon.rpcs["Save"] == daemon.rpcs["Cancel"] == 0
 
 
 def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None:

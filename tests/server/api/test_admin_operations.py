@@ -59,8 +59,8 @@ async def test_a_drained_daemon_begins_nothing_and_ends_what_was_begun(tmp_path:
         await session.beat()
         (data,) = await session.read(claim)
         assert data == b"bytes"
-        part = pb.WritePart(token=token, data=b"two", last=True, payload_crc32c=0x77A42D59)
-        await session.write(pb.WriteRequest(parts=[part]))
+        part = pb.WritePart(data=b"two", last=True, payload_crc32c=0x77A42D59)
+        await session.write(token, part)
         assert not waiting.done(), "a claim is held"
         await session.release(claim)
         response = await waiting

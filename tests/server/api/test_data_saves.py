@@ -55,7 +55,7 @@ async def test_a_reservation_is_written(tmp_path: Path, tier: Tier) -> None:
     async with daemon_for_large(tmp_path) as (daemon, session):
         raw = LARGE[: MIB + 5]
         (token,) = await session.granted([item(key(1), raw)], tier)
-        reserved = pb.StagedReservations(session=session.ref, tokens=[token, 10**9])
+        reserved = pb.GrantedReservations(session=session.ref, tokens=[token, 10**9])
         async with data_connection(daemon, session) as line:
             response = await line.ask(save=pb.RawSaveRequest(reserved=reserved))
             assert list(response.save_ready.items) == [0]

@@ -260,8 +260,8 @@ async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
             await line.send_bytes(b"".join(map(frames.frame, asked)))
             assert (await line.response()).lookup.presences[1] == pb.PRESENCE_IN_FLIGHT
             await daemon.until(lambda: daemon.tables.waiting)
-            written = pb.WritePart(token=granted, data=DATA, last=True, payload_crc32c=crc32c(DATA))
-            await session.write(pb.WriteRequest(parts=[written]))
+            written = pb.WritePart(data=DATA, last=True, payload_crc32c=crc32c(DATA))
+            await session.write(granted, written)
             assert (await line.response()).claim.results[0].claimed
             assert (await line.response()).lookup.presences[1] == pb.PRESENCE_PRESENT
 

@@ -32,7 +32,7 @@ CACHE = pb.DESCRIPTOR.services_by_name["Cache"]
 GARBAGE = [b"\xff", b"\x0a\xff\xff\xff\xff\x0f", b"GET / HTTP/1.1\r\n\r\n"]
 
 #: The rpcs whose requests hold payloads or token ids.
-WITH_BYTES = {"Save", "SaveWhole", "Write", "Reserve"}
+WITH_BYTES = {"Save", "Reserve"}
 
 
 def raw_call(channel: grpc.aio.Channel, method: MethodDescriptor, messages: list[bytes]) -> Any:

@@ -267,7 +267,7 @@ async def test_what_was_reserved_is_still_reserved_when_it_cant_be_read(
         connection = await daemon.connect_locally()
         data = payload(0)
         (token,) = await session.granted([item(key(0), data)])
-        reserved = pb.StagedReservations(session=session.ref, tokens=[token])
+        reserved = pb.GrantedReservations(session=session.ref, tokens=[token])
         with lent(session, [data]) as request:
             request.reserved.CopyFrom(reserved)
             wrong = pb.SaveLentRequest()

@@ -289,7 +289,7 @@ async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
         header = session.header([item(key(number), b"x") for number in range(COUNT)])
         if reserved:
             tokens = await session.granted([item(key(number), b"x") for number in range(COUNT)])
-            named = pb.StagedReservations(session=session.ref, tokens=tokens)
+            named = pb.GrantedReservations(session=session.ref, tokens=tokens)
             first = pb.RawSaveRequest(reserved=named)
         else:
             first = pb.RawSaveRequest(header=header)
@@ -322,22 +322,19 @@ async def test_a_batch_of_deletes_has_pauses(
 BATCH = limits.MAX_BATCH_KEYS
 
 
-@pytest.mark.parametrize("rpc", ["Save", "SaveWhole", "Write"])
+@pytest.mark.parametrize("reserved", [False, True])
 @in_loop
-async def test_a_message_with_too_many_parts_is_refused(tmp_path: Path, rpc: str) -> None:
+async def test_a_message_with_too_many_parts_is_refused(tmp_path: Path, reserved: bool) -> None:
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         header = session.header([item(key(1), DATA)])
 
         def call(count: int) -> Any:
             parts = [pb.WritePart()] * count
-            match rpc:
-                case "Save":
-                    return daemon.cache.Save(stream([pb.SaveRequest(header=header, parts=parts)]))
-                case "SaveWhole":
-                    return daemon.cache.SaveWhole(pb.SaveWholeRequest(header=header, parts=parts))
-            request = pb.WriteRequest(session=session.ref, parts=parts)
-            return daemon.cache.Write(stream([request]))
+            request = pb.SaveRequest(header=header, parts=parts)
+            if reserved:
+                request = pb.SaveRequest(reserved=session.reserved(1), parts=parts)
+            return daemon.cache.Save(stream([request]))
 
         with pytest.raises(Refused, match=r"invalid_batch.*4097 parts in one message"):
             await answer(call(BATCH + 1))

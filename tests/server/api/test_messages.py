@@ -329,7 +329,7 @@ def nested(kind: Any, *names: str, empties: int = EMPTIES) -> bytes:
 
 FLOODS = [
     (pb.SaveRequest, ["parts"]),
-    (pb.WriteRequest, ["parts"]),
+    (pb.SaveRequest, ["reserved", "tokens"]),
     (pb.ReserveRequest, ["header", "keys"]),
     (pb.SaveRequest, ["header", "token_ids"]),
     (pb.FramedRequest, ["lookup", "keys"]),
@@ -373,9 +373,7 @@ def test_the_largest_save_that_may_be_is_no_flood() -> None:
         ttl_ms=1,
     )
     parts = [
-        pb.WritePart(
-            token=2**63, item=n, offset_bytes=1, data=bytes(1024), last=True, payload_crc32c=1
-        )
+        pb.WritePart(item=n, offset_bytes=1, data=bytes(1024), last=True, payload_crc32c=1)
         for n in range(most)
     ]
     request = pb.SaveRequest(header=header, parts=parts)

@@ -195,10 +195,7 @@ async def saved(
 
 
 async def written(session: OpenSession, token: int) -> pb.SaveResult:
-    one = part(0, DATA)
-    one.token = token
-    (result,) = await session.write(pb.WriteRequest(parts=[one]))
-    return result
+    return await session.write(token, part(0, DATA))
 
 
 #: The ways in which a single save can end, and what its message has to contain.

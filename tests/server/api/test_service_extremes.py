@@ -64,10 +64,6 @@ def _header(session: OpenSession) -> pb.SaveHeader:
     return session.header(items, Tier.RAM, SaveReason.COLD, **more)
 
 
-def _writing(session: OpenSession, _: int) -> Message:
-    return pb.WriteRequest(session=session.ref, parts=[pb.WritePart(token=1, data=DATA)])
-
-
 #: For each rpc a valid request, and what it needs the session and a claim for.
 GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     "Session": lambda *_: pb.SessionRequest(hello=pb.Hello(client_name="x", pid=1, host="y")),
@@ -77,11 +73,7 @@ GOOD: dict[str, Callable[[OpenSession, int], Message]] = {
     ),
     "Release": lambda session, claim: pb.ReleaseRequest(session=session.ref, claim_ids=[claim]),
     "Reserve": lambda session, _: pb.ReserveRequest(header=_header(session)),
-    "Write": _writing,
     "Save": lambda session, _: pb.SaveRequest(header=_header(session), parts=[part(0, DATA)]),
-    "SaveWhole": lambda session, _: pb.SaveWholeRequest(
-        header=_header(session), parts=[part(0, DATA)]
-    ),
     "Delete": lambda session, _: pb.DeleteRequest(session=session.ref, keys=[key(1)]),
     "Pull": lambda session, _: pb.PullRequest(
         session=session.ref, keys=[PUBLISHED], wait_ms=1, mode=pb.CLAIM_MODE_RUN

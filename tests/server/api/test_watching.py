@@ -31,6 +31,7 @@ from tests.support.running import (
     part,
     payload,
     running,
+    stream,
 )
 from tests.support.watchers import Watcher, held_keys, known
 
@@ -275,8 +276,8 @@ async def save_with_ids(session: OpenSession, tier: Tier, ids_of: dict[Key, byte
     items = [item(of, b"bytes", token_ids=some) for of, some in ids_of.items()]
     parts = [part(number, b"bytes") for number in range(len(items))]
     header = session.header(items, tier)
-    request = pb.SaveWholeRequest(header=header, parts=parts)
-    results = (await answer(session.daemon.cache.SaveWhole(request))).results
+    request = pb.SaveRequest(header=header, parts=parts)
+    results = (await answer(session.daemon.cache.Save(stream([request])))).results
     assert {result.status for result in results} == {pb.SAVE_STATUS_SAVED}
 
 

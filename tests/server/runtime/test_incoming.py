@@ -452,8 +452,7 @@ async def save_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[
 async def write_call(daemon: Running, session: OpenSession, _tier: Tier) -> tuple[Any, Any]:
     (token,) = daemon.tables.reservations
     half = part(0, DATA[:2500], last=False)
-    half.token = token
-    return daemon.cache.Write(), pb.WriteRequest(session=session.ref, parts=[half])
+    return daemon.cache.Save(), pb.SaveRequest(reserved=session.reserved(token), parts=[half])
 
 
 async def staged_call(daemon: Running, session: OpenSession, tier: Tier) -> tuple[Any, Any]:

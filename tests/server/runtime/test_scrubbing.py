@@ -187,10 +187,9 @@ async def test_it_gives_way_to_saves_and_not_for_ever(tmp_path: Path) -> None:
         (token,) = await session.granted(
             [Item(key=key(2), payload_bytes=5_000, token_count=1)], Tier.SHM
         )
-        saving = daemon.cache.Write()
+        saving = daemon.cache.Save()
         first = part(0, payload(2)[:100], last=False)
-        first.token = token
-        await saving.write(pb.WriteRequest(session=session.ref, parts=[first]))
+        await saving.write(pb.SaveRequest(reserved=session.reserved(token), parts=[first]))
         await daemon.until(lambda: daemon.core.writes)
         async with scrubbing(daemon, Tier.SHM) as (scrubber, time):
             await time.asleep()

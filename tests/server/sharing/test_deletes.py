@@ -265,8 +265,8 @@ async def test_a_save_in_flight_goes_when_it_has_ended(tmp_path: Path) -> None:
         await one.delete(key(1))
         await other.daemon.until(lambda: len(other.log) == 1)
         assert other.shared._deletes.stamp == NO_STAMP
-        written = pb.WritePart(token=token, data=data, last=True, payload_crc32c=crc32c(data))
-        await other.session.write(pb.WriteRequest(session=other.session.ref, parts=[written]))
+        written = pb.WritePart(data=data, last=True, payload_crc32c=crc32c(data))
+        await other.session.write(token, written)
         await other.settled()
         assert not other.has(key(1))
 
