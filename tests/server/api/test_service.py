@@ -242,6 +242,10 @@ def test_every_status_of_a_save_is_among_them() -> None:
         pb.SAVE_STATUS_SAVED,
         pb.SAVE_STATUS_DEVICE_FULL,  # test_server_committer.py
         pb.SAVE_STATUS_FAILED,
+        # Of clients only.
+        pb.SAVE_STATUS_DROPPED,
+        pb.SAVE_STATUS_UNAVAILABLE,
+        pb.SAVE_STATUS_DEADLINE,
     }
     assert {status for _, status, _ in ENDS} | elsewhere == set(pb.SaveStatus.values())
 
