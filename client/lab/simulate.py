@@ -13,7 +13,7 @@ import os
 import signal
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -28,6 +28,7 @@ from typing import Any
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction import make_policy
 from ...tiers.eviction.lru import LRU
+from ...tiers.eviction.s3fifo import S3FIFO, shares
 from .optimal import OPTIMAL, Optimum
 from .trace import TraceColumns, TraceSummary
 
@@ -126,6 +127,8 @@ def replay(
         return _optimum(trace, cell, block_tokens, per_request)
     if cell.policy == LRU.name and cell.capacity_blocks:
         return _lru(trace, cell, block_tokens, per_request)
+    if cell.policy == S3FIFO.name and cell.capacity_blocks:
+        return _s3fifo(trace, cell, block_tokens, per_request)
     policy = make_policy(cell.policy, cell.capacity_blocks)
     root_mru = cell.touch_order is TouchOrder.ROOT_MRU
     resident_run, access_run = policy.resident_run, policy.access_run
@@ -219,6 +222,125 @@ def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) 
         hit_tokens_percentiles=_percentiles(hit_tokens),
         per_request=(prompt_tokens, hit_tokens) if per_request else None,
     )
+
+
+#: What S3-FIFO knows of a block, in one byte: not there, a ghost, or in the small or main queue
+#: with 0 to 3 hits; and what that is after a hit.
+_GHOST, _SMALL, _MAIN = 1, 2, 6
+_AFTER_HIT = bytes((0, 1, 3, 4, 5, 5, 7, 8, 9, 9))
+
+
+def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+    """`S3FIFO.access_run` with a byte for each different block in the place of its dictionaries.
+
+    A ghost that is hit stays in the queue until it comes to the head of it.
+    """
+    root_mru = cell.touch_order is TouchOrder.ROOT_MRU
+    small_share, main_share = shares(cell.capacity_blocks)
+    hit_tokens, prompt_tokens = array("q"), array("q")
+    started = perf_counter()
+    state, after_hit = bytearray(trace.unique_blocks), _AFTER_HIT
+    small: deque[int] = deque()
+    main: deque[int] = deque()
+    ghosts: deque[int] = deque()
+    #: How many of a block's places in `ghosts` are of earlier lives: the first ones.
+    past: Counter[int] = Counter()
+    hits = moves = ghost_count = 0
+
+    def remember(block: int) -> None:
+        nonlocal ghosts, moves, ghost_count
+        if not main_share:
+            state[block] = 0
+            return
+        state[block] = _GHOST
+        ghosts.append(block)
+        moves += 1
+        ghost_count += 1
+        if ghost_count > main_share:
+            while past[oldest := ghosts.popleft()]:
+                past[oldest] -= 1
+            state[oldest] = 0
+            ghost_count -= 1
+        elif len(ghosts) > 2 * main_share + 1024:
+            ghosts = deque(each for each in ghosts if not _taken(past, each))
+
+    def evict_main() -> None:
+        nonlocal moves
+        while (known := state[block := main.popleft()]) != _MAIN:
+            state[block] = known - 1
+            main.append(block)
+            moves += 1
+        remember(block)
+
+    for blocks, input_length in trace:
+        run = 0
+        if root_mru:
+            for block in blocks:
+                if state[block] < _SMALL:
+                    break
+                run += 1
+            rest = blocks[::-1]
+        else:
+            # The hits evict nothing, so they can be counted at once.
+            for block in blocks:
+                known = state[block]
+                if known < _SMALL:
+                    break
+                state[block] = after_hit[known]
+                run += 1
+            hits += run
+            rest = blocks[run:]
+        hit_tokens.append(min(run * block_tokens, input_length))
+        prompt_tokens.append(input_length)
+        for block in rest:
+            known = state[block]
+            if known >= _SMALL:
+                state[block] = after_hit[known]
+                hits += 1
+            elif known == _GHOST:
+                past[block] += 1
+                ghost_count -= 1
+                if len(main) == main_share:
+                    evict_main()
+                main.append(block)
+                state[block] = _MAIN
+            else:
+                if len(small) == small_share:
+                    head = small.popleft()
+                    known = state[head]
+                    if known > _SMALL and main_share:
+                        if len(main) == main_share:
+                            evict_main()
+                        main.append(head)
+                        state[head] = known - _SMALL + _MAIN
+                        moves += 1
+                    else:
+                        remember(head)
+                small.append(block)
+                state[block] = _SMALL
+    size = len(small) + len(main)
+    return ReplayResult(
+        cell=cell,
+        block_tokens=block_tokens,
+        total_hit_tokens=sum(hit_tokens),
+        total_prompt_tokens=sum(prompt_tokens),
+        final_cache_blocks=size,
+        evictions=trace.blocks - hits - size,
+        ghost_blocks=ghost_count,
+        accesses=trace.blocks,
+        queue_moves=moves + trace.blocks - hits,
+        seconds=perf_counter() - started,
+        hit_tokens_percentiles=_percentiles(hit_tokens),
+        per_request=(prompt_tokens, hit_tokens) if per_request else None,
+    )
+
+
+def _taken(past: Counter[int], block: int) -> bool:
+    """Whether one more place of a block is of an earlier life; it counts as taken away then."""
+    if not past[block]:
+        return False
+    past[block] -= 1
+    return True
 
 
 def _reversed_uses(trace: TraceColumns) -> Iterator[int]:

@@ -14,6 +14,12 @@ SMALL_SHARE = 0.1
 MAX_FREQUENCY = 3
 
 
+def shares(capacity: int) -> tuple[int, int]:
+    """The capacities of the small and of the main queue."""
+    small = max(1, round(capacity * SMALL_SHARE))
+    return small, max(0, capacity - small)
+
+
 class S3FIFO(PinsInPlace[K]):
     """Three static queues (Yang et al., SOSP'23): most keys are seen once, and leave early.
 
@@ -56,8 +62,7 @@ class S3FIFO(PinsInPlace[K]):
 
     def resize(self, capacity: int) -> None:
         super().resize(capacity)
-        self._small_share = max(1, round(capacity * SMALL_SHARE))
-        self._main_share = max(0, capacity - self._small_share)
+        self._small_share, self._main_share = shares(capacity)
 
     def __contains__(self, key: object) -> bool:
         return key in self._small or key in self._main

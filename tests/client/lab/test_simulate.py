@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 from functools import cache
 from pathlib import Path
 
@@ -166,6 +167,17 @@ def test_equals_the_rules_taken_literally(
     assert (result.evictions, result.final_cache_blocks) == (evictions, len(cache))
     assert (result.ghost_blocks, result.queue_moves) == (cache.ghosts, cache.moves)
     assert result.hit_tokens_percentiles["p50"] == percentile(sorted(wanted), 50)
+
+
+def test_ghosts_that_are_hit_again_and_again_take_no_more_room() -> None:
+    """Of S3-FIFO, whose replay leaves them in their queue."""
+    chance, cache = random.Random(3), make_policy("s3fifo", 10)
+    runs = [((chance.randrange(18),), 10) for _ in range(20_000)]
+    for ids, _ in runs:
+        cache.access(ids[0])
+    result = replay(columns(*runs), Cell("s3fifo", 10))
+    assert result.ghost_blocks == cache.ghosts > 0
+    assert (result.final_cache_blocks, result.queue_moves) == (len(cache), cache.moves)
 
 
 def test_percentiles_are_nearest_ranks() -> None:
