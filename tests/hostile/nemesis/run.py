@@ -140,7 +140,7 @@ class _Worker:
 
     def __init__(self, address: str, numbers: list[int], reports: queue.SimpleQueue[str]) -> None:
         self.process = subprocess.Popen(
-            [*WARM, "-m", "tests.nemesis.worker", address, *map(str, numbers)],
+            [*WARM, "-m", "tests.hostile.nemesis.worker", address, *map(str, numbers)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -1,6 +1,7 @@
 """Kills, stops and damages real workers and a real daemon at random moments.
 
-    python -m tests.nemesis --kill-daemon 300 --kill-worker 300 --stop-worker 200 --flip 10000
+    python -m tests.hostile.nemesis --kill-daemon 300 --kill-worker 300 --stop-worker 200 \
+        --flip 10000
 
 Prints the results as JSON. Exit status 1: a read returned wrong bytes, an acknowledged entry was
 lost, a client raised an exception, or a daemon did not start or died by itself.
@@ -18,7 +19,7 @@ from .run import Faults, run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.nemesis", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.hostile.nemesis", description=__doc__)
     parser.add_argument("--seed", type=int, default=time.time_ns() % 2**32)
     parser.add_argument("--workers", type=int, default=8)
     for fault, many in Faults()._asdict().items():

@@ -1,6 +1,6 @@
 """One inference worker of a run: saves, deletes and reads at random, and checks every byte.
 
-    python -m tests.nemesis.worker ADDRESS SEED SLOT WORKERS
+    python -m tests.hostile.nemesis.worker ADDRESS SEED SLOT WORKERS
 
 It saves and deletes the keys of its slot only, and reads all. Prints a report of each operation as
 one line of JSON, until it is killed or its stdin ends.
