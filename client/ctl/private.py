@@ -24,6 +24,8 @@ MODULE: Final = "prefixd"
 START_WITHIN_S: Final = 60.0
 #: Seconds between two health checks while it starts. More frequent ones would slow it down.
 _POLL_EVERY_S: Final = 0.02
+#: A tier is unavailable while its store takes more than a second to open, too.
+_NOT_YET: Final = (pb.TIER_STATE_RECOVERING, pb.TIER_STATE_UNAVAILABLE)
 STOP_WITHIN_S: Final = 30.0
 #: How much of the log is shown when the daemon does not start.
 _TAIL_LINES: Final = 15
@@ -120,7 +122,7 @@ class PrivateDaemon:
             while process.poll() is None:
                 try:
                     if admin.health(wait_for_ready=True) is Health.SERVING and not any(
-                        tier.state == pb.TIER_STATE_RECOVERING for tier in admin.stats().tiers
+                        tier.state in _NOT_YET for tier in admin.stats().tiers
                     ):
                         return
                 except (DaemonUnavailable, DeadlineExceeded):

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import EntryRecord
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
@@ -198,9 +199,9 @@ def restart(entries: int) -> dict[str, object]:
 
 def _served(stats: object, entries: int) -> bool:
     (disk,) = [tier for tier in stats.tiers if tier.tier == Tier.DISK]  # type: ignore[attr-defined]
-    if disk.state == "serving" and disk.entries != entries:
+    if disk.state == pb.TIER_STATE_SERVING and disk.entries != entries:
         raise PrefixdError(f"{disk.entries} of {entries} entries came back")
-    return bool(disk.state == "serving")
+    return bool(disk.state == pb.TIER_STATE_SERVING)
 
 
 def main() -> None:

@@ -67,7 +67,7 @@ async def begin_save(session: OpenSession, number: int, tier: Tier = Tier.DISK) 
     await call.write(
         pb.SaveRequest(header=session.header([item(key(number), DATA)], tier), parts=[half])
     )
-    while "writing" not in [
+    while pb.SAVE_STAGE_WRITING not in [
         r.stage for r in (await admin.ListReservations(pb.ListReservationsRequest())).reservations
     ]:
         pass

@@ -27,6 +27,7 @@ from prefixd.client import (
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local.arenas import FileArena, MappedArena
+from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import CallerError
 from prefixd.proto.keys import Key, block_keys, prefix_keys
 from prefixd.proto.tokens import token_bytes
@@ -207,7 +208,7 @@ def test_two_threads_restore_as_one_does(
         failed = real(this, rows, targets, *rest)
         assert not failed
         return [
-            (position, None)
+            (position, Copied.CORRUPT)
             for position, target in enumerate(targets)
             if wrong is not None and target.obj is buffers[wrong]
         ]

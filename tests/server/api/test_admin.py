@@ -88,7 +88,8 @@ async def test_stats_are_those_of_the_tables(tmp_path: Path) -> None:
         assert stats.health == "serving"
         ram, shm, on_disk = stats.tiers
         assert [tier.tier for tier in stats.tiers] == list(Tier)
-        assert (ram.policy, ram.max_entries, ram.budget_bytes) == ("lru", 100, 2**20)
+        assert ram.policy == pb.EVICTION_POLICY_LRU
+        assert (ram.max_entries, ram.budget_bytes) == (100, 2**20)
         assert (ram.entries, ram.pinned_entries, ram.payload_bytes) == (3, 1, 9000)
         assert (ram.published_bytes, ram.pinned_bytes) == (3 * SLAB, SLAB)
         assert (ram.reserved_bytes, ram.secured_bytes) == (2 * SLAB, 2**20)

@@ -77,7 +77,7 @@ def test_the_enums_are_those_of_the_contract() -> None:
         number: number for number in modes.values()
     }
     outcomes = labels("SAVE_STATUS_", dict(pb.SaveStatus.items()))
-    assert {outcome.name: outcome.value for outcome in ENDINGS} == outcomes
+    assert {outcome.name: outcome.value for outcome in SaveStatus} == outcomes
 
 
 @pytest.mark.parametrize("outcome", ENDINGS, ids=lambda outcome: outcome.name)

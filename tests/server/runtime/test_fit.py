@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.runtime import resizing
 from prefixd.tiers.arena_stores import DiskStore, RecordedStore
@@ -200,7 +201,7 @@ async def test_a_start_with_a_smaller_budget_and_no_room_serves_what_there_is(
         async with running(tmp_path, "--disk.budget=2MiB") as daemon:
             assert "tier_smaller_than_configured" in [line["event"] for line in logs]
             now = await stats_of(daemon, Tier.DISK)
-            assert (now.budget_bytes, now.state) == (2 * MIB, "serving")
+            assert (now.budget_bytes, now.state) == (2 * MIB, pb.TIER_STATE_SERVING)
             assert 0 < now.published_bytes <= now.limit_bytes < MIB
             assert "its device had no room" in daemon.core.notices()["disk room"]
             assert present(daemon, range(40)) == list(range(40))
