@@ -30,7 +30,7 @@ FOUND_BY = {
     "saves while it recovers": 121,
     "record outlives its entry": 7,
     "batch believed for its first": 103,
-    "incarnation not checked": 420,
+    "incarnation not checked": 708,
     "beyond the budget is dropped": 28,
     "wrong end evicted at a start": 28,
     "tier decides": 71,
