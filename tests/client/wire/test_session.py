@@ -297,7 +297,7 @@ def test_a_daemon_that_is_not_found_is_said_once_for_each_time(
     said = [each.getMessage() for each in caplog.records if each.levelno == logging.WARNING]
     first, *rest = said
     assert first.startswith(
-        f"no daemon at {address}: there is no such socket; every call is a miss"
+        f"no daemon at {address}: there is no such socket. Start one with `prefixd`"
     )
     # That daemon ended as well, which is another time.
     assert [each.split(" at ")[0] for each in rest] in (
