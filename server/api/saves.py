@@ -158,7 +158,8 @@ class Saves:
         self, requests: AsyncIterator[pb.SaveRequest], caller: Caller
     ) -> pb.SaveResponse:
         async with self._stream(requests, caller) as (first, membership):
-            refusals, incoming = await self.begin(first, membership)
+            # It takes many rounds of the loop anyway, and does not wait for one.
+            refusals, incoming = await self._begin_now(first, membership)
             with self.measured():
                 async with incoming.to_the_end():
                     request: pb.SaveRequest | None = first
@@ -245,8 +246,13 @@ class Saves:
 
     async def begin(self, first: _Opening, membership: Membership) -> tuple[Refusals, Incoming]:
         """Begin the writes of the reservations that the first message names or asks for, when it is
-        the turn of this save. Those over gRPC, which take many rounds of the loop, don't wait."""
+        the turn of this save."""
         await self._rounds.begin()
+        return await self._begin_now(first, membership)
+
+    async def _begin_now(
+        self, first: _Opening, membership: Membership
+    ) -> tuple[Refusals, Incoming]:
         if first.HasField("reserved"):
             return await self._begin_reserved(first.reserved.tokens, membership)
         return await self._begin_items(_header(first), membership)

@@ -3,8 +3,8 @@
 A save over a socket is done within two or three rounds, one over gRPC takes a dozen. Where many
 clients save all the time, a round that began all that had come would take as long as all of these
 saves together, and a save over gRPC a dozen times as long: beside 31 savers with staging memory one
-over gRPC got a quarter as much as each of them. So what has come is begun over as many rounds as a
-save over gRPC takes. That costs nothing: the loop has as much to do, in smaller parts.
+over gRPC got a sixth as much as each of them. So what comes over a socket is begun over as many
+rounds as a save over gRPC takes (`docs/understand/bounds.md` has the figures).
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.runtime.rounds import Rounds
 from tests.contract.faulty import Fault, FaultyStore
 from tests.proto.test_contract import METHODS, can_be_wrong, comment_of
 from tests.support import bad_input
@@ -399,6 +400,23 @@ async def test_of_two_savers_one_writes_and_the_other_is_told_by_whom(tmp_path: 
         assert (await claiming).results[0].claimed
         assert (await looking)[0].presence == PRESENT
         await daemon.assert_idle()
+
+
+@in_loop
+async def test_a_save_over_grpc_waits_for_no_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes many of them anyway: beside others that wait for theirs it would stay behind."""
+
+    async def for_ever(_: Rounds) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(Rounds, "begin", for_ever)
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        assert await session.save({key(1): DATA}) == [pb.SAVE_STATUS_SAVED]
+        (token,) = await session.granted([item(key(2), DATA)])
+        assert (await written(session, token)).status == pb.SAVE_STATUS_SAVED
 
 
 @in_loop
