@@ -231,7 +231,7 @@ _AFTER_HIT = bytes((0, 1, 3, 4, 5, 5, 7, 8, 9, 9))
 
 
 def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
-    """`S3FIFO.access_run` with a byte for each different block in the place of its dictionaries.
+    """`S3FIFO` of blocks that all weigh 1 and are never pinned, with a byte for each different one.
 
     A ghost that is hit stays in the queue until it comes to the head of it.
     """

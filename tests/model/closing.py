@@ -25,7 +25,7 @@ class ClosingMachine(MetaStateMachine):
         def twin() -> None:
             self.twin.closed.pop(tier.label, None)
             if state is not TierState.SERVING:
-                self.twin.closed[tier.label] = state.value
+                self.twin.closed[tier.label] = state.label
             elif not self.twin.closed:
                 self.twin.superseded.clear()
 

@@ -272,7 +272,7 @@ def plain_reserved(reserved: an.Reserved) -> Any:
         case an.FlightInfo():
             return plain_found(reserved)
         case an.Closed(tier, state):
-            return ("closed", tier.label, state.value)
+            return ("closed", tier.label, state.label)
         case an.OverShare(tier, for_ever):
             return ("over share", tier.label, for_ever)
         case _:

@@ -23,7 +23,8 @@ ONE, TWO, THREE = ALL = [Key(key) for key in keys(3)]
 
 
 def fake_daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
-    with FakeDaemon(f"unix:{tmp_path}/d.sock") as daemon:
+    address = f"unix:{tmp_path}/d.sock"
+    with FakeDaemon(address, heartbeat_interval_ms=PATIENT["deadline_ms"]) as daemon:
         yield daemon
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from typing import ClassVar
@@ -225,69 +225,3 @@ class S3FIFO(PinsInPlace[K]):
         twin._frequency = self._frequency.copy()
         twin._promoting, twin._small_gives = self._promoting, self._small_gives
         return twin
-
-    def access_run(self, keys: Sequence[K]) -> int:
-        if not self._is_classic():
-            return super().access_run(keys)
-        small, main, ghosts = self._small.line, self._main.line, self._ghosts.line
-        small_share, main_share, frequency = self._small_share, self._main_share, self._frequency
-        pop_small, pop_main, pop_ghost = small.popitem, main.popitem, ghosts.popitem
-        hits = moves = 0
-
-        def evict_main() -> None:
-            nonlocal moves
-            while count := frequency.pop(key := pop_main(False)[0], 0):
-                if count > 1:
-                    frequency[key] = count - 1
-                main[key] = 1
-                moves += 1
-            remember(key)
-
-        def remember(key: K) -> None:
-            nonlocal moves
-            if main_share:
-                ghosts[key] = 1
-                moves += 1
-                if len(ghosts) > main_share:
-                    pop_ghost(False)
-
-        for key in keys:
-            if key in small or key in main:
-                hits += 1
-                count = frequency.get(key, 0)
-                if count < MAX_FREQUENCY:
-                    frequency[key] = count + 1
-            elif key in ghosts:
-                del ghosts[key]
-                if len(main) == main_share:
-                    evict_main()
-                main[key] = 1
-            else:
-                if len(small) == small_share:
-                    head = pop_small(False)[0]
-                    if head in frequency and main_share:
-                        if len(main) == main_share:
-                            evict_main()
-                        main[head] = 1
-                        moves += 1
-                    else:
-                        frequency.pop(head, None)
-                        remember(head)
-                small[key] = 1
-        self._small.weight, self._main.weight = len(small), len(main)
-        self._ghosts.weight = len(ghosts)
-        self.used = len(small) + len(main)
-        self.moves += moves + len(keys) - hits
-        return hits
-
-    def _is_classic(self) -> bool:
-        """Whether this is the published algorithm: unit weights, no pins, shares kept."""
-        small, main, ghosts = self._small, self._main, self._ghosts
-        return (
-            self.capacity > 0
-            and self.max_ghosts is None
-            and (small.plain and main.plain)
-            and small.weight == len(small) <= self._small_share
-            and main.weight == len(main) <= self._main_share
-            and ghosts.weight == len(ghosts)
-        )
