@@ -99,8 +99,8 @@ def test_each_trouble_of_the_engine_is_told(fleet: Fleet) -> None:
     with daemon.admin() as admin:
         (why,) = admin.stats().notices.values()
         assert "3600 s ahead" in why
-    # Six hours later it is any notice.
-    assert firing(seen).keys() <= {"PrefixdSharedClock", "PrefixdNotice"}
+    # Six hours later it is any notice. (The loop is late on a busy machine.)
+    assert firing(seen).keys() <= {"PrefixdSharedClock", "PrefixdNotice", "PrefixdLoopLate"}
 
     # It works: this node offers, and reads what the other one offered.
     engine.ahead_s = 0

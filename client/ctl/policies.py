@@ -239,7 +239,13 @@ def curve(
             timed = Requests(reading(reader, "reading"))
             columns = TraceColumns.load(timed)
             found = exact_curve(columns, **settings)
-            summary = columns.summary(reader.block_tokens)
+            summary = TraceSummary(
+                len(columns),
+                columns.blocks,
+                columns.unique_blocks,
+                columns.prompt_tokens,
+                found.infinite_hit_tokens,
+            )
             notes = lab.collision_notes(trace, columns.collisions)
             sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
             if with_replays:

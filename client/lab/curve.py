@@ -8,6 +8,7 @@ replay (`simulate`) at all capacities at once.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ from time import perf_counter
 from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
-from ...tiers.eviction.stack_distance import SampledCurve, StackDistances, position_of_int
+from ...tiers.eviction.stack_distance import SampledCurve, position_of_int
+from .recency import RecencyStack
 from .simulate import TouchOrder
-from .trace import Request, tokens_of_blocks
+from .trace import Request, TraceColumns, tokens_of_blocks
 
 #: Points of a curve in a document or a chart.
 DEFAULT_POINTS = 256
@@ -144,39 +146,63 @@ def curve_of(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     touch_order: TouchOrder = TouchOrder.IN_ORDER,
 ) -> LruCurve:
-    """The exact curve of requests, read once. Memory grows with the number of different blocks."""
-    runs = ((request.hash_ids, request.input_length) for request in requests)
-    return exact_curve(runs, block_tokens=block_tokens, touch_order=touch_order)
+    """The exact curve of requests, read once."""
+    trace = TraceColumns.load(requests)
+    return exact_curve(trace, block_tokens=block_tokens, touch_order=touch_order)
 
 
 def exact_curve(
-    runs: Iterable[tuple[Sequence[int], int]],
+    trace: TraceColumns,
     *,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     touch_order: TouchOrder = TouchOrder.IN_ORDER,
 ) -> LruCurve:
-    """The exact curve of (block ids, prompt tokens) runs, such as `TraceColumns`."""
-    stack: StackDistances[int] = StackDistances(root_mru=touch_order is TouchOrder.ROOT_MRU)
-    by_capacity: dict[int, int] = {}
-    requests = prompt_tokens = 0
-    access = stack.access
+    """The exact curve of a trace: one pass over its rows of blocks (`RecencyStack`)."""
     started = perf_counter()
-    for blocks, input_length in runs:
-        requests += 1
-        prompt_tokens += input_length
-        covered = 0
-        for capacity, count in access(blocks):
-            tokens = min(count * block_tokens, input_length)
-            by_capacity[capacity] = by_capacity.get(capacity, 0) + tokens - covered
-            covered = tokens
-    capacities = sorted(by_capacity)
-    tokens_so_far = list(accumulate(by_capacity[capacity] for capacity in capacities))
+    root_mru = touch_order is TouchOrder.ROOT_MRU
+    stack = RecencyStack(trace, root_mru=root_mru)
+    #: Tokens that hit from each capacity on, and the blocks of `block_tokens` that hit from each
+    #: capacity on, as the differences from one capacity to the next.
+    tokens = array("q", bytes(8 * (trace.unique_blocks + 2)))
+    blocks_more = array("q", bytes(8 * (trace.unique_blocks + 2)))
+    for index, (blocks, length) in enumerate(trace):
+        deepest = covered = 0
+        for first, count, distance in stack.reference(index, blocks):
+            end = first + count
+            below = deepest
+            if not root_mru:
+                # All of the row within the distance of its first block.
+                within = count
+                if distance > deepest:
+                    below = deepest = distance
+            else:
+                # The blocks within `deepest` need no more than those before them, and each further
+                # one needs one more.
+                within = min(max(deepest - distance + 1, 0), count)
+                if within < count:
+                    deepest = distance + count - 1
+                    blocks_more[distance + within] += 1
+                    blocks_more[distance + count] -= 1
+                    for late in range(max(first + within, length // block_tokens), end):
+                        missing = block_tokens - max(length - late * block_tokens, 0)
+                        tokens[distance + late - first] -= missing
+            if within:
+                tokens[below] += min((first + within) * block_tokens, length) - covered
+            covered = min(end * block_tokens, length)
+    capacities, tokens_so_far = array("q"), array("q")
+    hit = 0
+    for capacity, more in enumerate(accumulate(blocks_more)):
+        found = tokens[capacity] + more * block_tokens
+        if found:
+            hit += found
+            capacities.append(capacity)
+            tokens_so_far.append(hit)
     return LruCurve(
         touch_order,
         block_tokens,
-        requests,
-        prompt_tokens,
-        len(stack),
+        len(trace),
+        trace.prompt_tokens,
+        trace.unique_blocks,
         capacities,
         tokens_so_far,
         perf_counter() - started,

@@ -15,7 +15,7 @@ well; where last blocks are partial, another choice of as many blocks can have a
 from __future__ import annotations
 
 from array import array
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 
 from .trace import TraceColumns
 
@@ -25,8 +25,8 @@ _NEVER = (1 << 63) - 1
 
 
 class Optimum:
-    """The optimum of a trace at any capacity. 9 bytes for each block reference, and as much again
-    for those that are kept."""
+    """The optimum of a trace at any capacity. 9 bytes for each block reference, and a few for each
+    row of references that is kept."""
 
     def __init__(self, trace: TraceColumns) -> None:
         self._trace = trace
@@ -35,33 +35,56 @@ class Optimum:
     def hits(self, capacity_blocks: int) -> tuple[array[int], int, int]:
         """The hit blocks of each request, in order; blocks kept at the end, and evictions."""
         next_uses = self._next_uses
-        # The cache as the block references that it will serve. The heap has the farthest first;
-        # references that have passed sink to its end, where nothing looks for them.
+        # The cache as the block references that it will serve, and these as rows without gaps: what
+        # a prompt shares with a later one is one row. The heap has the farthest first, as (-last,
+        # first); rows that have passed sink to its end, where nothing looks for them.
         kept = bytearray(len(next_uses))
-        farthest: list[int] = []
+        farthest: list[tuple[int, int]] = []
         hits = array("q")
         size = evictions = start = 0
         for blocks, _ in self._trace:
             end = start + len(blocks)
-            found = kept.count(1, start, end)
+            held = found = kept.count(1, start, end)
             if found and len(blocks) > 1 and found < len(blocks):
                 found += _repeated(kept, blocks, start)
             hits.append(found)
-            size -= kept.count(1, start, end)
-            for use in next_uses[start:end]:
-                if use != _NEVER and not kept[use]:
-                    kept[use] = 1
-                    heappush(farthest, -use)
-                    size += 1
+            size -= held
+            for first, last in _rows(next_uses[start:end]):
+                count = last + 1 - first
+                size += count - kept.count(1, first, last + 1)
+                kept[first : last + 1] = b"\1" * count
+                heappush(farthest, (-last, first))
             while size > capacity_blocks:
-                kept[-heappop(farthest)] = 0
-                size -= 1
-                evictions += 1
+                last, first = -farthest[0][0], max(farthest[0][1], end)
+                least = max(first, last + 1 - (size - capacity_blocks))
+                dropped = kept.count(1, least, last + 1)
+                kept[least : last + 1] = bytes(last + 1 - least)
+                size -= dropped
+                evictions += dropped
+                if least > first:
+                    heapreplace(farthest, (1 - least, first))
+                else:
+                    heappop(farthest)
             if len(farthest) > 2 * size + 1024:
-                farthest = [use for use in farthest if -use >= end]
+                farthest = [row for row in farthest if -row[0] >= end]
                 heapify(farthest)
             start = end
         return hits, size, evictions
+
+
+def _rows(uses: array[int]) -> list[tuple[int, int]]:
+    """The numbers of `uses` but for `_NEVER`, as rows without gaps: (first, last) of each."""
+    rows: list[tuple[int, int]] = []
+    first = last = -2
+    for use in uses:
+        if use != last + 1:
+            if first >= 0:
+                rows.append((first, last))
+            first = use if use != _NEVER else -2
+        last = use
+    if first >= 0:
+        rows.append((first, last))
+    return rows
 
 
 def _next_uses(trace: TraceColumns) -> array[int]:
@@ -71,9 +94,10 @@ def _next_uses(trace: TraceColumns) -> array[int]:
     start = trace.blocks
     for blocks in trace.reversed_blocks():
         start -= len(blocks)
-        uses[start : start + len(blocks)] = array("q", [next_use[block] for block in blocks])
-        for index in range(len(blocks) - 1, -1, -1):
-            next_use[blocks[index]] = start + index
+        end = start + len(blocks)
+        uses[start:end] = array("q", map(next_use.__getitem__, blocks))
+        for block, place in zip(reversed(blocks), range(end - 1, start - 1, -1), strict=True):
+            next_use[block] = place
     return uses
 
 

@@ -605,6 +605,16 @@ class TraceColumns:
     def prompt_tokens(self) -> int:
         return sum(self._lengths)
 
+    @property
+    def references(self) -> _Column:
+        """The block numbers of all requests, one after the other."""
+        return self._blocks
+
+    @property
+    def ends(self) -> _Column:
+        """Where each request ends in `references`."""
+        return self._ends
+
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         """The requests in order: (block numbers in a new list, prompt tokens)."""
         blocks, start = self._blocks, 0

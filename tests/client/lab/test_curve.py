@@ -72,7 +72,7 @@ def test_equals_the_replay_at_twenty_capacities(order: TouchOrder) -> None:
 def test_equals_the_replay_at_every_capacity(order: TouchOrder, runs: Runs) -> None:
     """Also with ids that form no chains, repeats, and prompts that end early."""
     trace = columns(runs)
-    curve = exact_curve(runs, block_tokens=10, touch_order=order)
+    curve = exact_curve(trace, block_tokens=10, touch_order=order)
     for capacity in range(18):
         wanted = replay(trace, Cell("lru", capacity, order), block_tokens=10)
         assert curve.hit_tokens(capacity) == wanted.total_hit_tokens
@@ -109,10 +109,10 @@ def test_points_are_the_curve_itself_from_one_block_to_the_last_step() -> None:
 
 
 def test_a_curve_without_hits() -> None:
-    curve = exact_curve([((1, 2), 20), ((), 0), ((3,), 10)])
+    curve = exact_curve(columns([((1, 2), 20), ((), 0), ((3,), 10)]))
     assert (curve.infinite_hit_tokens, curve.hit_tokens(100), curve.knee()) == (0, 0, None)
     assert curve.points() == [CurvePoint(1, 0, 0.0)]
-    assert exact_curve([]).hit_rate(5) == 0.0
+    assert exact_curve(columns([])).hit_rate(5) == 0.0
 
 
 def test_json() -> None:
@@ -170,7 +170,7 @@ def test_samples_of_the_conversation_trace(
 )
 @settings(deadline=None)
 def test_a_sample_of_everything_is_exact(order: TouchOrder, runs: Runs) -> None:
-    exact = exact_curve(runs, block_tokens=10, touch_order=order)
+    exact = exact_curve(columns(runs), block_tokens=10, touch_order=order)
     sampled = sampled_curve(runs, block_tokens=10, touch_order=order)
     for capacity in range(18):
         assert sampled.hit_tokens(capacity) == exact.hit_tokens(capacity)

@@ -134,6 +134,10 @@ async def test_the_records_of_a_much_larger_tier_do_not_take_the_budget(tmp_path
         await daemon.assert_sound()
 
 
+class Killed(BaseException):
+    """No handler of the daemon takes it for a failure that it can deal with."""
+
+
 @RECORDED
 @in_loop
 async def test_a_start_that_was_killed_in_the_middle_goes_on(
@@ -147,12 +151,12 @@ async def test_a_start_that_was_killed_in_the_middle_goes_on(
         nonlocal asked
         asked += 1
         if asked == 2:
-            raise KeyboardInterrupt
+            raise Killed
         return await shrink(self, budget_bytes, arena_bytes)
 
     monkeypatch.setattr(resizing, "EVICTED_AT_ONCE", 10)
     monkeypatch.setattr(resizing._Resize, "_ask", killed)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(Killed):
         async with running(tmp_path):
             pass
     monkeypatch.setattr(resizing._Resize, "_ask", shrink)
