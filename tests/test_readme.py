@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 from prefixd.client import Client, Namespace, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
-from tests.support.daemon import private_daemon
+from tests.support.daemon import eventually, private_daemon
 from tests.support.warm import WARM
 
 README = Path(__file__).resolve().parents[1] / "README.md"
@@ -255,11 +256,17 @@ def test_a_recipe_gives_right_bytes_or_says_why_not(
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout), done.stderr
 
-    assert run(0) == ([0, True, "absent"], "")
-    assert run(0) == ([known, True, None], "")
-    if ranks:
-        assert run(1) == ([0, True, "absent"], "")
-        assert run(1) == ([known, True, None], "")
+    # On a busy machine a call may end at its deadline, which is a miss, too.
+    nothing = [[0, True, why] for why in ("absent", "unavailable", "deadline")]
+
+    def hits(rank: int) -> bool:
+        result, said = run(rank)
+        assert result in (*nothing, [known, True, None])
+        return (result, said) == ([known, True, None], "")
+
+    for rank in range(1 + ranks):
+        assert run(rank)[0] in nothing
+        eventually(partial(hits, rank))
     daemon.kill()
     # Its own interpreter: in the warm one, prefixctl has set up the log.
     result, said = run(0, [sys.executable])

@@ -369,7 +369,7 @@ _RESERVE_STATUS = {
     pb.SAVE_STATUS_NO_ROOM: pb.RESERVE_STATUS_NO_ROOM,
 }
 _WHY_CLOSED = {
-    TierState.RECOVERING: "it looks through what an earlier start left",
+    TierState.RECOVERING: "it looks through what an earlier start left, and secures memory",
     TierState.HUNG: "its device does not answer",
     TierState.UNAVAILABLE: "it could not be opened, for a reason that the daemon's health says",
 }

@@ -36,8 +36,8 @@ _AGAIN_S: Final = 5.0
 
 
 class Recovery:
-    """Adopts the entries that survived a restart, tier by tier, while the daemon serves: tiers with
-    records take no saves from the creation of this object until `end`.
+    """Adopts the entries that survived a restart, tier by tier, while the daemon serves: the tiers
+    take no saves from the creation of this object until `end`.
 
     An entry is adopted only if its store vouches for it; entries that no longer fit into the budget
     are dropped, least recently used first. Adopted entries can be found and read at once.
@@ -54,7 +54,8 @@ class Recovery:
         for store in core.stores.values():
             if store.recorded:
                 self._say(store.tier, 0)
-                core.devices.recovering(store.tier, True)
+            # Also one without records: it has no room before its first memory is secured.
+            core.devices.recovering(store.tier, True)
 
     async def recover(self, store: Store) -> None:
         """Adopt all entries of one tier. A read that fails is tried again: until it succeeds, the
