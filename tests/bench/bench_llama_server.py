@@ -4,8 +4,9 @@
 
 Prints a table in milliseconds: the best and the median of the rounds, and the median of the ratios
 to the first server, in each round by turns, as other work on the machine is never the same. Without
-a model it makes one of 19 million parameters. The daemon, the servers and their sockets are
-private.
+a model it makes one of 38 million parameters, of four wide layers: with the same parameters in many
+narrow ones, most of the time goes to attention, and the end of a prompt costs twice its beginning,
+which is not so in large models. The daemon, the servers and their sockets are private.
 """
 
 from __future__ import annotations
@@ -200,7 +201,7 @@ def main() -> None:
         model = arguments.model
         if model is None:
             model = str(folder / "model.gguf")
-            write_gguf(Path(model), layers=32)
+            write_gguf(Path(model), layers=4, width=1024)
         daemon = stack.enter_context(private_daemon(ram="16MiB", shm="2GiB", disk="0"))
         kinds: list[tuple[str, list[str], str | None]] = [
             ("llama-server, --cache-ram 0", ["--cache-ram", "0"], None),

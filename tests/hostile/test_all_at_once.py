@@ -34,6 +34,8 @@ from tests.support.lengths import times
 from tests.support.outside import DaemonProcess
 
 ROUNDS = times(40, 400)
+#: The attackers share this process and a busy machine with the honest clients.
+PATIENCE_MS = 60_000
 TOKENS = {name: f"token-of-{name}-".ljust(40, "x") for name in ("a", "b")}
 LIMITS = (
     "--server.max_connections=64",
@@ -233,11 +235,12 @@ def tenant(attackers: Attackers, name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(security.CA, str(attackers.ca))
     monkeypatch.setenv(security.TOKEN, attackers.tokens[name])
     address = f"127.0.0.1:{attackers.ports['grpc']}"
-    with Client(address, local=False, deadline_ms=20_000, name=name) as client:
-        assert client.wait_connected(deadline_ms=20_000)
+    with Client(address, local=False, deadline_ms=PATIENCE_MS, name=name) as client:
+        assert client.wait_connected(deadline_ms=PATIENCE_MS)
         yield client
 
 
+@pytest.mark.timeout(600)
 def test_honest_clients_beside_everything_at_once(
     daemon: tuple[DaemonProcess, Attackers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +252,7 @@ def test_honest_clients_beside_everything_at_once(
         """Save and restore. What was found is what was saved, and nothing is missing."""
         for number in range(ROUNDS):
             key, payload = Key(os.urandom(32)), os.urandom(32) * 2048
-            saved = client.save(key, payload, tier=tier, deadline_ms=20_000)
+            saved = client.save(key, payload, tier=tier, deadline_ms=PATIENCE_MS)
             room = bytearray(len(payload))
             if saved.status is not SaveStatus.SAVED:
                 failures.append(f"{client} {number}: {saved}")
@@ -257,7 +260,7 @@ def test_honest_clients_beside_everything_at_once(
                 failures.append(f"{client} {number}: not restored")
 
     with (
-        Client(running.address, deadline_ms=20_000, name="engine") as engine,
+        Client(running.address, deadline_ms=PATIENCE_MS, name="engine") as engine,
         tenant(attackers, "b", monkeypatch) as honest,
         tenant(attackers, "a", monkeypatch) as greedy,
     ):
@@ -274,7 +277,7 @@ def test_honest_clients_beside_everything_at_once(
         def attacked() -> Iterator[None]:
             attackers.begin(refused_saves, dripping_readers)
             try:
-                eventually(lambda: len(attackers.made) >= 10, 30)
+                eventually(lambda: len(attackers.made) >= 10)
                 yield
             finally:
                 attackers.end()
