@@ -247,4 +247,7 @@ class LmdbRows(RowTable):
                 return process.wait(wait_s)
             process.kill()
         self._held = process
+        # Nobody may ask for it again.
+        with suppress(RuntimeError):  # this process is exiting
+            threading.Thread(target=process.wait, name="prefixd-records", daemon=True).start()
         return None
