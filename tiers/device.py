@@ -11,6 +11,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -74,8 +75,7 @@ class Asking:
         self.end()
         assert self._process.stdout is not None
         self._process.stdout.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_KILLED_S)
+        wait_for_killed(self._process, _KILLED_S)
 
 
 def asked(directory: Path, mount: str, within_s: float) -> str:
@@ -86,3 +86,14 @@ def asked(directory: Path, mount: str, within_s: float) -> str:
     finally:
         asking.close()
     return NO_ANSWER if answer is None else answer
+
+
+def wait_for_killed(process: subprocess.Popen[bytes], within_s: float) -> None:
+    """Wait for a process that was killed. One that its device still holds then is left to a thread,
+    which waits as long as the device does: else it would stay a zombie after that."""
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        waits = threading.Thread(target=process.wait, name="prefixd-killed", daemon=True)
+        with suppress(RuntimeError):  # this process is exiting
+            waits.start()

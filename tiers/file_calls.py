@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from .device import wait_for_killed
 from .files import PUNCH_HOLE, ROOM_BYTES, FileCalls, Room
 from .store import StoreError
 
@@ -134,12 +135,7 @@ class _Process:
                 idle.append(self.free.get_nowait())
         for channel in idle:
             self.done(channel)
-        try:
-            self._process.wait(_KILLED_S)
-        except subprocess.TimeoutExpired:
-            waits = threading.Thread(target=self._process.wait, name="prefixd-calls", daemon=True)
-            with suppress(RuntimeError):  # this process is exiting
-                waits.start()
+        wait_for_killed(self._process, _KILLED_S)
 
     def done(self, channel: _Channel) -> None:
         """No call uses it any more."""

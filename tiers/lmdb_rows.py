@@ -24,6 +24,7 @@ from typing import Any, ClassVar, Final
 import structlog
 
 from . import lmdb_wire as wire
+from .device import wait_for_killed
 from .files import HERE, FileCalls, open_own_file, secure_range, sync_directory, write_errors
 from .rows import Erasure, RowTable
 from .store import StoreError, StoreFull
@@ -149,6 +150,8 @@ class LmdbRows(RowTable):
         held = self._lock.acquire(timeout=CLOSE_S)
         try:
             self._end(0)
+            if self._held is not None:  # no later call looks for its end
+                wait_for_killed(self._held, 0)
         finally:
             if held:
                 self._lock.release()
@@ -247,7 +250,4 @@ class LmdbRows(RowTable):
                 return process.wait(wait_s)
             process.kill()
         self._held = process
-        # Nobody may ask for it again.
-        with suppress(RuntimeError):  # this process is exiting
-            threading.Thread(target=process.wait, name="prefixd-records", daemon=True).start()
         return None

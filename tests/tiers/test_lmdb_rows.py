@@ -18,6 +18,7 @@ from test_rows import row_of, rows_in
 from prefixd.tiers import lmdb_rows, lmdb_wire, rows
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.store import StoreError
+from tests.support.daemon import eventually
 from tests.support.warm import WARM
 
 Opened = Callable[[], LmdbRows]
@@ -216,6 +217,24 @@ def test_while_the_device_holds_a_killed_process_calls_fail_at_once(
     assert select.select([watched], [], [], 60)[0]
     os.close(watched)
     assert rows_in(table) == {1: row_of(1)}
+
+
+def test_a_process_that_the_device_holds_at_the_close_leaves_no_zombie(
+    opened_rows: Opened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = opened_rows()
+    table.apply([], [(1, row_of(1))])
+    process = table._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    with monkeypatch.context() as patch:
+        patch.setattr(lmdb_rows, "_KILLED_S", 0.01)
+        patch.setattr(subprocess.Popen, "kill", subprocess.Popen.poll)
+        table.close()
+    assert process.returncode is None
+    os.kill(process.pid, signal.SIGKILL)
+    # Nothing here waits for it or looks for its end.
+    eventually(lambda: process.returncode == -signal.SIGKILL)
 
 
 LIAR = """
