@@ -473,7 +473,7 @@ class _TierStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     TIER_STATE_UNSPECIFIED: _TierState.ValueType  # 0
     TIER_STATE_SERVING: _TierState.ValueType  # 1
     TIER_STATE_RECOVERING: _TierState.ValueType  # 2
-    """not all of its entries are known yet: no saves"""
+    """it starts: no saves before its entries are known and it has room"""
     TIER_STATE_HUNG: _TierState.ValueType  # 3
     """its device does not answer: no saves, no claims"""
     TIER_STATE_UNAVAILABLE: _TierState.ValueType  # 4
@@ -485,7 +485,7 @@ class TierState(_TierState, metaclass=_TierStateEnumTypeWrapper):
 TIER_STATE_UNSPECIFIED: TierState.ValueType  # 0
 TIER_STATE_SERVING: TierState.ValueType  # 1
 TIER_STATE_RECOVERING: TierState.ValueType  # 2
-"""not all of its entries are known yet: no saves"""
+"""it starts: no saves before its entries are known and it has room"""
 TIER_STATE_HUNG: TierState.ValueType  # 3
 """its device does not answer: no saves, no claims"""
 TIER_STATE_UNAVAILABLE: TierState.ValueType  # 4

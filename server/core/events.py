@@ -21,7 +21,8 @@ class TierState(Labelled):
     """What a tier can do at the moment. The numbers are those of the wire."""
 
     SERVING = 1
-    #: Not all of its entries are known yet: it takes no saves, as their room may be occupied.
+    #: Not all of its entries are known yet, or it has no memory yet: it takes no saves, as their
+    #: room may be occupied.
     RECOVERING = 2
     #: Its device does not answer: it takes neither saves nor claims, which would only wait for it.
     HUNG = 3

@@ -54,7 +54,8 @@ class Recovery:
         for store in core.stores.values():
             if store.recorded:
                 self._say(store.tier, 0)
-            # Also one without records: it has no room before its first memory is secured.
+            else:
+                core.health.notices[f"{store.tier.label} tier"] = "secures its first memory"
             core.devices.recovering(store.tier, True)
 
     async def recover(self, store: Store) -> None:

@@ -9,8 +9,10 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from prefixd.client import Client, SaveOutcome, SaveReason, SaveStatus
 from prefixd.client.ctl.connection import Health
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from tests.support.columns import Item
 from tests.support.daemon import eventually
@@ -37,6 +39,20 @@ def halting(self):
             os.close(os.open(self.directory.parent / "pipe", os.O_RDONLY))
         yield batch
 DiskStore.recover = halting
+daemon.main(sys.argv[1:])
+"""
+
+
+#: RAM has no memory until a pipe has a writer.
+HAS_NO_MEMORY = """
+import os, sys
+from prefixd.server import daemon
+from prefixd.tiers.arena_stores import RamStore
+secure = RamStore.secure_segments
+def halting(self):
+    os.close(os.open({pipe!r}, os.O_RDONLY))
+    yield from secure(self)
+RamStore.secure_segments = halting
 daemon.main(sys.argv[1:])
 """
 
@@ -72,6 +88,31 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
         process.wait()
 
 
+def test_a_tier_without_memory_says_so_and_others_are_served() -> None:
+    with daemon_process() as daemon:
+        pipe = daemon.directory / "pipe"
+        os.mkfifo(pipe)
+        daemon.run_with(HAS_NO_MEMORY.format(pipe=str(pipe)))
+        daemon.start_unwell()
+        with Client(daemon.address) as client, daemon.admin() as admin:
+            assert client.wait_connected()
+
+            def save(tier: Tier) -> SaveOutcome:
+                return client.save(Key(key(tier)), DATA, tier=tier, reason=SaveReason.EVICT)
+
+            eventually(lambda: save(Tier.SHM).ok)
+            refused = save(Tier.RAM)
+            assert refused.status is SaveStatus.NO_ROOM
+            assert "secures memory" in refused.message
+            stats = admin.stats()
+            assert stats.tiers[0].state == pb.TIER_STATE_RECOVERING
+            assert stats.notices["ram tier"] == "secures its first memory"
+            wake = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+            eventually(lambda: not admin.stats().notices)
+            os.close(wake)
+            assert save(Tier.RAM).ok
+
+
 @in_loop
 async def test_recovered_entries_and_other_tiers_are_served_meanwhile() -> None:
     with daemon_process() as daemon:
@@ -85,13 +126,15 @@ async def test_recovered_entries_and_other_tiers_are_served_meanwhile() -> None:
                         eventually,
                         lambda: admin.stats().notices.get("disk tier", "").startswith(notice),
                     )
-                    stats = admin.stats()
-                    assert stats.health == "serving"
-                    assert [tier.state for tier in stats.tiers] == [
-                        pb.TIER_STATE_SERVING,
-                        pb.TIER_STATE_SERVING,
-                        pb.TIER_STATE_RECOVERING,
-                    ]
+                    serving, recovering = pb.TIER_STATE_SERVING, pb.TIER_STATE_RECOVERING
+                    await asyncio.to_thread(
+                        eventually,
+                        lambda: (
+                            [tier.state for tier in admin.stats().tiers]
+                            == [serving, serving, recovering]
+                        ),
+                    )
+                    assert admin.stats().health == "serving"
                     # Entries are found and read in the middle of the recovery.
                     assert await session.restore(key(0)) == payload(0)
                     assert await session.restore(key(50)) == DATA
