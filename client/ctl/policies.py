@@ -228,28 +228,23 @@ def curve(
             timed = Requests(reading(reader, "sampling"))
             stream = _Stream(timed)
             found = sampled_curve(stream, **samplings[0], **settings)
-            summary = TraceSummary(
-                found.requests,
-                stream.blocks,
-                found.unique_blocks,
-                found.prompt_tokens,
-                found.infinite_hit_tokens,
-            )
+            blocks = stream.blocks
         else:
             timed = Requests(reading(reader, "reading"))
             columns = TraceColumns.load(timed)
             found = exact_curve(columns, **settings)
-            summary = TraceSummary(
-                len(columns),
-                columns.blocks,
-                columns.unique_blocks,
-                columns.prompt_tokens,
-                found.infinite_hit_tokens,
-            )
+            blocks = columns.blocks
             notes = lab.collision_notes(trace, columns.collisions)
             sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
             if with_replays:
                 results = _replays(columns, cells, reader.block_tokens, False, jobs)
+        summary = TraceSummary(
+            found.requests,
+            blocks,
+            found.unique_blocks,
+            found.prompt_tokens,
+            found.infinite_hit_tokens,
+        )
         data = report_data(
             lab.title_of(trace),
             summary.to_json(),

@@ -146,7 +146,7 @@ def curve_of(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     touch_order: TouchOrder = TouchOrder.IN_ORDER,
 ) -> LruCurve:
-    """The exact curve of requests, read once."""
+    """The exact curve of requests, read once. Needs the memory of `TraceColumns`."""
     trace = TraceColumns.load(requests)
     return exact_curve(trace, block_tokens=block_tokens, touch_order=touch_order)
 

@@ -45,6 +45,7 @@ class RecencyStack:
         self._known = 0
         #: 1 for the last reference of each block so far, else 0.
         self._live = bytearray(trace.blocks)
+        #: The sums of `_live`, then sums of sums, up to one.
         self._levels: list[list[int]] = []
         size, bits = trace.blocks, _LEAF_BITS
         while size:
@@ -140,6 +141,7 @@ class RecencyStack:
         return found
 
     def _forget(self, place: int, count: int) -> None:
+        """These references are not the last of their blocks any more."""
         self._live[place : place + count] = bytes(count)
         self._count(place, count, -1)
 

@@ -173,7 +173,7 @@ def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) 
     started = perf_counter()
     #: The uses of each block in the window.
     uses = array("I", bytes(4 * trace.unique_blocks))
-    oldest = _reversed_uses(trace) if root_mru else trace.uses()
+    oldest = _reversed_uses(trace) if root_mru else iter(trace.references)
     size = hits = 0
     for blocks, input_length in trace:
         run = 0

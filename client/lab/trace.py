@@ -622,10 +622,6 @@ class TraceColumns:
             yield blocks[start:end].tolist(), length
             start = end
 
-    def uses(self) -> Iterator[int]:
-        """The block numbers of all requests, one after the other."""
-        return iter(self._blocks)
-
     def reversed_blocks(self) -> Iterator[list[int]]:
         """The block numbers of the requests, from the last request to the first."""
         ends = self._ends
