@@ -135,14 +135,16 @@ def test_tiers_that_get_smaller_and_larger_under_eight_workers() -> None:
         thread.start()
         options = LiveOptions(daemon.address, workers=WORKERS, tiers=tuple(Tier), in_place=True)
         try:
-            totals = LiveReplay(generated(), options).run()
+            # A busy machine has no time for so many resizes beside one replay.
+            while len(resized) <= 20 and thread.is_alive():
+                totals = LiveReplay(generated(), options).run()
+                assert totals.mismatches == 0
+                assert totals.good
         finally:
             stopping.set()
             thread.join()
-        assert totals.mismatches == 0
-        assert totals.good
         assert wrong == []
-        assert len(resized) > 5
+        assert len(resized) > 20
         for command in ("check", "verify"):
             checked = CliRunner().invoke(app, [command, "--address", daemon.address])
             assert checked.exit_code == 0, checked.output

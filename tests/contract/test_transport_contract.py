@@ -139,6 +139,7 @@ def save_some(client: Client, tier: Tier = Tier.RAM) -> tuple[list[Key], list[by
     items[0] = SaveItem(keys[0], payloads[0], 7, layer_count=4, token_ids=range(7))
     outcomes = client.save_many(items, tier=tier, reason=EVICT)
     assert [outcome for outcome in outcomes if outcome.status is not SaveStatus.SAVED] == []
+    assert [outcome.key for outcome in outcomes] == keys
     return keys, payloads
 
 

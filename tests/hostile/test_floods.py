@@ -159,15 +159,13 @@ class Watch:
 
     def assert_within_and_back(self) -> None:
         """Memory stayed within the bound, and returns to what it was once the flood is over."""
-        self.assert_within()
-        eventually(self.is_back)
-
-    def assert_within(self) -> None:
         assert self.grown_bytes <= self.bound_bytes + SLACK_BYTES
 
-    def is_back(self) -> bool:
-        self.after_bytes = memory_bytes(self._daemon)
-        return self.after_bytes <= self.before_bytes * 1.1
+        def is_back() -> bool:
+            self.after_bytes = memory_bytes(self._daemon)
+            return self.after_bytes <= self.before_bytes * 1.1
+
+        eventually(is_back)
 
 
 #: The watches of all tests that have run, for `bench_floods`.
