@@ -4,9 +4,10 @@
 
 Prints a table in milliseconds: the best and the median of the rounds, and the median of the ratios
 to the first server, in each round by turns, as other work on the machine is never the same. Without
-a model it makes one of 38 million parameters, of four wide layers: with the same parameters in many
-narrow ones, most of the time goes to attention, and the end of a prompt costs twice its beginning,
-which is not so in large models. The daemon, the servers and their sockets are private.
+a model it makes one of 38 million parameters in four layers of width w = 1,024: behind n tokens,
+attention takes 4 n w operations a layer beside the 18 w^2 of the weights, 0.6 of them at the end of
+the prompt (0.1 in a model of 7 billion parameters). The daemon, the servers and their sockets are
+private.
 """
 
 from __future__ import annotations
