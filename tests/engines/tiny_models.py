@@ -14,20 +14,14 @@ class Gguf:
     """A writer of a model with a vocabulary of bytes, and with random tensors."""
 
     def __init__(
-        self,
-        path: Path,
-        architecture: str,
-        seed: int,
-        layers: int = LAYERS,
-        width: int = WIDTH,
-        **options: Any,
+        self, path: Path, architecture: str, seed: int, layers: int = LAYERS, **options: Any
     ) -> None:
         import gguf
 
         self.writer = writer = gguf.GGUFWriter(path, architecture, **options)
         self._random = np.random.default_rng(seed)
         writer.add_context_length(CONTEXT)
-        writer.add_embedding_length(width)
+        writer.add_embedding_length(WIDTH)
         writer.add_block_count(layers)
         pieces = [b"<unk>", b"<s>", b"</s>"] + [f"<0x{byte:02X}>".encode() for byte in range(256)]
         pieces += [
@@ -57,45 +51,39 @@ class Gguf:
 
 
 def write_gguf(
-    path: Path,
-    *,
-    seed: int = 7,
-    long_rope: int = 0,
-    shards_of: int = 0,
-    layers: int = LAYERS,
-    width: int = WIDTH,
+    path: Path, *, seed: int = 7, long_rope: int = 0, shards_of: int = 0, layers: int = LAYERS
 ) -> None:
-    """A llama of 9 x `width`^2 parameters a layer (0.6 million), of 4 bytes each. `long_rope`: the
-    original context of a LongRoPE. `shards_of`: tensors a shard; the first has none."""
+    """A llama of 0.6 million parameters a layer, of 4 bytes each. `long_rope`: the original context
+    of a LongRoPE. `shards_of`: tensors a shard; the first has none."""
     split = {"split_max_tensors": shards_of, "small_first_shard": True} if shards_of else {}
-    made = Gguf(path, "llama", seed, layers, width, **split)
+    made = Gguf(path, "llama", seed, layers, **split)
     writer = made.writer
-    writer.add_feed_forward_length(2 * width)
+    writer.add_feed_forward_length(2 * WIDTH)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS // 2)
-    writer.add_rope_dimension_count(width // HEADS)
+    writer.add_rope_dimension_count(WIDTH // HEADS)
     writer.add_layer_norm_rms_eps(1e-5)
     if long_rope:
         from gguf import RopeScalingType
 
         writer.add_rope_scaling_type(RopeScalingType.LONGROPE)
         writer.add_rope_scaling_orig_ctx_len(long_rope)
-        made.ones("rope_factors_long.weight", width // HEADS // 2, 4.0)
-        made.ones("rope_factors_short.weight", width // HEADS // 2)
-    made.random("token_embd.weight", VOCABULARY, width)
-    made.random("output.weight", VOCABULARY, width)
-    made.ones("output_norm.weight", width)
+        made.ones("rope_factors_long.weight", WIDTH // HEADS // 2, 4.0)
+        made.ones("rope_factors_short.weight", WIDTH // HEADS // 2)
+    made.random("token_embd.weight", VOCABULARY, WIDTH)
+    made.random("output.weight", VOCABULARY, WIDTH)
+    made.ones("output_norm.weight")
     for layer in range(layers):
         block = f"blk.{layer}"
-        made.ones(f"{block}.attn_norm.weight", width)
-        made.ones(f"{block}.ffn_norm.weight", width)
-        made.random(f"{block}.attn_q.weight", width, width)
-        made.random(f"{block}.attn_k.weight", width // 2, width)
-        made.random(f"{block}.attn_v.weight", width // 2, width)
-        made.random(f"{block}.attn_output.weight", width, width)
-        made.random(f"{block}.ffn_gate.weight", 2 * width, width)
-        made.random(f"{block}.ffn_up.weight", 2 * width, width)
-        made.random(f"{block}.ffn_down.weight", width, 2 * width)
+        made.ones(f"{block}.attn_norm.weight")
+        made.ones(f"{block}.ffn_norm.weight")
+        made.random(f"{block}.attn_q.weight", WIDTH, WIDTH)
+        made.random(f"{block}.attn_k.weight", WIDTH // 2, WIDTH)
+        made.random(f"{block}.attn_v.weight", WIDTH // 2, WIDTH)
+        made.random(f"{block}.attn_output.weight", WIDTH, WIDTH)
+        made.random(f"{block}.ffn_gate.weight", 2 * WIDTH, WIDTH)
+        made.random(f"{block}.ffn_up.weight", 2 * WIDTH, WIDTH)
+        made.random(f"{block}.ffn_down.weight", WIDTH, 2 * WIDTH)
     made.close()
 
 
