@@ -19,8 +19,8 @@ from .slot_file import BadSlotFile, Layout, SlotFile, Tokens, UnknownVersion
 
 #: Short, and of many different tokens.
 PROBE: Final = "The quick brown fox jumps over the lazy dog. 0123456789"
-#: Blocks are about as large as this.
-_BLOCK_BYTES: Final = 2 << 20
+#: Blocks are about as large as this: small, as a prompt that diverges evaluates the rest of one.
+_BLOCK_BYTES: Final = 512 << 10
 _LEAST_BLOCK_TOKENS: Final = 16
 _MOST_BLOCK_TOKENS: Final = 256
 

@@ -182,9 +182,9 @@ class Server:
         stats = self.stats()
         slots = [slot for model in stats["models"].values() for slot in model["slots"]]
         return not stats["pending_saves"] and all(
-            slot["tokens"] - slot["saved"] < slot["tokens"] / 4
+            not slot["busy"] and slot["tokens"] - slot["saved"] < slot["tokens"] / 4
             for slot in slots
-            if slot["tokens"] >= 512
+            if slot["busy"] or slot["tokens"] >= 512
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.client.llama_server.states import States
 from prefixd.proto.vocabulary import Tier
 from tests.client.llama_server.conftest import Proxy
 from tests.support.fake_llama import leftovers, plain_answer
@@ -38,6 +39,28 @@ def test_a_prompt_survives_the_server(through: Through) -> None:
         assert leftovers(proxy.folder) == []
 
     through(test, weights="survives")
+
+
+def test_a_slot_that_has_the_prompt_asks_nothing_of_the_cache(
+    through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(proxy: Proxy) -> None:
+        text = await proxy.ask(P)
+        asked = []
+        restore = States.restore
+
+        async def counted(*arguments: Any) -> Any:
+            asked.append(arguments)
+            return await restore(*arguments)
+
+        monkeypatch.setattr(States, "restore", counted)
+        assert await proxy.evaluated(proxy.ask(P)) == (text, 1)
+        assert await proxy.evaluated(proxy.ask(P + Q[:8])) == (expected(proxy, P + Q[:8]), 8)
+        assert (proxy.count("requests", "live"), asked) == (2, [])
+        await proxy.ask(P + Q[:200])
+        assert len(asked) == 1, "more of it might be there"
+
+    through(test, weights="live")
 
 
 def test_diverging_prompts_share_what_they_have_in_common(through: Through) -> None:
