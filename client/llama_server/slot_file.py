@@ -193,8 +193,8 @@ class SlotFile:
             found = found[3:-1]
         if (found < 0).any():
             raise BadSlotFile("it contains media")
-        #: The tokens of the slot.
-        self.tokens: Tokens = found
+        #: The tokens of the slot: a copy, which is kept longer than the memory.
+        self.tokens: Tokens = found.copy()
         self._state_at = reader.at
 
     @cached_property

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -61,6 +62,23 @@ def test_a_slot_that_has_the_prompt_asks_nothing_of_the_cache(
         assert len(asked) == 1, "more of it might be there"
 
     through(test, weights="live")
+
+
+@pytest.mark.parametrize("kind", ["plain", "recurrent"])
+def test_no_slot_file_stays_in_memory_behind_its_save(through: Through, kind: str) -> None:
+    """It has no name any more, and is as large as the state."""
+
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.forget()
+        await proxy.ask(P)
+        await proxy.settled()
+        mapped = [line for line in Path("/proc/self/maps").read_text().splitlines()
+                  if str(proxy.folder) in line]  # fmt: skip
+        assert mapped == []
+        assert proxy.count("requests", "restored") == 1
+
+    through(test, weights=f"mapped {kind}", kind=kind)
 
 
 def test_diverging_prompts_share_what_they_have_in_common(through: Through) -> None:
