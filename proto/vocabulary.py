@@ -17,6 +17,14 @@ class Labelled(IntEnum):
         return self.label
 
 
+def label_of(kind: type[Labelled], number: int) -> str:
+    """The label of a number of the contract; of one that is not known here, the number itself."""
+    try:
+        return kind(number).label
+    except ValueError:
+        return str(number)
+
+
 class Tier(Labelled):
     """The three tiers in which an entry can be stored."""
 

@@ -49,7 +49,7 @@ def evict(
 
     Never evicts entries in use. Exits 1 when less than SIZE could be freed.
     """
-    from .message_json import tier_label
+    from ...proto.vocabulary import Tier, label_of
     from .views.daemon import evicted_table
 
     if bool(tier) == all_tiers:
@@ -60,7 +60,7 @@ def evict(
             rows = [(t.label, *_victims(daemon, t, free)) for t in tiers]
         else:
             results = daemon.evict(free, chosen(tier)).results
-            rows = [(tier_label(r.tier), r.entries, r.freed_bytes) for r in results]
+            rows = [(label_of(Tier, r.tier), r.entries, r.freed_bytes) for r in results]
     data: dict[str, Any] = {
         "dry_run": dry_run,
         "results": [

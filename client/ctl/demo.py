@@ -16,15 +16,14 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, parse_bytes
-from ...proto.vocabulary import Tier
+from ...proto.vocabulary import Tier, label_of
 from ..lab.live import LiveReplay, Totals
 from ..lab.replayer import LiveOptions
 from ..lab.workloads import generate
 from .connection import AdminConnection
-from .message_json import tier_label
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
 from .views.daemon import check_view, verify_view
-from .views.lab import figures, mismatch_line, troubles
+from .views.live import figures, mismatch_line, troubles
 from .views.progress import live_view
 from .views.stats import activity_table
 from .views.tables import size
@@ -65,7 +64,7 @@ class Crash:
     def sentence(self) -> str:
         """How soon the next daemon served, and what it recovered."""
         back = [
-            f"{tier_label(t.tier)} {t.recovered_entries:,} entries ({size(t.recovered_bytes)})"
+            f"{label_of(Tier, t.tier)} {t.recovered_entries:,} entries ({size(t.recovered_bytes)})"
             for t in self.stats.tiers
             if t.recovered_entries
         ]

@@ -104,7 +104,7 @@ def replay_live(
     from ...proto.errors import UnknownTier
     from ..lab.replayer import LiveOptions, content_salt
     from ..lab.trace import TraceReader
-    from .views.lab import totals_view
+    from .views.live import totals_view
 
     check_new(output, force=force)
     with ctl.connect() as daemon:
@@ -170,7 +170,7 @@ def run_live(reader: TraceReader, options: LiveOptions) -> Totals:
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     from ..lab.live import LiveReplay
-    from .views.lab import figures
+    from .views.live import figures
     from .views.progress import bar_of
 
     with bar_of(
@@ -205,7 +205,7 @@ def curve_live(
     have hit at a quarter, half, twice and four times that, estimated from a sample of the keys.
     """
     from ...proto.units import parse_bytes
-    from .views.lab import live_view
+    from .views.live import live_view
 
     check_new(output, force=force)
     with bad_input():

@@ -11,8 +11,6 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from ...proto import prefixd_pb2 as pb
-
 
 def as_dict(message: Message) -> dict[str, Any]:
     """A message with all its fields, defaults included."""
@@ -51,13 +49,3 @@ def enum_label(enum: Any, number: int) -> str:
 def label_in(message: Message, field: str) -> str:
     """The label of an enumeration in a field of a message."""
     return enum_label(message.DESCRIPTOR.fields_by_name[field].enum_type, getattr(message, field))
-
-
-def tier_label(tier: int) -> str:
-    """`ram`, `shm` or `disk`."""
-    return enum_label(pb.Tier.DESCRIPTOR, tier)
-
-
-def reason_label(reason: int) -> str:
-    """`cold`, `continued`, ..."""
-    return enum_label(pb.SaveReason.DESCRIPTOR, reason)

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import PrefixdError
+from ...proto.vocabulary import Tier, label_of
 from .command import DEFAULT_TIMEOUT_S, Ctl, make_console
 from .connection import AdminConnection
 from .failures import ExitCode, exit_if
-from .message_json import tier_label
 from .views.daemon import check_view
 from .views.progress import live_view
 from .views.stats import health_text, notice_lines
@@ -166,7 +166,7 @@ def _targets_table(
             table.add_row(target, Text("no answer", "bold red"), *[""] * len(numbers), "")
         else:
             full = " ".join(
-                f"{tier_label(tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
+                f"{label_of(Tier, tier.tier)} {percent(used_bytes(tier), tier.budget_bytes)}"
                 for tier in answer.tiers
             )
             table.add_row(target, health_text(answer), *cells(target, answer), full)

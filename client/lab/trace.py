@@ -23,7 +23,9 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from msgspec.json import Decoder
 
 from .formats import check_head, recognise
 from .inference import BlockSize, TimeSpan, epoch_unit
@@ -35,6 +37,7 @@ from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_ou
 _HEAD_REQUESTS = 2_048
 _HEAD_IDS = 8_192
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
+_SIZED = (*_FIELDS, "block_size")
 _OPTIONAL_FIELDS = ("block_size", "model", "tenant", "label")
 
 
@@ -347,15 +350,14 @@ class _Parser:
 
     def parse(self, line: bytes | None) -> Request:
         """One line as a request; ValueError with a sentence about what is wrong with it."""
-        record = _object(line)
-        fields = tuple(record)
-        if fields not in self._known_fields:
-            self._check_fields(record)
-            self._known_fields.add(fields)
-        if fields == _FIELDS:
-            # Nearly all have nothing but whole numbers in them: a check of each field by itself
-            # takes twice the time.
-            at, prompt, output, ids = record.values()
+        # Nearly all have nothing but whole numbers in them. json, and a check of each field by
+        # itself, would take twice as long or more; what this doesn't read is for them.
+        try:
+            read = _decode(line) if line is not None else None
+        except (ValueError, RecursionError):
+            read = None
+        if type(read) is dict and self._is_plain(read):
+            at, prompt, output, ids, *_ = read.values()
             if (
                 type(at) is type(prompt) is type(output) is int
                 and 0 <= at <= MAX_FIELD
@@ -365,6 +367,11 @@ class _Parser:
                 and _ONLY_INT.issuperset(map(type, ids))
             ):
                 return Request(at, prompt, output, tuple(ids))
+        record = _object(line)
+        fields = tuple(record)
+        if fields not in self._known_fields:
+            self._check_fields(record)
+            self._known_fields.add(fields)
         ids = _field(record, "hash_ids")
         if not isinstance(ids, list):
             raise _OtherFormat("hash_ids is not a list")
@@ -378,6 +385,15 @@ class _Parser:
             tuple(ids),
         )
         return request if len(record) == len(_FIELDS) else self._with_more(request, record)
+
+    def _is_plain(self, record: dict[str, Any]) -> bool:
+        """Whether it has the fields of every trace, in their order, and at most the block size that
+        the requests before it had."""
+        fields = tuple(record)
+        if fields == _FIELDS:
+            return True
+        stated = record.get("block_size")
+        return fields == _SIZED and type(stated) is int and stated == self.block_tokens
 
     def _check_fields(self, record: dict[str, Any]) -> None:
         """Raise `_OtherFormat` for records that another format has, or that lack a field."""
@@ -423,6 +439,8 @@ class _Parser:
 _SEPARATING = frozenset(chain.from_iterable(SCOPE_FIELDS.values())) - {*_OPTIONAL_FIELDS}
 
 
+#: Reads JSON.
+_decode: Final = Decoder().decode
 #: The types of the ids of a trace.
 _ONLY_INT = frozenset((int,))
 
@@ -578,7 +596,7 @@ class TraceColumns:
         for request in requests:
             found: Sequence[int] = request.hash_ids
             if numbers is None:
-                now_known = _numbered_already(found, known)
+                now_known = _numbered_already(request.hash_ids, known)
                 if now_known is None:
                     numbers = {number: number for number in range(known)}
             if numbers is not None:
@@ -660,7 +678,7 @@ class TraceColumns:
         )
 
 
-def _numbered_already(ids: Sequence[int], known: int) -> int | None:
+def _numbered_already(ids: tuple[int, ...], known: int) -> int | None:
     """How many ids are known after a request, if ids 0, 1, 2, ... come by first appearance and
     `known` of them came before; None if these don't go on so."""
     if not ids:
@@ -675,7 +693,7 @@ def _numbered_already(ids: Sequence[int], known: int) -> int | None:
     first_new = len(ids) - new
     if first_new and max(ids[:first_new]) >= known:
         return None
-    in_order = all(map(int.__eq__, ids[first_new:], range(known, known + new)))
+    in_order = ids[first_new:] == tuple(range(known, known + new))
     return known + new if in_order else None
 
 

@@ -18,6 +18,7 @@ from prefixd.proto.vocabulary import (
     SaveReason,
     SaveStatus,
     Tier,
+    label_of,
 )
 from prefixd.server.api.usage import IN_NO_TIER, LEFT, NO_KEY
 from prefixd.server.core.events import TierState
@@ -79,3 +80,8 @@ def test_labels_are_lower_case_names() -> None:
         "evict",
         "shutdown",
     ]
+
+
+def test_a_number_that_is_not_known_stays_a_number() -> None:
+    assert (label_of(Tier, 2), label_of(SaveReason, 5)) == ("shm", "shutdown")
+    assert (label_of(Tier, 0), label_of(Tier, 99)) == ("0", "99")

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_bytes
-from ..message_json import as_dict, label_in, reason_label, tier_label
+from ....proto.vocabulary import SaveReason, Tier, label_of
+from ..message_json import as_dict, label_in
 from .tables import KEY_DIGITS, NS_PER_MS, age, make_table, pairs_table, size, tier_name
 
 #: What happened to a key between the daemon and the engine that nodes share, in words.
@@ -56,7 +57,7 @@ def entries_table(
             age(now_unix_ns - entry.last_used_unix_ns),
             f"{entry.hits:,}",
             Text(f"{entry.pins}", style="bold" if entry.pins else "dim"),
-            reason_label(entry.info.reason),
+            label_of(SaveReason, entry.info.reason),
         )
     return table
 
@@ -78,7 +79,7 @@ def entry_view(response: pb.InspectResponse, now_unix_ns: int, *, verify: bool) 
         ("crc32c", f"{info.payload_crc32c:08x}"),
         ("layers", f"{info.layer_count}" if info.layer_count else "no layer table"),
         ("token ids", format_bytes(info.token_ids_bytes) if info.token_ids_bytes else "none"),
-        ("reason", reason_label(info.reason)),
+        ("reason", label_of(SaveReason, info.reason)),
         ("namespace", entry.namespace or "not known: an earlier start saved it"),
         ("generation", f"{info.generation}"),
         ("created", f"{age(now_unix_ns - entry.created_unix_ns)} ago"),
@@ -166,7 +167,7 @@ def _verdict(text: str, response: pb.WhyResponse, now_unix_ns: int) -> str:
     if response.present:
         entry = response.present[0]
         return (
-            f"it is there, in {tier_label(entry.info.tier)}, for "
+            f"it is there, in {label_of(Tier, entry.info.tier)}, for "
             f"{age(now_unix_ns - entry.created_unix_ns)}, with {entry.hits:,} hits"
         )
     if not response.events:
@@ -179,7 +180,7 @@ def _event_words(event: pb.KeyEvent) -> str:
     what = label_in(event, "what")
     match what, label_in(event, "cause"):
         case "saved", _:
-            return f"saved ({reason_label(event.reason)})"
+            return f"saved ({label_of(SaveReason, event.reason)})"
         case "evicted", "save":
             return "evicted for a save"
         case "evicted", "operator":

@@ -9,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
-from ..message_json import label_in, tier_label
+from ....proto.vocabulary import Tier, label_of
+from ..message_json import label_in
 from .tables import NS_PER_MS, TierBar, age, make_table, percent, size, tier_name, used_bytes
 from .usage import usage_view
 
@@ -126,7 +127,7 @@ def budget_table(stats: pb.StatsResponse) -> Table:
 
 def namespaces_table(tier: pb.TierStats) -> Table:
     """What each namespace takes of a tier, and the share that it may take."""
-    table = make_table(f"{tier_label(tier.tier)} of|>share|>used|>pinned|>entries")
+    table = make_table(f"{label_of(Tier, tier.tier)} of|>share|>used|>pinned|>entries")
     for each in tier.namespaces:
         table.add_row(
             each.namespace or Text("(no share)", style="dim"),
@@ -153,7 +154,7 @@ def activity_table(stats: pb.StatsResponse) -> RenderableType:
             f"{t.evictions:,}",
             size(t.evicted_bytes),
         )
-        label = tier_label(t.tier)
+        label = label_of(Tier, t.tier)
         if t.recovered_entries or t.dropped_at_start:
             notes.append(
                 Text(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from rich import box
 from rich.cells import cell_len
@@ -14,11 +14,13 @@ from rich.style import Style
 from rich.table import Column, Table
 from rich.text import Text
 
-from ....proto import prefixd_pb2 as pb
 from ....proto.namespaces import printable
 from ....proto.units import format_duration
 from ....proto.units import percent as share_text
-from ..message_json import tier_label
+from ....proto.vocabulary import Tier, label_of
+
+if TYPE_CHECKING:
+    from ....proto import prefixd_pb2 as pb
 
 BAR_MIN_WIDTH: Final = 8
 BAR_MAX_WIDTH: Final = 30
@@ -57,7 +59,7 @@ def age(duration_ns: int) -> str:
 
 def tier_name(tier: int | str) -> Text:
     """The name of a tier in its colour. `tier` is its number on the wire, or its name."""
-    label = tier if isinstance(tier, str) else tier_label(tier)
+    label = tier if isinstance(tier, str) else label_of(Tier, tier)
     return Text(label, style=f"bold {TIER_STYLES.get(label, 'white')}")
 
 
@@ -255,7 +257,7 @@ class TierBar:
     """The budget of a tier as a bar: pinned bytes, other published bytes, reserved bytes, free."""
 
     def __init__(self, tier: pb.TierStats) -> None:
-        style = TIER_STYLES.get(tier_label(tier.tier), "white")
+        style = TIER_STYLES.get(label_of(Tier, tier.tier), "white")
         self._budget_bytes = tier.budget_bytes
         self._parts = [
             (tier.pinned_bytes, f"bold bright_{style}"),

@@ -11,7 +11,8 @@ from rich.text import Text
 
 from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_duration
-from ..message_json import label_in, tier_label
+from ....proto.vocabulary import Tier, label_of
+from ..message_json import label_in
 from . import stats as stats_views
 from . import usage as usage_views
 from .daemon import claims_table
@@ -171,7 +172,7 @@ class Board:
     def tiers_line(self) -> str:
         """The tiers in one line, for logs and pipes: counts since the start, no rates."""
         return "   ".join(
-            f"{tier_label(t.tier)} {percent(used_bytes(t), t.budget_bytes)}"
+            f"{label_of(Tier, t.tier)} {percent(used_bytes(t), t.budget_bytes)}"
             f" full, {t.hits:,} hits, {t.evictions:,} evicted"
             for t in self._now.tiers
         )

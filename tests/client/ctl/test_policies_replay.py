@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,20 @@ def trace(tmp_path: Path) -> str:
     ]
     write_trace(path, requests)
     return str(path)
+
+
+@pytest.mark.parametrize("command", ["replay", "curve", "analyze"])
+def test_an_offline_command_loads_no_client(trace: str, command: str) -> None:
+    """It would take as long to start as a small trace to replay, and memory beside a large one."""
+    code = (
+        "import sys; from prefixd.client.ctl.main import app\n"
+        "try: app()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "print(sorted({'grpc', 'google.protobuf', 'prefixd.client.client'} & set(sys.modules)))"
+    )
+    arguments = [sys.executable, "-c", code, command, trace, "--json"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def text(view: RenderableType) -> str:

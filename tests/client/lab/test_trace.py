@@ -10,6 +10,7 @@ import sys
 import tracemalloc
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import zstandard
@@ -22,6 +23,7 @@ from prefixd.client.lab.trace import (
     TraceError,
     TraceReader,
     TraceSummary,
+    _Parser,
     write_trace,
 )
 
@@ -166,6 +168,48 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
     assert reader.bad == 1
     assert str(reader.first_bad) == str(caught.value)
     assert reader.warnings() == [f"1 bad line skipped; the first: {caught.value}"]
+
+
+class _SlowParser(_Parser):
+    def _is_plain(self, record: dict[str, Any]) -> bool:
+        assert record
+        return False
+
+
+_NUMBERS = [
+    *("0", "1", "7", "-1", "-0", "01", "1.0", "1e2", "1e400", "true", "null", "NaN", "Infinity"),
+    *("9223372036854775807", "9223372036854775808", "18446744073709551616", "9007199254740993.0"),
+    *('"1"', '"\\ud800"', "[1]", "{}"),
+]
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@given(data=st.data())
+def test_the_fast_reader_of_lines_reads_what_the_other_reads(sized: bool, data: Any) -> None:
+    """Line after line with both, where the fast one leaves to the other what it does not take."""
+    number = st.sampled_from(_NUMBERS)
+    block_size = st.sampled_from(
+        ["", ', "block_size": 1', ', "block_size": true', ', "label": "x"']
+    )
+    both = _Parser(), _SlowParser()
+    if sized:
+        first = (GOOD[:-1] + ', "block_size": 1}').encode()
+        assert both[0].parse(first) == both[1].parse(first)
+    for _ in range(data.draw(st.integers(1, 4))):
+        at, prompt, output = (data.draw(number) for _ in range(3))
+        ids = ", ".join(data.draw(st.lists(number, max_size=3)))
+        line = (
+            f'{{"timestamp": {at}, "input_length": {prompt}, "output_length": {output}, '
+            f'"hash_ids": [{ids}]{data.draw(block_size)}}}\n'
+        ).encode()
+        found = []
+        for parser in both:
+            try:
+                found.append(repr(parser.parse(line)))
+            except ValueError as error:
+                found.append(f"{type(error)} {error}")
+        assert found[0] == found[1], line
+        assert both[0].block_tokens == both[1].block_tokens
 
 
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:

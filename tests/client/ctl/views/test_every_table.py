@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from prefixd.client import ctl
 from prefixd.client.ctl import main, targets
-from prefixd.client.ctl.views import daemon, lab
+from prefixd.client.ctl.views import daemon, lab, live
 from prefixd.client.ctl.views import identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
 from prefixd.client.ctl.views import usage as usage_views
@@ -294,7 +294,7 @@ def of_daemons() -> dict[str, RenderableType]:
         ),
         "targets.FleetBoard": fleet_board().__rich__(),
         "targets.stats_view": targets.stats_view(fleet_board().answers),
-        "lab.live_view": lab.live_view(live_curve_data()),
+        "live.live_view": live.live_view(live_curve_data()),
         "daemon.check_view": daemon.check_view(
             pb.CheckResponse(problems=["bytes do not add up"], problem_count=9, entries=MANY)
         ),
@@ -321,7 +321,7 @@ def of_daemons() -> dict[str, RenderableType]:
             "ram", pb.ResizeResponse(budget_bytes=PIB, entries=MANY, freed_bytes=PIB, kept_bytes=9)
         ),
         "daemon.verify_view": daemon.verify_view(verified),
-        "lab.totals_view": lab.totals_view(totals(), "live replay of a trace"),
+        "live.totals_view": live.totals_view(totals(), "live replay of a trace"),
         "lab.recorded_view": lab.recorded_view(
             {
                 "output": [f"/var/lib/prefixd/traces/of-{n}.jsonl.gz" for n in range(3)],

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from prefixd.client.ctl.live import run_live
 from prefixd.client.ctl.views import progress
-from prefixd.client.ctl.views.lab import figures, totals_view
+from prefixd.client.ctl.views.live import figures, totals_view
 from prefixd.client.lab.live import Totals
 from prefixd.client.lab.replayer import LiveOptions, Outcome
 from prefixd.client.lab.trace import TraceReader, write_trace
