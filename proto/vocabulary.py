@@ -19,6 +19,8 @@ class Labelled(IntEnum):
 
 def label_of(kind: type[Labelled], number: int) -> str:
     """The label of a number of the contract; of one that is not known here, the number itself."""
+    if not number:
+        return "unspecified"
     try:
         return kind(number).label
     except ValueError:

@@ -314,7 +314,7 @@ class Gateway:
             return "others may use the slot"
         worth = held + model.benefit.min_gain_tokens
         if held and worth > len(prepared.tokens):
-            return "nothing longer"  # it could bring no gain
+            return "small gain"  # whatever the cache has
         if saves := model.saves_of(prepared.tokens, worth):
             await asyncio.wait(saves, timeout=self._settings.policy.session_resume_wait_ms / 1e3)
 
@@ -650,7 +650,7 @@ class Gateway:
         }
         stats = {
             "connected": self._cache.connected,
-            "pending_saves": sum(len(model.saving) for model in self._all),
+            "pending_saves": sum(len(model.saving) for model in set(self._all)),
             **self.counts.to_json(),
             "models": models,
         }

@@ -13,6 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import (
     ClaimMode,
     DeleteStatus,
+    Labelled,
     MissReason,
     Presence,
     SaveReason,
@@ -82,6 +83,9 @@ def test_labels_are_lower_case_names() -> None:
     ]
 
 
-def test_a_number_that_is_not_known_stays_a_number() -> None:
-    assert (label_of(Tier, 2), label_of(SaveReason, 5)) == ("shm", "shutdown")
-    assert (label_of(Tier, 0), label_of(Tier, 99)) == ("0", "99")
+@pytest.mark.parametrize(("ours", "enum"), [(Tier, pb.Tier), (SaveReason, pb.SaveReason)])
+def test_labels_are_those_of_the_contract(ours: type[Labelled], enum: Any) -> None:
+    numbers = [*enum.values(), 99]
+    found = [label_of(ours, number) for number in numbers]
+    assert found == [enum_label(enum.DESCRIPTOR, number) for number in numbers]
+    assert (found[0], found[-1]) == ("unspecified", "99")

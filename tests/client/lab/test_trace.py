@@ -172,7 +172,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, problem: str) -> None:
 
 class _SlowParser(_Parser):
     def _is_plain(self, record: dict[str, Any]) -> bool:
-        assert record
+        del record
         return False
 
 

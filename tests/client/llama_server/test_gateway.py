@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.client.aio import AsyncClient
 from prefixd.client.llama_server.states import States
 from prefixd.proto.vocabulary import Tier
 from tests.client.llama_server.conftest import Proxy
@@ -79,6 +80,30 @@ def test_no_slot_file_stays_in_memory_behind_its_save(through: Through, kind: st
         assert proxy.count("requests", "restored") == 1
 
     through(test, weights=f"mapped {kind}", kind=kind)
+
+
+def test_a_save_is_pending_until_the_daemon_has_taken_it(
+    through: Through, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the moment when its slot counts as saved."""
+
+    async def test(proxy: Proxy) -> None:
+        taken: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
+        monkeypatch.setattr(AsyncClient, "save_many_async", lambda *_all, **_more: taken)
+
+        async def stats() -> Any:
+            async with proxy.session.get("/prefixd/stats") as answer:
+                return await answer.json()
+
+        await proxy.ask(P)
+        while not (found := await stats())["models"][""]["slots"][0]["saved"]:
+            assert found["pending_saves"] == 0
+        assert found["pending_saves"] == 1
+        taken.set_result([])
+        await proxy.settled()
+        assert (await stats())["pending_saves"] == 0
+
+    through(test, weights="pending")
 
 
 def test_diverging_prompts_share_what_they_have_in_common(through: Through) -> None:
