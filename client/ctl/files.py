@@ -23,6 +23,21 @@ if TYPE_CHECKING:
 #: Standard input or output, as the name of a file.
 STDOUT: Final = "-"
 
+#: Ends of names that JSON or CSV would be a surprise under.
+_OTHER_FORMATS: Final = (".html", ".htm", ".svg", ".png", ".pdf", ".md", ".xlsx", ".yaml", ".toml")
+
+
+def _check_output(path: str | None) -> str | None:
+    """Refuse the name of a page or a picture, before any work is done for it."""
+    if path is not None and path.lower().endswith(_OTHER_FORMATS):
+        fail(
+            f"{path}: --output writes JSON, or CSV if the name ends in .csv; the commands that "
+            "make pages and pictures have --html and --svg",
+            ExitCode.BAD_INPUT,
+        )
+    return path
+
+
 ForceOption = Annotated[bool, typer.Option("--force", help="Replace files that exist.")]
 OutputOption = Annotated[
     str | None,
@@ -30,6 +45,7 @@ OutputOption = Annotated[
         "--output",
         "-o",
         metavar="FILE",
+        callback=_check_output,
         help="Also write the result into a file, as JSON; its table as CSV, if it ends in .csv.",
     ),
 ]

@@ -253,9 +253,8 @@ def curve(
             sampled=sampled,
             block_bytes=block_bytes,
             most_points=points,
-            worth=None
-            if prices is None
-            else lambda tokens: prices.worth(tokens, summary.requests, timed.duration_s),
+            prices=prices,
+            duration_s=timed.duration_s,
         )
     notes = reader.assumptions() + reader.warnings() + notes
     if svg is not None:

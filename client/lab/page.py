@@ -58,6 +58,9 @@ h1 { font-size: 24px; line-height: 1.25; margin: 0 0 4px; overflow-wrap: anywher
 h2 { font-size: 18px; margin: 40px 0 6px; }
 p { margin: 6px 0; max-width: 70ch; }
 .soft { color: var(--soft); }
+.answer { font-size: 17px; margin: 18px 0; }
+.answer span[data-figure] { white-space: nowrap; }
+.answer .soft { font-size: 14px; display: block; margin-top: 6px; }
 .cards {
   display: grid; grid-template-columns: repeat(auto-fit, minmax(max(160px, 30%), 1fr));
   gap: 10px; margin: 20px 0;

@@ -5,9 +5,10 @@ Every number on a page comes from the data that is embedded in it; `data-figure`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from html import escape
+from itertools import groupby
 from typing import Any, TypeVar
 
 from ... import __version__
@@ -17,6 +18,7 @@ from .curve import DEFAULT_POINTS, LruCurve, curve_error
 from .optimal import OPTIMAL
 from .page import Format, Json, cards, count, figure, render_page, table, value_at
 from .simulate import ReplayResult
+from .worth import Prices
 
 K = TypeVar("K")
 
@@ -55,13 +57,14 @@ def report_data(
     sampled: Sequence[LruCurve] = (),
     block_bytes: int | None = None,
     most_points: int = DEFAULT_POINTS,
-    worth: Callable[[int], Json] | None = None,
+    prices: Prices | None = None,
+    duration_s: float = 0.0,
 ) -> dict[str, Any]:
     """The data that `prefixctl curve` writes as JSON, and that the page and the plots show.
 
-    `trace` is a `TraceSummary` as JSON. `block_bytes` adds sizes to the capacities, `worth` what
-    hit tokens save to the results and to the knee. Sampled curves are compared with `curve`, at its
-    points.
+    `trace` is a `TraceSummary` as JSON, of a trace that lasts `duration_s`. `block_bytes` adds sizes
+    to the capacities, `prices` what hit tokens save to the results and to the knee. Sampled curves
+    are compared with `curve`, at its points.
     """
     sizes: dict[str, Any] = {"most_points": most_points, "block_bytes": block_bytes}
     data: dict[str, Any] = {
@@ -69,6 +72,7 @@ def report_data(
         "prefixd_version": __version__,
         "block_tokens": curve.block_tokens,
         "block_bytes": block_bytes,
+        "prices": None if prices is None else asdict(prices),
         "trace": trace,
         "curve": curve.to_json(**sizes),
         "sampled": [
@@ -80,17 +84,18 @@ def report_data(
     for row in data["results"] if block_bytes is not None else ():
         row["capacity_bytes"] = row["capacity_blocks"] * block_bytes
     knee = data["curve"]["knee"]
-    if worth is not None:
+    if prices is not None:
+        requests = trace["requests"]
         for row in data["results"]:
-            row["worth"] = worth(row["total_hit_tokens"])
+            row["worth"] = prices.worth(row["total_hit_tokens"], requests, duration_s)
         if knee is not None:
-            knee["worth"] = worth(knee["hit_tokens"])
+            knee["worth"] = prices.worth(knee["hit_tokens"], requests, duration_s)
     return data
 
 
 def render_report(data: Json) -> str:
     """The whole page for the data of `report_data`."""
-    parts = [_curve_cards(data), _curve(data)]
+    parts = [_answer(data), _curve_cards(data), _curve(data)]
     if data["results"]:
         parts += [_comparison(data), _worth(data), _residency(data)]
     return render_page(
@@ -100,6 +105,78 @@ def render_report(data: Json) -> str:
         f"Blocks of {figure(data, 'block_tokens', count)} tokens; a request hits the longest run "
         "of blocks from its first that is resident when it arrives.",
     )
+
+
+def _answer(data: Json) -> str:
+    """Which policy, how much memory, what it saves, and what was given to say so."""
+    if not data["trace"]["infinite_hit_tokens"]:
+        return '<p class="answer">No prompt begins as an earlier one does: a cache hits nothing.</p>'
+    sentences = []
+    knee = data["curve"]["knee"]
+    if knee is not None:
+        at = "curve.knee"
+        sentences.append(
+            f"<b>{_size(data, at)}</b> is where more memory starts to pay less: LRU hits "
+            f"{figure(data, f'{at}.hit_rate', percent)} of the prompt tokens there; a cache "
+            f"without limits, {figure(data, 'trace.infinite_hit_rate', percent)}."
+        )
+        if "worth" in knee:
+            saved = {name: figure(data, f"{at}.worth.{field}", form)
+                     for name, field, form in _SAVINGS if knee["worth"][field] is not None}  # fmt: skip
+            sentence = (
+                f"On average that saves {saved['TTFT saved']} of a request's time to first token, "
+                f"and over the whole trace {saved['GPU hours saved']} GPU hours"
+            )
+            if "saved" in saved:
+                sentence += f", which cost {saved['saved']}"
+            if "saved a month" in saved:
+                sentence += f"; with the same traffic all the time, {saved['saved a month']} a month"
+            sentences.append(f"{sentence}.")
+    sentences.append(_best_policies(data))
+    given = []
+    if data["block_bytes"]:
+        given.append(f"a block takes {figure(data, 'block_bytes', format_bytes)}")
+    if data["prices"] is not None:
+        prefill = figure(data, "prices.prefill_tokens_per_s", _number)
+        gpus = data["prices"]["gpus"]
+        replica = f"a replica of {figure(data, 'prices.gpus', count)} GPU{'s' * (gpus > 1)}"
+        given.append(f"{replica} prefills {prefill} tokens a second")
+        if data["prices"]["gpu_hour"] is not None:
+            given.append(f"a GPU hour costs {figure(data, 'prices.gpu_hour', _number)}")
+    if given:
+        sentences.append(f'<span class="soft">As given: {", ".join(given)}.</span>')
+    return f'<p class="answer">{" ".join(filter(None, sentences))}</p>'
+
+
+def _best_policies(data: Json) -> str:
+    """Which policy hits the most, by ranges of the replayed capacities; nothing for a single one."""
+    results = data["results"]
+    real = [n for n, each in enumerate(results) if each["policy"] != OPTIMAL]
+    if len({results[n]["policy"] for n in real}) < 2:
+        return ""
+    best: dict[int, int] = {}  # by capacity, the index of its result
+    for n in real:
+        capacity, tokens = results[n]["capacity_blocks"], results[n]["total_hit_tokens"]
+        if capacity not in best or tokens > results[best[capacity]]["total_hit_tokens"]:
+            best[capacity] = n
+    ranges = []
+    for policy, same in groupby(sorted(best), lambda capacity: results[best[capacity]]["policy"]):
+        sizes = [_size(data, f"results.{best[capacity]}") for capacity in same]
+        where = f"at {sizes[0]}" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
+        ranges.append(f"<b>{escape(label(policy))}</b> {where}")
+    return f"Of the replayed policies, the best is {', '.join(ranges)}."
+
+
+def _size(data: Json, at: str) -> str:
+    """The capacity of a result or of the knee, in bytes where those of a block are known."""
+    if value_at(data, at).get("capacity_bytes") is not None and data["block_bytes"]:
+        return figure(data, f"{at}.capacity_bytes", format_bytes)
+    return f"{figure(data, f'{at}.capacity_blocks', count)} blocks"
+
+
+def _number(value: float) -> str:
+    """`8,000`, `2.5`."""
+    return f"{value:,.6g}" if value < 1e6 else count(value)
 
 
 def _curve_cards(data: Json) -> str:
@@ -115,9 +192,6 @@ def _curve_cards(data: Json) -> str:
         else:
             figures.append(("blocks at the knee", "curve.knee.capacity_blocks", count))
         figures.append(("hit rate at the knee", "curve.knee.hit_rate", percent))
-        for name, field, form in _SAVINGS:
-            if data["curve"]["knee"].get("worth", {}).get(field) is not None:
-                figures.append((f"{name} at the knee", f"curve.knee.worth.{field}", form))
     return cards(data, figures)
 
 
@@ -230,9 +304,8 @@ def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
 
 def _residency(data: Json) -> str:
     rows = []
-    order = sorted(
-        range(len(data["results"])), key=lambda i: (data["results"][i]["capacity_blocks"], i)
-    )
+    kept = [n for n, each in enumerate(data["results"]) if each["policy"] != OPTIMAL]
+    order = sorted(kept, key=lambda n: (data["results"][n]["capacity_blocks"], n))
     for index in order:
         result = data["results"][index]
         at = f"results.{index}"
@@ -249,6 +322,8 @@ def _residency(data: Json) -> str:
                 figure(data, f"{at}.evictions", count),
             ]
         )
+    if not rows:
+        return ""
     return (
         "<h2>Residency</h2><p>What each policy kept at the end of the trace, how many blocks it "
         "remembers without holding them (ghosts), and how many it evicted on the way.</p>"

@@ -97,6 +97,13 @@ def test_a_page_compares_all_policies_without_being_asked(trace: Path, tmp_path:
     assert {r["capacity_blocks"] for r in named["results"]} == {7}
 
 
+def test_json_is_not_written_under_the_name_of_a_page(trace: Path, tmp_path: Path) -> None:
+    found = ctl("curve", trace, "-o", tmp_path / "x.html")
+    assert found.exit_code == 2
+    assert "--output writes JSON" in found.stderr and "--html" in found.stderr
+    assert not (tmp_path / "x.html").exists()
+
+
 def test_a_page_says_what_hits_save(trace: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     found = json_of(
@@ -115,6 +122,7 @@ def test_a_page_says_what_hits_save(trace: Path, tmp_path: Path) -> None:
     parser = EmbeddedData()
     parser.feed(text)
     assert parser.data["curve"]["knee"]["worth"] == knee["worth"]
+    assert parser.data["prices"] == {"prefill_tokens_per_s": 1000, "gpu_hour": 3.6, "gpus": 2}
     for words in ("What it saves", "saved a month", "GPU hours saved", "at most", "MiB"):
         assert words in text
     without = tmp_path / "without.html"

@@ -54,6 +54,7 @@ def report_data(**changes: Any) -> Json:
         "prefixd_version": "1.2.3",
         "block_tokens": 512,
         "block_bytes": None,
+        "prices": None,
         "trace": {
             "requests": 1200,
             "blocks": 40_000,
@@ -175,8 +176,53 @@ def test_a_curve_without_knee_or_hits() -> None:
     points = [{"capacity_blocks": 1, "hit_tokens": 0, "hit_rate": 0.0}]
     trace = {**report_data()["trace"], "infinite_hit_rate": 0.0, "infinite_hit_tokens": 0}
     curve = {"policy": "lru", "points": points, "knee": None}
-    page = Page(render_report(report_data(trace=trace, curve=curve, results=[], sampled=[])))
-    assert "hit rate at the knee" not in page.texts
+    data = report_data(trace=trace, curve=curve, results=[], sampled=[])
+    assert "hit rate at the knee" not in Page(render_report(data)).texts
+    assert answer(data) == "No prompt begins as an earlier one does: a cache hits nothing."
+
+
+def answer(data: Json) -> str:
+    """The first paragraph of the page, which answers without another."""
+    found = re.search(r'<p class="answer">(.*?)</p>', render_report(data), re.DOTALL)
+    assert found is not None
+    return re.sub(r"<[^>]*>", "", found[1])
+
+
+def test_the_first_paragraph_answers() -> None:
+    data = report_data(
+        block_bytes=1 << 20, prices={"prefill_tokens_per_s": 8000.0, "gpu_hour": 2.5, "gpus": 2}
+    )
+    for row in data["results"]:
+        row["capacity_bytes"] = row["capacity_blocks"] << 20
+    data["results"][CAPACITIES.index(4096) * 5 + POLICIES.index("arc")]["total_hit_tokens"] = 10**6
+    data["curve"]["knee"]["worth"] = {
+        "ttft_saved_s": 0.5, "gpu_hours_saved": 12.34, "money_saved": 30.85,
+        "money_saved_per_month": 1234.5,
+    }  # fmt: skip
+    assert answer(data) == (
+        "7.81GiB is where more memory starts to pay less: LRU hits 29.09 % of the prompt tokens "
+        "there; a cache without limits, 37.89 %. On average that saves 0.5 s of a request's time "
+        "to first token, and over the whole trace 12.3 GPU hours, which cost 30.85; with the same "
+        "traffic all the time, 1,234 a month. Of the replayed policies, the best is LRU from 0B to "
+        "100MiB, ARC at 4GiB, LRU at 29.3GiB. As given: a block takes 1MiB, a replica of 2 GPUs "
+        "prefills 8,000 tokens a second, a GPU hour costs 2.5."
+    )
+
+
+def test_an_answer_says_nothing_of_what_was_not_given() -> None:
+    assert answer(report_data(results=[result("lru", 100)])) == (
+        "8,000 blocks is where more memory starts to pay less: LRU hits 29.09 % of the prompt "
+        "tokens there; a cache without limits, 37.89 %."
+    )
+
+
+def test_the_optimum_is_no_policy_to_choose_and_keeps_nothing_to_show() -> None:
+    best = {**result("lru", 100), "policy": "optimal", "total_hit_tokens": 10**6}
+    data = report_data(results=[result("lru", 100), result("arc", 100), best])
+    assert answer(data).endswith("the best is LRU at 100 blocks.")
+    html = render_report(data)
+    assert "results.2.total_hit_tokens" in html
+    assert "results.2.evictions" not in html
 
 
 def test_an_estimate_says_so() -> None:
