@@ -110,7 +110,9 @@ def render_report(data: Json) -> str:
 def _answer(data: Json) -> str:
     """Which policy, how much memory, what it saves, and what was given to say so."""
     if not data["trace"]["infinite_hit_tokens"]:
-        return '<p class="answer">No prompt begins as an earlier one does: a cache hits nothing.</p>'
+        return (
+            '<p class="answer">No prompt begins as an earlier one does: a cache hits nothing.</p>'
+        )
     sentences = []
     knee = data["curve"]["knee"]
     if knee is not None:
@@ -130,7 +132,9 @@ def _answer(data: Json) -> str:
             if "saved" in saved:
                 sentence += f", which cost {saved['saved']}"
             if "saved a month" in saved:
-                sentence += f"; with the same traffic all the time, {saved['saved a month']} a month"
+                sentence += (
+                    f"; with the same traffic all the time, {saved['saved a month']} a month"
+                )
             sentences.append(f"{sentence}.")
     sentences.append(_best_policies(data))
     given = []
