@@ -62,9 +62,9 @@ def report_data(
 ) -> dict[str, Any]:
     """The data that `prefixctl curve` writes as JSON, and that the page and the plots show.
 
-    `trace` is a `TraceSummary` as JSON, of a trace that lasts `duration_s`. `block_bytes` adds sizes
-    to the capacities, `prices` what hit tokens save to the results and to the knee. Sampled curves
-    are compared with `curve`, at its points.
+    `trace` is a `TraceSummary` as JSON, and `duration_s` how long the trace lasts. `block_bytes`
+    adds sizes to the capacities, `prices` what hit tokens save to the results and to the knee.
+    Sampled curves are compared with `curve`, at its points.
     """
     sizes: dict[str, Any] = {"most_points": most_points, "block_bytes": block_bytes}
     data: dict[str, Any] = {
@@ -123,8 +123,11 @@ def _answer(data: Json) -> str:
             f"without limits, {figure(data, 'trace.infinite_hit_rate', percent)}."
         )
         if "worth" in knee:
-            saved = {name: figure(data, f"{at}.worth.{field}", form)
-                     for name, field, form in _SAVINGS if knee["worth"][field] is not None}  # fmt: skip
+            saved = {
+                name: figure(data, f"{at}.worth.{field}", form)
+                for name, field, form in _SAVINGS
+                if knee["worth"][field] is not None
+            }
             sentence = (
                 f"On average that saves {saved['TTFT saved']} of a request's time to first token, "
                 f"and over the whole trace {saved['GPU hours saved']} GPU hours"
@@ -153,7 +156,7 @@ def _answer(data: Json) -> str:
 
 
 def _best_policies(data: Json) -> str:
-    """Which policy hits the most, by ranges of the replayed capacities; nothing for a single one."""
+    """Which policy hits the most, by ranges of the replayed capacities; of one policy, nothing."""
     results = data["results"]
     real = [n for n, each in enumerate(results) if each["policy"] != OPTIMAL]
     if len({results[n]["policy"] for n in real}) < 2:

@@ -36,6 +36,7 @@ recover = DiskStore.recover
 def halting(self):
     for number, batch in enumerate(recover(self)):
         if number == 1:
+            (self.directory.parent / "halts").touch()
             os.close(os.open(self.directory.parent / "pipe", os.O_RDONLY))
         yield batch
 DiskStore.recover = halting
@@ -71,7 +72,7 @@ async def filled(daemon: DaemonProcess) -> None:
 
 @contextmanager
 def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
-    """Start the daemon, which listens in the middle of its recovery."""
+    """Start the daemon, which listens in the middle of its recovery and halts there."""
     os.mkfifo(daemon.directory / "pipe")
     daemon.run_with(HALTS)
     with daemon.log.open("ab") as log:
@@ -82,6 +83,8 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
         with daemon.admin(timeout_s=60) as admin:
             # A health check passes, so that engines may use the daemon already.
             assert admin.health(wait_for_ready=True) is Health.SERVING
+        # Before it halts, a stop has nothing to wait for.
+        eventually((daemon.directory / "halts").exists)
         yield process
     finally:
         process.kill()

@@ -100,7 +100,8 @@ def test_a_page_compares_all_policies_without_being_asked(trace: Path, tmp_path:
 def test_json_is_not_written_under_the_name_of_a_page(trace: Path, tmp_path: Path) -> None:
     found = ctl("curve", trace, "-o", tmp_path / "x.html")
     assert found.exit_code == 2
-    assert "--output writes JSON" in found.stderr and "--html" in found.stderr
+    assert "--output writes JSON" in found.stderr
+    assert "--html" in found.stderr
     assert not (tmp_path / "x.html").exists()
 
 
