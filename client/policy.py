@@ -179,11 +179,12 @@ class MinBenefit:
         """Is there a prefill speed to compare with?"""
         return self._prefill_tokens_per_s is not None
 
-    def prefill_ms(self, token_count: int) -> int:
-        """How long the engine takes to compute these tokens; 0: not known."""
-        if self._prefill_tokens_per_s is None:
-            return 0
-        return round(1e3 * token_count / self._prefill_tokens_per_s)
+    def prefill_ms(self, token_count: int) -> int | None:
+        """How long the engine takes to compute so many tokens (0: not known how many), in whole
+        milliseconds. None: not known."""
+        if self._prefill_tokens_per_s is None or not token_count:
+            return None
+        return int(1e3 * token_count / self._prefill_tokens_per_s)
 
     def worth(self, entries: Sequence[Entry], token_counts: Sequence[int]) -> int:
         """How many of `entries`, from the first on, to load: as many as save the most time.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import islice
+from math import ceil
 from typing import TYPE_CHECKING
 
 from ..proto.keys import Key
@@ -143,7 +144,7 @@ class Searcher:
         step = self._claim if pin else self._look
         try:
             step(search, wait_ms, deadline)
-            while self._pull(search, deadline, step):
+            while self._pull(search, deadline, step, prompt_tokens):
                 pass
         except Exception as problem:
             search.gap = self._failures.reason(problem)
@@ -178,10 +179,15 @@ class Searcher:
         search.add(positions, entries, in_flight=in_flight)
 
     def _pull(
-        self, search: _Search, deadline: Deadline, step: Callable[[_Search, int, Deadline], None]
+        self,
+        search: _Search,
+        deadline: Deadline,
+        step: Callable[[_Search, int, Deadline], None],
+        prompt_tokens: int,
     ) -> bool:
         """Ask the daemon to fetch the missing keys from other nodes, then search again for those.
-        True: all of them came, and there may be more."""
+        It may take as long as computing their tokens. True: all of them came, and there may be
+        more."""
         mode = search.mode
         if mode is ClaimMode.ANY or search.gap is not MissReason.ABSENT or not self._shares():
             return False
@@ -201,9 +207,14 @@ class Searcher:
             more = _Search(keys[missing], None if counts is None else counts[missing], mode)
         if not places:
             return False
-        prefill_ms = self._benefit.prefill_ms(more.full_hit_tokens())
-        wait_ms = min(self._shared_wait_ms, prefill_ms or self._shared_wait_ms)
-        if not self._transport.pull(more.keys, mode, wait_ms, deadline):
+        tokens = more.full_hit_tokens() or ceil(prompt_tokens * len(more.keys) / len(keys))
+        if mode is ClaimMode.FIRST and search.entries:
+            tokens = max(1, tokens - search.counts()[0])  # a longer prefix has those, too
+        prefill_ms = self._benefit.prefill_ms(tokens)
+        wait_ms = self._shared_wait_ms
+        if prefill_ms is not None:
+            wait_ms = min(wait_ms, prefill_ms)
+        if not wait_ms or not self._transport.pull(more.keys, mode, wait_ms, deadline):
             return False
         step(more, 0, deadline)
         if mode is ClaimMode.FIRST and more.entries:

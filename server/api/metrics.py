@@ -120,6 +120,7 @@ SHARED: Final = {
     "withdrawn": "Deleted entries that the engine dropped, too.",
     "deletes_learned": "Deletes of other nodes that were read: of up to 32 keys, or a namespace.",
     "unvouched": "Entries that were not fetched: their node may not know that they were deleted.",
+    "too_short": "Fetches not tried: computing the tokens takes less time than two trips.",
     "unanswered": "Requests that no node of the engine answered in time.",
     "waiting_offers": "Entries that wait to be offered.",
     "waiting_withdrawals": "Deleted entries that the engine has not dropped yet.",

@@ -64,7 +64,13 @@ class Fetcher:
 
     async def fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         """Fetch the keys that a claim of `mode` needs and this node does not have. Returns how many
-        entries arrived by `deadline_s` (`time.monotonic()`). Raises nothing but CancelledError."""
+        entries arrived by `deadline_s` (`time.monotonic()`). Raises nothing but CancelledError.
+
+        Asks nobody where the time is too short for an answer: a client gives no more of it than
+        the missing tokens take to compute."""
+        if not self._link.trips.pays(deadline_s - monotonic()):
+            self._link.counters.too_short += 1
+            return 0
         self._link.counters.fetches += 1
         busy = [self._fetching[key] for key in keys if key in self._fetching]
         if busy:
@@ -100,7 +106,9 @@ class Fetcher:
 
     async def _fetch(self, keys: Sequence[Key], mode: ClaimMode, deadline_s: float) -> int:
         deadline_s, find_by_s = _engine_deadlines(monotonic(), deadline_s)
+        began_s = monotonic()
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
+        self._link.trips.took(monotonic() - began_s)
         wanted = [entry and self._wanted(entry) for entry in found]
         for key, entry, usable in zip(keys, found, wanted, strict=True):
             if usable is None:  # it is offered again once it is saved here

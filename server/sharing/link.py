@@ -22,6 +22,10 @@ T = TypeVar("T")
 BATCH_BYTES: Final = 32 * 2**20
 #: Concurrent calls to the engine, each on a thread.
 THREADS: Final = 4
+#: Look-ups of the engine whose time is remembered ...
+LATEST_TRIPS: Final = 16
+#: ... and of the fetches that are too short for any of them, each of this many is tried.
+RETRY_EVERY: Final = 64
 #: Keys that are remembered to be in the engine: about 150 bytes each.
 MAX_KNOWN: Final = 262_144
 #: Fetches and offers that are remembered for `prefixctl why`: about 200 bytes each.
@@ -82,6 +86,8 @@ class SharingCounters:
     deletes_learned: int = 0
     #: Entries that were found and not fetched: their nodes may have missed a delete of them.
     unvouched: int = 0
+    #: Fetches that were not tried: computing the tokens takes less time than two trips.
+    too_short: int = 0
 
 
 def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:
@@ -146,6 +152,32 @@ class What(Labelled):
     REFUSED = 6
 
 
+class Trips:
+    """How long the engine takes to look keys up, as measured; from that, the least time in which a
+    fetch can bring anything."""
+
+    def __init__(self) -> None:
+        self._took_s: deque[float] = deque(maxlen=LATEST_TRIPS)
+        self._refused = 0
+
+    def took(self, seconds: float) -> None:
+        """A look-up was answered after this time."""
+        self._took_s.append(seconds)
+
+    @property
+    def least_s(self) -> float:
+        """One trip to look up and one to receive, as fast as the fastest of the latest look-ups."""
+        return 2 * min(self._took_s, default=0.0)
+
+    def pays(self, left_s: float) -> bool:
+        """Whether a fetch may bring something in the time that is left. Every `RETRY_EVERY`-th
+        that can't is let through: the engine may have become faster."""
+        if left_s >= self.least_s:
+            return True
+        self._refused += 1
+        return self._refused % RETRY_EVERY == 0
+
+
 class Happened(NamedTuple):
     """`node`: the node of the engine, or the one that had the payload; empty: it is not known."""
 
@@ -166,6 +198,7 @@ class Link:
     memory: Quota
     known: Known = field(default_factory=Known)
     counters: SharingCounters = field(default_factory=SharingCounters)
+    trips: Trips = field(default_factory=Trips)
     #: The latest events, the oldest first, for `prefixctl why` alone.
     history: deque[Happened] = field(default_factory=lambda: deque(maxlen=MAX_HAPPENED))
     threads: ThreadPoolExecutor = field(

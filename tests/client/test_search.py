@@ -374,6 +374,7 @@ class Noting(RemoteTransport):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.asked: list[str] = []
+        self.waits_ms: list[int] = []
         super().__init__(*args, **kwargs)
 
     @property
@@ -386,10 +387,9 @@ class Noting(RemoteTransport):
             raise self.fails
         return False
 
-    def pull(
-        self, keys: Sequence[Key], _mode: ClaimMode, _wait_ms: int, _deadline: Deadline
-    ) -> int:
+    def pull(self, keys: Sequence[Key], _mode: ClaimMode, wait_ms: int, _deadline: Deadline) -> int:
         self.asked.append(f"pull {len(keys)}")
+        self.waits_ms.append(wait_ms)
         return 0
 
 
@@ -417,6 +417,26 @@ def test_what_other_nodes_have_is_brought_before_bytes_move(
     assert restoring.restore_keys([ONE], buffers[:1], mode=ClaimMode.ANY)
     assert transport.asked == ["pull 2", "fetch_found"]
     assert not daemon.claims
+
+
+def test_other_nodes_have_no_longer_than_computing_takes(
+    daemon: FakeDaemon, transport: Noting
+) -> None:
+    daemon.put(ONE, b"one", token_count=100)
+    transport.shared = True
+    with Client(
+        transport=transport, counters=transport.counters, policy=POLICY,
+        prefill_tokens_per_s=2000, shared_wait_ms=500,
+    ) as client:  # fmt: skip
+        for tokens in (300, 3000, 1):
+            client.longest_run(ALL, claim=False, prompt_tokens=tokens)
+        assert transport.waits_ms == [100, 500], "the last one takes no millisecond to compute"
+        client.longest_run(ALL, claim=False)
+        assert transport.waits_ms.pop() == 500, "nobody knows what they stand for"
+        save_prefix(daemon, 40)
+        found = client.longest_prefix(NAMESPACE, TOKENS, claim=False)
+        left = len(TOKENS) - found.token_count
+        assert transport.waits_ms.pop() == left // 2 > 0, "what it has counts"
 
 
 def test_what_fails_before_it_is_known_what_is_there_is_a_miss_of_all(

@@ -14,7 +14,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
-from prefixd.server.sharing.link import SharingConfig, WritePolicy
+from prefixd.server.sharing.link import RETRY_EVERY, SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 from tests.support.bad_input import DATA
@@ -93,6 +93,44 @@ async def test_payloads_complete_by_the_deadline_are_kept(tmp_path: Path) -> Non
         finally:
             await sharing.close()
     assert store.find_by_s < store.get_by_s < deadline_s, "no time is left for publishing"
+
+
+class DistantEngine(FullEngine):
+    """An engine that takes some time to look keys up, and counts how often it is asked."""
+
+    takes_s, asked = 0.1, 0
+
+    def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
+        self.asked += 1
+        threading.Event().wait(self.takes_s)
+        return super().find(keys, deadline_s)
+
+
+@in_loop
+async def test_nobody_is_asked_where_there_is_no_time_for_an_answer(tmp_path: Path) -> None:
+    store = DistantEngine()
+    async with running(tmp_path) as daemon:
+        sharing = await Sharing.begin(daemon.core, store, CONFIG)
+
+        async def fetch(number: int, within_s: float) -> int:
+            return await sharing.fetch([key(number)], ClaimMode.RUN, monotonic() + within_s)
+
+        try:
+            assert await fetch(1, PATIENCE_S) == 1
+            for number in range(RETRY_EVERY - 1):
+                assert await fetch(2 + number, 0.15) == 0, "two trips take 0.2 s"
+            assert store.asked == 1
+            assert sharing.counts()["too_short"] == RETRY_EVERY - 1
+            assert sharing.counts()["fetches"] == 1
+            # The engine has become faster: one fetch finds out, and then all are made again.
+            store.takes_s = 0.0
+            await fetch(200, 0.15)
+            assert store.asked == 2
+            assert await fetch(201, PATIENCE_S) == 1
+            await fetch(202, 0.15)
+            assert store.asked == 4
+        finally:
+            await sharing.close()
 
 
 @in_loop
