@@ -15,14 +15,21 @@ class Requests:
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
         self._times = array("d")
+        #: Whose each request was; empty while all are one owner's.
         self._owners = array("I")
         self._names: dict[tuple[str, str], int] = {}
 
     def __iter__(self) -> Iterator[Request]:
+        times, names = self._times, self._names
         for request in self._requests:
-            self._times.append(request.timestamp_ms)
             owner = (request.model, request.tenant or request.label)
-            self._owners.append(self._names.setdefault(owner, len(self._names)))
+            if owner not in names:
+                if len(names) == 1:
+                    self._owners.frombytes(bytes(self._owners.itemsize * len(times)))
+                names[owner] = len(names)
+            if len(names) > 1:
+                self._owners.append(names[owner])
+            times.append(request.timestamp_ms)
             yield request
 
     @property

@@ -560,7 +560,7 @@ class PrefixTree:
 class TraceColumns:
     """The part of a trace that replays need, in columns; immutable.
 
-    4 bytes for each block reference and 16 for each request. Block ids are renumbered 0, 1, 2, ...
+    4 bytes for each block reference and 20 for each request. Block ids are renumbered 0, 1, 2, ...
     by first appearance, so they may be any integers (fewer than 2**32 different ones), and a block
     is new to a request if its number is not below the number of blocks seen before.
     """
@@ -570,6 +570,7 @@ class TraceColumns:
         blocks: _Column,
         ends: _Column,
         lengths: _Column,
+        known: _Column,
         unique_blocks: int,
         collisions: int = 0,
     ) -> None:
@@ -579,6 +580,8 @@ class TraceColumns:
         self._ends = ends
         #: Prompt tokens of each request.
         self._lengths = lengths
+        #: Blocks of each request before the first that is new: what a cache without limits hits.
+        self._known = known
         self.unique_blocks = unique_blocks
         #: Requests that cannot be of one tree of prefixes with those before them: a known block
         #: comes after another block than before, or after a new one.
@@ -590,7 +593,7 @@ class TraceColumns:
         #: Ids by number; None as long as every id is its own number, which most traces keep to:
         #: the table is the largest part of the memory.
         numbers: dict[int, int] | None = None
-        blocks, ends, lengths = array("I"), array("Q"), array("q")
+        blocks, ends, lengths, hits = array("I"), array("Q"), array("q"), array("I")
         tree = PrefixTree()
         known = 0
         for request in requests:
@@ -599,16 +602,19 @@ class TraceColumns:
                 now_known = _numbered_already(request.hash_ids, known)
                 if now_known is None:
                     numbers = {number: number for number in range(known)}
+                else:  # new blocks are the end
+                    hits.append(len(found) - (now_known - known))
             if numbers is not None:
                 found = [numbers.setdefault(id_, len(numbers)) for id_ in found]
                 now_known = len(numbers)
+                hits.append(found.index(known) if now_known > known else len(found))
             assert now_known is not None
             tree.add(found, known, now_known)
             known = now_known
             blocks.extend(found)
             ends.append(len(blocks))
             lengths.append(request.input_length)
-        return cls(blocks, ends, lengths, known, tree.collisions)
+        return cls(blocks, ends, lengths, hits, known, tree.collisions)
 
     def __len__(self) -> int:
         """Requests."""
@@ -648,14 +654,10 @@ class TraceColumns:
 
     def summary(self, block_tokens: int) -> TraceSummary:
         """Count everything, and the hits of a cache without limits."""
-        hit_tokens = known = 0
-        for blocks, length in self:
-            last = max(blocks, default=-1)
-            hits = len(blocks)
-            if last >= known:
-                hits = next(n for n, block in enumerate(blocks) if block >= known)
-                known = last + 1
-            hit_tokens += min(hits * block_tokens, length)
+        hit_tokens = sum(
+            min(hits * block_tokens, length)
+            for hits, length in zip(self._known, self._lengths, strict=True)
+        )
         return TraceSummary(
             len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
         )
@@ -665,6 +667,7 @@ class TraceColumns:
         (folder / "blocks").write_bytes(self._blocks)
         (folder / "ends").write_bytes(self._ends)
         (folder / "lengths").write_bytes(self._lengths)
+        (folder / "known").write_bytes(self._known)
         (folder / "unique_blocks").write_text(str(self.unique_blocks))
 
     @classmethod
@@ -674,6 +677,7 @@ class TraceColumns:
             _mapped(folder / "blocks").cast("I"),
             _mapped(folder / "ends").cast("Q"),
             _mapped(folder / "lengths").cast("q"),
+            _mapped(folder / "known").cast("I"),
             int((folder / "unique_blocks").read_text()),
         )
 

@@ -51,14 +51,21 @@ class Gguf:
 
 
 def write_gguf(
-    path: Path, *, seed: int = 7, long_rope: int = 0, shards_of: int = 0, layers: int = LAYERS
+    path: Path,
+    *,
+    seed: int = 7,
+    long_rope: int = 0,
+    shards_of: int = 0,
+    layers: int = LAYERS,
+    feed_forward: int = 2 * WIDTH,
 ) -> None:
     """A llama of 0.6 million parameters a layer, of 4 bytes each. `long_rope`: the original context
-    of a LongRoPE. `shards_of`: tensors a shard; the first has none."""
+    of a LongRoPE. `shards_of`: tensors a shard; the first has none. `feed_forward`: the width of
+    those layers."""
     split = {"split_max_tensors": shards_of, "small_first_shard": True} if shards_of else {}
     made = Gguf(path, "llama", seed, layers, **split)
     writer = made.writer
-    writer.add_feed_forward_length(2 * WIDTH)
+    writer.add_feed_forward_length(feed_forward)
     writer.add_head_count(HEADS)
     writer.add_head_count_kv(HEADS // 2)
     writer.add_rope_dimension_count(WIDTH // HEADS)
@@ -81,9 +88,9 @@ def write_gguf(
         made.random(f"{block}.attn_k.weight", WIDTH // 2, WIDTH)
         made.random(f"{block}.attn_v.weight", WIDTH // 2, WIDTH)
         made.random(f"{block}.attn_output.weight", WIDTH, WIDTH)
-        made.random(f"{block}.ffn_gate.weight", 2 * WIDTH, WIDTH)
-        made.random(f"{block}.ffn_up.weight", 2 * WIDTH, WIDTH)
-        made.random(f"{block}.ffn_down.weight", WIDTH, 2 * WIDTH)
+        made.random(f"{block}.ffn_gate.weight", feed_forward, WIDTH)
+        made.random(f"{block}.ffn_up.weight", feed_forward, WIDTH)
+        made.random(f"{block}.ffn_down.weight", WIDTH, feed_forward)
     made.close()
 
 
