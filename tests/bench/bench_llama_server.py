@@ -205,9 +205,7 @@ def main() -> None:
         model = arguments.model
         if model is None:
             model = str(folder / "model.gguf")
-            write_gguf(
-                Path(model), layers=arguments.layers, feed_forward=arguments.feed_forward
-            )
+            write_gguf(Path(model), layers=arguments.layers, feed_forward=arguments.feed_forward)
         daemon = stack.enter_context(private_daemon(ram="16MiB", shm="2GiB", disk="0"))
         kinds: list[tuple[str, list[str], str | None]] = [
             ("llama-server, --cache-ram 0", ["--cache-ram", "0"], None),
