@@ -4,9 +4,9 @@
 
 Prints a table in milliseconds: the best and the median of the rounds, and the median of the ratios
 to the first server, in each round by turns, as other work on the machine is never the same. Without
-a model it makes one of 19 million parameters, in which late tokens cost twice what the average does:
-most of the work is attention. `--layers 8 --feed-forward 4096` has 27 million, and attention has a
-share as in large models. The daemon, the servers and their sockets are private.
+a model it makes one of 19 million parameters, in which late tokens cost twice the average, as most
+of the work is attention. `--layers 8 --feed-forward 4096` has 27 million, and attention has a share
+as in large models. The daemon, the servers and their sockets are private.
 """
 
 from __future__ import annotations
