@@ -4,7 +4,7 @@ PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: dev demo test quick pictures manifests sim sim-fleet power mutants fuzz soak kernel-san s3 engines engines-llama-server docs release-check check format proto clean
+.PHONY: dev demo test quick pictures manifests sim sim-fleet power mutants fuzz skew soak kernel-san s3 engines engines-llama-server docs release-check check format proto clean
 .DEFAULT_GOAL := dev
 
 # Only the runtime dependencies, as after `pip install '.[server]'`.
@@ -81,6 +81,11 @@ s3: $(VENV)/.dev ## test the contract of shared stores against a real S3, Ceph's
 MUTANTS ?= 200
 mutants: $(VENV)/.dev ## make random one-line mistakes, and report which tests notice them; takes an hour or more
 	$(BIN)/python -m tests.mutants --mutants $(MUTANTS)
+
+PREVIOUS ?= $(shell git describe --tags --abbrev=0 2>/dev/null)
+skew: $(VENV)/.dev ## try the release PREVIOUS (a tag, a commit, a wheel) beside this one, both ways
+	@test -n "$(PREVIOUS)" || { echo "no release yet: name a commit, make skew PREVIOUS=..."; exit 1; }
+	$(BIN)/python -m tests.skew $(PREVIOUS)
 
 MINUTES ?= 30
 fuzz: $(VENV)/.dev ## fuzz every input that comes from outside, for MINUTES

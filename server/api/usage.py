@@ -7,7 +7,7 @@ and nothing but figures for people is made of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterator, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import add
@@ -44,6 +44,13 @@ IN_NO_TIER: Final = ("never_saved", "too_old", "before_start", "not_told")
 ABSENT: Final = MissReason.ABSENT.value
 #: Tokens of prompts for which there is no key (`client.counters.NO_KEY`).
 NO_KEY: Final = "partial_block"
+#: What a report has of a kind, at most: more than this version knows, for later ones.
+MAX_WORDS: Final = 64
+MAX_SAVE_KINDS: Final = 2 * len(SaveReason) * len(SaveStatus)
+_UNEXPECTED: Final = MissReason.UNEXPECTED.value
+_TIERS: Final = frozenset(map(int, Tier))
+_SAVE_REASONS: Final = frozenset(map(int, SaveReason))
+_OUTCOMES: Final = frozenset(map(int, SaveStatus))
 #: Reasons of missed tokens that need no journal.
 _OTHERS: Final = (*(reason for reason in REASONS if reason != ABSENT), NO_KEY)
 #: Counters that have no label but the namespace.
@@ -353,29 +360,22 @@ class UsageBook:
 
 
 def check_usage(usage: pb.Usage) -> pb.Usage:
-    """Returns the report if it is consistent, and all names in it are known. Raises
+    """Returns the report if it is consistent, in the words of this version. Raises
     MalformedMessage, InvalidSize."""
     _check_lengths(usage)
-    _known("reason of a miss", usage.misses, REASONS)
-    _known("reason of a failure", usage.failures, REASONS)
-    _known("reason of missed tokens", usage.missed_tokens, (*REASONS, NO_KEY))
     numbers = [getattr(usage, name) for name in SCALARS]
     numbers += [*usage.misses.values(), *usage.failures.values()]
     numbers += [*usage.restore_times, usage.restore_ns, *usage.missed_tokens.values()]
     for miss in usage.absent:
         numbers += [miss.tokens, miss.lookups, miss.age_ns]
-    tiers = set(map(int, Tier))
     for part in usage.tiers:
-        hits_only = not part.restored_bytes and not part.saves
-        _known("tier", [part.tier], tiers | {0} if hits_only else tiers)
-        _known("path", part.restored_bytes, PATHS)
+        if not part.tier and (part.restored_bytes or part.saves):
+            raise MalformedMessage("a report has restores or saves of no tier")
         numbers += [part.hit_entries, part.hit_tokens, *part.restored_bytes.values()]
-        for saved in part.saves:
-            _known("reason of a save", [saved.reason], set(map(int, SaveReason)))
-            _known("outcome of a save", [saved.outcome], set(map(int, SaveStatus)))
-            numbers.append(saved.entries)
+        numbers += [saved.entries for saved in part.saves]
     if max(numbers) > MAX_REPORTED:
         raise InvalidSize(f"a report has numbers up to {MAX_REPORTED}, not {max(numbers)}")
+    _put_in_known_words(usage)
     if usage.hits + sum(usage.misses.values()) != usage.lookups:
         raise MalformedMessage("the hits and misses of a report do not add up to its look-ups")
     if sum(len(miss.keys) for miss in usage.absent) > MAX_TOLD_KEYS_IN_ALL or any(
@@ -399,28 +399,48 @@ def check_usage(usage: pb.Usage) -> pb.Usage:
     return usage
 
 
+def _put_in_known_words(usage: pb.Usage) -> None:
+    """A later version of a client may name what this one does not know, and is served all the same:
+    such a miss is an unexpected one, such a save failed, hits in such a tier are in one that is not
+    known. Why such a save was made, and how such bytes came, is not counted."""
+    for counts, words in (
+        (usage.misses, REASONS),
+        (usage.failures, REASONS),
+        (usage.missed_tokens, (*REASONS, NO_KEY)),
+    ):
+        for name in set(counts).difference(words):
+            counts[_UNEXPECTED] += counts.pop(name)
+    for part in usage.tiers:
+        if part.tier not in _TIERS:
+            part.ClearField("restored_bytes")
+            part.ClearField("saves")
+            part.tier = pb.TIER_UNSPECIFIED
+        for path in set(part.restored_bytes).difference(PATHS):
+            del part.restored_bytes[path]
+        for saved in part.saves:
+            if saved.outcome not in _OUTCOMES:
+                saved.outcome = pb.SAVE_STATUS_FAILED
+        known = [saved for saved in part.saves if saved.reason in _SAVE_REASONS]
+        if len(known) < len(part.saves):
+            part.ClearField("saves")
+            part.saves.extend(known)
+
+
 def _check_lengths(usage: pb.Usage) -> None:
     """Refuse columns with more values than there are names, before looking at any value."""
-    _at_most(len(REASONS), "reasons of misses", usage.misses)
-    _at_most(len(REASONS), "reasons of failures", usage.failures)
-    _at_most(len(REASONS) + 1, "reasons of missed tokens", usage.missed_tokens)
+    _at_most(MAX_WORDS, "reasons of misses", usage.misses)
+    _at_most(MAX_WORDS, "reasons of failures", usage.failures)
+    _at_most(MAX_WORDS, "reasons of missed tokens", usage.missed_tokens)
     _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
     _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
-    _at_most(len(Tier) + 1, "tiers", usage.tiers)
+    _at_most(MAX_WORDS, "tiers", usage.tiers)
     for miss in usage.absent:
         _at_most(MAX_TOLD_KEYS, "keys of a miss", miss.keys)
     for part in usage.tiers:
-        _at_most(len(PATHS), "paths", part.restored_bytes)
-        _at_most(len(SaveReason) * len(SaveStatus), "kinds of saves", part.saves)
+        _at_most(MAX_WORDS, "paths", part.restored_bytes)
+        _at_most(MAX_SAVE_KINDS, "kinds of saves", part.saves)
 
 
 def _at_most(most: int, what: str, given: Sized) -> None:
     if len(given) > most:
         raise MalformedMessage(f"a report has {len(given)} {what}, at most there are {most}")
-
-
-def _known(what: str, given: Iterable[object], words: Iterable[object]) -> None:
-    unknown = set(given) - set(words)
-    if unknown:
-        some = str(sorted(map(str, unknown))[0])[:40]
-        raise MalformedMessage(f"a report names a {what} that there is not: {some!r}")
