@@ -62,7 +62,7 @@ while True:
 
 def enter(host: Host) -> None:
     """Make the sockets of this thread in the namespace of this host from now on."""
-    with open(host.space) as space:
+    with Path(host.space).open() as space:
         if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0x40000000):
             raise OSError(ctypes.get_errno(), "setns")
 
@@ -133,8 +133,8 @@ def searches(net: Network, directory: Path, counts: list[int], rtt_ms: float, ro
         for count, each in took_ms.items():
             median_ms = statistics.median(each)
             print(json.dumps({
-                "case": "search", "nodes": count, "rtt_ms": rtt_ms, "median_ms": round(median_ms, 1),
-                "best_ms": round(min(each), 1), "over_one": round(median_ms / one_ms, 2),
+                "case": "search", "nodes": count, "rtt_ms": rtt_ms, "best_ms": round(min(each), 1),
+                "median_ms": round(median_ms, 1), "over_one": round(median_ms / one_ms, 2),
             }), flush=True)  # fmt: skip
 
 
