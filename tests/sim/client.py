@@ -277,9 +277,11 @@ class SimClient:
             deadline = LATER
             if given_ms is not None:
                 deadline = Deadline(given_ms, clock=lambda: self.world.now_ns / 1e9)
-            copied_ns, stops = self.world.now_ns, self.process.stops
+            # What keeps the thread itself from going on is not the reads' fault.
+            copied_ns = self.world.now_ns - self.world.current.delayed_ns
+            stops = self.process.stops
             copies = session.node.copy(Entries(entries), views, [check] * len(entries), deadline)
-            took_ns = self.world.now_ns - copied_ns
+            took_ns = self.world.now_ns - self.world.current.delayed_ns - copied_ns
             if given_ms is not None and stops == self.process.stops:
                 self.oracle.ended(took_ns - given_ms * 1_000_000 - _LATE_NS)
             rest = restore.copied(copies)

@@ -109,6 +109,8 @@ class Fiber:
         #: changes whenever it runs, which makes earlier scheduled wake-ups void
         self.epoch = 0
         self.done = False
+        #: How long it was kept from going on in operations, all of them together.
+        self.delayed_ns = 0
         self.waiting_for_end: list[Fiber] = []
         self._target = target
         if target is None:
@@ -181,7 +183,9 @@ class World:
             process.stopped_until_ns = self.now_ns + process.stop_for_ns
             self.pass_time(1)
         if self.random.random() < self.yield_rate:
+            began_ns = self.now_ns
             self.pass_time(self.delay_ns())
+            self.current.delayed_ns += self.now_ns - began_ns
 
     def synced(self) -> None:
         """A device completed a sync of the current fiber. The machine may lose power here."""
