@@ -27,6 +27,10 @@ def test_the_benchmark_of_lmcache_passes(tier: str) -> None:
         benched = bench_l2(plugin(daemon.address, tier), rounds=ROUNDS, keys=KEYS, data_kib=256)
         with daemon.admin() as admin:
             assert not admin.check().problems
+            (told,) = (each for each in admin.stats().usage.values() if each.lookups)
+    # The same ratio as its own: all were found. It does not tell how many tokens a chunk has.
+    assert told.hits == told.lookups >= ROUNDS
+    assert told.lookup_tokens == 0
     assert (benched.status, "verified OK" in benched.text) == (0, True), benched.text
     assert benched.successes == dict.fromkeys(("Store", "Lookup", "Load"), ROUNDS * KEYS)
 

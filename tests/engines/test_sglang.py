@@ -7,6 +7,7 @@ import argparse
 import ast
 import importlib.util
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,6 +88,28 @@ def test_pages_come_back_through_its_controller(
             assert not admin.check().problems
     finally:
         made.storage_backend.close()
+
+
+def test_the_daemon_shows_the_ratio_that_sglang_sees() -> None:
+    """Of prompts of random pages, of which some were backed up."""
+    chance = random.Random(3)
+    pool = host_pool("page_first", pages=PAGES, page_tokens=PAGE_TOKENS, layers=LAYERS)
+    with private_daemon(ram="64MiB", shm="0", disk="0") as daemon:
+        made = controller(pool, "dynamic", prefixd_extra(daemon.address, "ram"))
+        looked = hit = 0
+        for _ in range(20):
+            hashes, kept = fresh_hashes(chance.randint(1, PAGES)), chance.randint(0, PAGES)
+            kept = min(kept, len(hashes))
+            indices = torch.arange(kept * PAGE_TOKENS)
+            assert backup(made, hashes[:kept], indices) == kept * PAGE_TOKENS
+            looked += len(hashes)
+            hit += made.storage_backend.batch_exists(hashes)
+        made.storage_backend.close()
+        with daemon.admin() as admin:
+            (told,) = (each for each in admin.stats().usage.values() if each.lookups)
+        assert 0 < hit < looked
+        assert told.lookup_tokens == looked * PAGE_TOKENS
+        assert sum(tier.hit_tokens for tier in told.tiers) == hit * PAGE_TOKENS
 
 
 def test_the_page_followed_literally(daemon: PrivateDaemon) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -93,6 +94,30 @@ def test_store_start_again_look_up_promote(daemon: PrivateDaemon, rows: Any, nam
     made.complete_load(keys, ctx)
     made.on_request_finished(ctx)
     tiering.shut_down(made)
+
+
+def test_the_daemon_shows_the_ratio_that_vllm_sees(rows: Any) -> None:
+    """Of random chunks, of which some were stored."""
+    from vllm.v1.kv_offload.config import OffloadingGroupConfig
+
+    chance = random.Random(3)
+    with private_daemon(ram="64MiB", shm="0", disk="0") as daemon:
+        of = tiering.spec()
+        of.config = replace(of.config, groups=(OffloadingGroupConfig(16, ("layer",), 0),))
+        made = tiering.tier(memoryview(rows), of, **tiering.prefixd(daemon.address, "ram"))
+        keys = tiering.keys(40, os.urandom(4))
+        stored = keys[:CHUNKS]
+        made.submit_store(tiering.job(1, stored, range(CHUNKS)))
+        assert tiering.ended(made).success
+        answers = look_up(made, chance.choices(keys, k=200))
+        hits = answers.count(results().HIT)
+        made.shutdown()
+        with daemon.admin() as admin:
+            (told,) = (each for each in admin.stats().usage.values() if each.lookups)
+    assert (told.lookups, told.hits) == (200, hits)
+    assert told.lookup_tokens == 200 * 16
+    assert sum(tier.hit_tokens for tier in told.tiers) == hits * 16
+    assert 0 < hits < 200
 
 
 def test_after_a_reset_nothing_from_before_is_found(daemon: PrivateDaemon, rows: Any) -> None:
