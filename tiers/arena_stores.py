@@ -217,6 +217,8 @@ class RecordedStore(ArenaStore):
         self._graves: Final = Graves(directory, sync=sync, calls=calls)
         self._found_slabs = 0
         self._has_incarnation = False
+        #: Slabs whose records were given room, or are being given.
+        self._recorded_slabs = 0
         if not later:
             self.open()
 
@@ -295,9 +297,9 @@ class RecordedStore(ArenaStore):
         return slabs * self.slab_bytes + self.record_bytes(slabs) if slabs else 0
 
     def _arena_bytes_of(self, budget_bytes: int) -> int:
-        """The records of all slabs that were ever secured keep their room."""
+        """The records of all slabs that were ever secured, or are being, keep their room."""
         slabs = self._slabs_of(budget_bytes)
-        secured_slabs = self.arena.secured_bytes // self.slab_bytes
+        secured_slabs = max(self.arena.secured_bytes // self.slab_bytes, self._recorded_slabs)
         if slabs < secured_slabs:
             slabs = (budget_bytes - self.record_bytes(secured_slabs)) // self.slab_bytes
         return slabs * self.slab_bytes
@@ -332,7 +334,9 @@ class RecordedStore(ArenaStore):
         return needed_bytes - held_bytes <= device.f_bavail * device.f_frsize
 
     def _secure_rows(self, upto_bytes: int) -> None:
-        self._records.secure(min(upto_bytes, self.arena.size_bytes) // self.slab_bytes)
+        slabs = min(upto_bytes, self.arena.size_bytes) // self.slab_bytes
+        self._recorded_slabs = max(self._recorded_slabs, slabs)
+        self._records.secure(slabs)
 
     def set_incarnation(self, incarnation: bytes) -> None:
         self.arena.write_header(incarnation, self.slab_bytes)

@@ -258,7 +258,8 @@ class Oracle:
         if (
             found
             and before is not None
-            and before.generation != entry.generation
+            # A later one is a save that was durable, and not acknowledged when the daemon died.
+            and before.generation > entry.generation
             and before.generation not in self.tainted
             and entry.generation not in self.gave_way
         ):

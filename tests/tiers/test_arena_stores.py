@@ -34,6 +34,7 @@ from prefixd.proto.entry import EntryRecord, Location
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.arena import Arena
 from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.records import USAGE_FILE
@@ -484,6 +485,27 @@ def test_what_an_earlier_start_left_needs_no_room_again(
     free = SimpleNamespace(f_bavail=store.record_bytes(1024), f_frsize=1)
     monkeypatch.setattr(os, "statvfs", lambda _: free)
     assert store._fits(SEGMENT_BYTES)
+
+
+def test_a_budget_holds_the_records_of_slabs_that_are_just_being_secured(
+    shm: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tier may become smaller while a thread makes it as large as it was to be. The room that
+    the records of that segment take stays theirs."""
+    store = ShmStore(shm, budget(6, ShmStore), SLAB)
+    smaller = budget(4, ShmStore)
+    found: list[int] = []
+
+    def secure(self: Arena, segment_bytes: int) -> Iterator[int]:
+        found.append(store.arena_bytes_of(smaller))
+        return secure_segments(self, segment_bytes)
+
+    secure_segments = Arena.secure_segments
+    monkeypatch.setattr(Arena, "secure_segments", secure)
+    next(store.secure_segments())
+    assert found[0] + store.record_bytes(6) <= smaller
+    assert found[0] == store.arena_bytes_of(smaller) == 3 * SLAB
+    store.close()
 
 
 def test_a_budget_holds_exactly_its_blocks() -> None:
