@@ -152,7 +152,7 @@ async def _begin_tier(
     await recovery.recover(store)
     await fit(core, store, budget_bytes)
     await securing.secure(_SECURED_BEFORE_SERVING_BYTES)
-    recovery.end(store)
+    await recovery.end(store)
     core.supervisor.task(f"{store.tier.label} arena", securing.secure_all())
 
 

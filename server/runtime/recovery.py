@@ -75,8 +75,6 @@ class Recovery:
         core.health.conditions.pop(part, None)
         # Erases the records of the entries that the store dropped.
         core.committers.forget(tier, ())
-        if store.recorded:
-            await self._exhume(store)
         counters = core.state.tables.tier_counters[tier]
         log.info(
             "tier_recovered",
@@ -86,18 +84,13 @@ class Recovery:
             dropped=counters.dropped_at_start,
         )
 
-    async def _exhume(self, store: Store) -> None:
-        """The deleted keys that were noted are not needed any more once their records are erased.
-        If that fails the next start does it."""
-        core = self._core
-        if await core.committers.erased(_ERASED_WITHIN_S):
-            with suppress(StoreError):
-                await core.devices.run(store.tier, store.exhume)
-
-    def end(self, store: Store) -> None:
+    async def end(self, store: Store) -> None:
         """The tier takes saves from now on."""
-        self._core.health.notices.pop(f"{store.tier.label} tier", None)
-        self._core.devices.recovering(store.tier, False)
+        core = self._core
+        core.health.notices.pop(f"{store.tier.label} tier", None)
+        core.devices.recovering(store.tier, False)
+        if store.recorded:
+            await _exhume(core, store, _ERASED_WITHIN_S)
 
     def _say(self, tier: Tier, entries: int, following: int = 0) -> None:
         said = f"recovers: {entries:,} entries adopted"
@@ -129,6 +122,14 @@ class Recovery:
                 self._say(tier, entries, batch.following)
         if dropped > _MAX_LOGGED:
             log.warning("entries_dropped", tier=tier.label, more=dropped - _MAX_LOGGED)
+
+
+async def _exhume(core: Core, store: Store, within_s: float) -> None:
+    """The recovery has read all records: the deleted keys that were noted are not needed any more
+    once theirs are erased. If that fails the next start does it."""
+    if await core.committers.erased(within_s):
+        with suppress(StoreError):
+            await core.devices.run(store.tier, store.exhume)
 
 
 async def _adopt(core: Core, tier: Tier, batch: RecoveryBatch, slices: Slices) -> None:
@@ -231,4 +232,7 @@ async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bo
         burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
         buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))
         durable = durable and bool(buried) and burying.exception() is None
+        if buried and not core.devices.recovers(store.tier):
+            # The recovery has ended meanwhile, and removed the notes that there were.
+            await _exhume(core, store, max(0.0, until_s - monotonic()))
     return durable

@@ -26,7 +26,6 @@ from prefixd.server.core import checking, entries
 from prefixd.server.runtime import clock, devices, incoming, recovery, verification
 from prefixd.tiers import arena, records
 from prefixd.tiers.arena_stores import ArenaStore, RecordedStore
-from prefixd.tiers.graves import GRAVES_FILE
 from prefixd.tiers.rows import ROW_BYTES
 from tests.sim import oracle as promises
 from tests.sim.client import BOUND_S, SimClient
@@ -252,11 +251,8 @@ class Run:
         for tier, directory in ((Tier.SHM, self.devices.shm), (Tier.DISK, self.devices.disk)):
             # Of an arena that was larger, the rest is holes. In /dev/shm a client that still reads
             # there by the index of an earlier start makes pages of zeros of them.
-            # Notes on deletes during a recovery are no part of a budget; a start removes them.
             used_bytes = sum(
-                path.stat().st_size
-                for path in directory.iterdir()
-                if path.name not in ("arena", GRAVES_FILE)
+                path.stat().st_size for path in directory.iterdir() if path.name != "arena"
             )
             store = self.daemon.core.stores[tier]
             used_bytes += store.secured_bytes - store.hole_bytes

@@ -33,7 +33,7 @@ FOUND_BY = {
     "incarnation not checked": 708,
     "beyond the budget is dropped": 28,
     "wrong end evicted at a start": 28,
-    "tier decides": 71,
+    "tier decides": 4047,
     "deleted before it is durable": 226,
     "deletes of a recovery are forgotten": 326,
     "hung tier is not marked": 121,

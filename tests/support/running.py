@@ -528,7 +528,7 @@ async def running(
             for store in stores.values():
                 await recovery.recover(store)
                 await fit(core, store, plan.tiers[store.tier].budget_bytes)
-                recovery.end(store)
+                await recovery.end(store)
             for tier, store in stores.items():
                 for secured_bytes in store.secure_segments():
                     core.post(ArenaGrown(tier, secured_bytes, clock.now_ns()))

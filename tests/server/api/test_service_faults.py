@@ -7,7 +7,7 @@ import asyncio
 import random
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
@@ -229,6 +229,28 @@ async def test_what_is_deleted_while_a_tier_recovers_stays_deleted_if_that_is_in
         assert await daemon.presence(key(1), key(2)) == [ABSENT, PRESENT]
         assert held(store_of(daemon, Tier.DISK)).keys() == {key(2)}
         assert not (tmp_path / "disk" / GRAVES_FILE).exists()
+
+
+@in_loop
+async def test_no_note_of_a_delete_outlives_a_recovery_that_ends_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with faulty(tmp_path) as daemon:
+        disk, notes = store_of(daemon, Tier.DISK), tmp_path / "disk" / GRAVES_FILE
+        devices, recovering = daemon.core.devices, [Tier.DISK]
+        noted, bury = [], disk.bury
+
+        def bury_late(keys: Sequence[Key], generation: int) -> None:
+            recovering.clear()
+            bury(keys, generation)
+            noted.append(notes.exists())
+
+        monkeypatch.setattr(disk, "bury", bury_late)
+        monkeypatch.setattr(devices, "recovers", lambda tier: tier in recovering)
+        monkeypatch.setattr(devices, "state", lambda _tier: TierState.RECOVERING)
+        assert await service.durable_deletes(daemon.core, [key(1)], monotonic() + 60.0)
+        assert noted == [True]
+        assert not notes.exists()
 
 
 @pytest.mark.parametrize("fault", [Fault.FULL, Fault.WRITE_ERROR], ids=["full", "broken"])
