@@ -207,9 +207,13 @@ class Searcher:
             more = _Search(keys[missing], None if counts is None else counts[missing], mode)
         if not places:
             return False
-        tokens = more.full_hit_tokens() or ceil(prompt_tokens * len(more.keys) / len(keys))
-        if mode is ClaimMode.FIRST and search.entries:
-            tokens = max(1, tokens - search.counts()[0])  # a longer prefix has those, too
+        tokens = more.full_hit_tokens()
+        if mode is ClaimMode.FIRST:
+            tokens = tokens or prompt_tokens
+            if tokens and search.entries:
+                tokens = max(1, tokens - search.counts()[0])  # a longer prefix has those, too
+        elif not tokens:
+            tokens = ceil(prompt_tokens * len(more.keys) / len(keys))
         prefill_ms = self._benefit.prefill_ms(tokens)
         wait_ms = self._shared_wait_ms
         if prefill_ms is not None:

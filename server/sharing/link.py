@@ -24,7 +24,9 @@ BATCH_BYTES: Final = 32 * 2**20
 THREADS: Final = 4
 #: Look-ups of the engine whose time is remembered ...
 LATEST_TRIPS: Final = 16
-#: ... and of the fetches that are too short for any of them, each of this many is tried.
+#: ... if it had so few keys: with more, the engine's work takes longer than the trip.
+TRIP_KEYS: Final = 256
+#: Of the fetches that are too short for any of those, each of this many is tried.
 RETRY_EVERY: Final = 64
 #: Keys that are remembered to be in the engine: about 150 bytes each.
 MAX_KNOWN: Final = 262_144
@@ -153,16 +155,18 @@ class What(Labelled):
 
 
 class Trips:
-    """How long the engine takes to look keys up, as measured; from that, the least time in which a
-    fetch can bring anything."""
+    """How long a trip to the engine takes, as look-ups were measured; from that, the least time in
+    which a fetch can bring anything. What a client asks for hardly changes it: look-ups of many
+    keys, and those that no answer ended, are not measured."""
 
     def __init__(self) -> None:
         self._took_s: deque[float] = deque(maxlen=LATEST_TRIPS)
         self._refused = 0
 
-    def took(self, seconds: float) -> None:
-        """A look-up was answered after this time."""
-        self._took_s.append(seconds)
+    def took(self, seconds: float, keys: int) -> None:
+        """A look-up of so many keys was answered after this time."""
+        if keys <= TRIP_KEYS:
+            self._took_s.append(seconds)
 
     @property
     def least_s(self) -> float:

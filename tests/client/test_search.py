@@ -433,6 +433,8 @@ def test_other_nodes_have_no_longer_than_computing_takes(
         assert transport.waits_ms == [100, 500], "the last one takes no millisecond to compute"
         client.longest_run(ALL, claim=False)
         assert transport.waits_ms.pop() == 500, "nobody knows what they stand for"
+        client.claim([TWO, ONE], mode=ClaimMode.FIRST).release()
+        assert transport.waits_ms.pop() == 500, "nor is it known of one that is longer"
         save_prefix(daemon, 40)
         found = client.longest_prefix(NAMESPACE, TOKENS, claim=False)
         left = len(TOKENS) - found.token_count

@@ -14,7 +14,14 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
-from prefixd.server.sharing.link import RETRY_EVERY, SharingConfig, WritePolicy
+from prefixd.server.sharing.link import (
+    LATEST_TRIPS,
+    RETRY_EVERY,
+    TRIP_KEYS,
+    SharingConfig,
+    Trips,
+    WritePolicy,
+)
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 from tests.support.bad_input import DATA
@@ -95,42 +102,49 @@ async def test_payloads_complete_by_the_deadline_are_kept(tmp_path: Path) -> Non
     assert store.find_by_s < store.get_by_s < deadline_s, "no time is left for publishing"
 
 
-class DistantEngine(FullEngine):
-    """An engine that takes some time to look keys up, and counts how often it is asked."""
+class CountingEngine(FullEngine):
+    """An engine that counts how often it is asked."""
 
-    takes_s, asked = 0.1, 0
+    asked = 0
 
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
         self.asked += 1
-        threading.Event().wait(self.takes_s)
         return super().find(keys, deadline_s)
 
 
 @in_loop
 async def test_nobody_is_asked_where_there_is_no_time_for_an_answer(tmp_path: Path) -> None:
-    store = DistantEngine()
+    store = CountingEngine()
     async with running(tmp_path) as daemon:
         sharing = await Sharing.begin(daemon.core, store, CONFIG)
 
-        async def fetch(number: int, within_s: float) -> int:
-            return await sharing.fetch([key(number)], ClaimMode.RUN, monotonic() + within_s)
+        async def fetch(number: int) -> int:
+            return await sharing.fetch([key(number)], ClaimMode.RUN, monotonic() + PATIENCE_S)
 
         try:
-            assert await fetch(1, PATIENCE_S) == 1
+            for _ in range(LATEST_TRIPS):
+                sharing._link.trips.took(PATIENCE_S, 1)
             for number in range(RETRY_EVERY - 1):
-                assert await fetch(2 + number, 0.15) == 0, "two trips take 0.2 s"
-            assert store.asked == 1
+                assert await fetch(number) == 0, "two trips take twice as long"
+            assert store.asked == 0
             assert sharing.counts()["too_short"] == RETRY_EVERY - 1
-            assert sharing.counts()["fetches"] == 1
-            # The engine has become faster: one fetch finds out, and then all are made again.
-            store.takes_s = 0.0
-            await fetch(200, 0.15)
+            assert sharing.counts()["fetches"] == 0
+            # One is made all the same, and finds out that the engine is faster now.
+            assert await fetch(100) == 1
+            assert await fetch(101) == 1
             assert store.asked == 2
-            assert await fetch(201, PATIENCE_S) == 1
-            await fetch(202, 0.15)
-            assert store.asked == 4
         finally:
             await sharing.close()
+
+
+def test_the_fastest_trip_counts_and_no_look_up_of_many_keys() -> None:
+    trips = Trips()
+    assert trips.pays(0.0), "nothing was measured"
+    for seconds, keys in ((3.0, 1), (1.0, TRIP_KEYS), (0.1, TRIP_KEYS + 1), (2.0, 1)):
+        trips.took(seconds, keys)
+    assert trips.least_s == 2.0
+    assert trips.pays(2.0)
+    assert not trips.pays(1.9)
 
 
 @in_loop
