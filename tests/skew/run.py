@@ -19,9 +19,9 @@ from tests.support.redis_servers import RedisServer, free_ports
 VISITOR: Final = Path(__file__).with_name("visitor.py")
 COUNT: Final = 12
 TIERS: Final = ("ram", "shm", "disk")
-#: How a client reaches a daemon: over the local socket and the index, over gRPC on the same host,
-#: over TCP.
-ROUTES: Final = ("local", "grpc", "tcp")
+#: How a client reaches a daemon: over the local socket and the index; over TCP and the data socket;
+#: or over gRPC alone, where the daemon has no data socket.
+ROUTES: Final = ("local", "data", "grpc")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Release:
     python: str
 
     def visit(self, *arguments: object) -> Any:
-        """Run the visitor, and return what it says. Raises if it fails."""
+        """Run the visitor, and return what it says. Raises RuntimeError if it fails."""
         environment = {name: at for name, at in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
             [self.python, str(VISITOR), *map(str, arguments)],
@@ -90,25 +90,28 @@ def try_clients(
 ) -> None:
     """Clients of one release with a daemon of the other, by these routes and in these tiers; and
     what each then reads of what the other saved."""
-    with daemon_of(daemons) as (daemon, tcp):
-        for number, (route, tier) in enumerate((r, t) for r in routes for t in tiers):
-            at = tcp if route == "tcp" else daemon.address
-            for seed, saves, restores in (
-                (2 * number, clients, daemons),
-                (2 * number + 1, daemons, clients),
-            ):
-                saved = saves.visit("save", at, route, seed, COUNT, tier)
-                found = restores.visit("restore", at, route, seed, COUNT, tier)
-                whole = saved["saved"] == found["run"] == found["found"] == COUNT
-                report.add(
-                    f"{saves.name} saves, {restores.name} restores, daemon of {daemons.name}: "
-                    f"{route}, {tier}",
-                    promised=whole and not found["wrong"],
-                    saved=saved["saved"],
-                    found=found["found"],
-                    wrong=found["wrong"],
-                    failures=saved["failures"] | found["failures"],
-                )
+    for route in routes:
+        flags = ["--server.data="] if route == "grpc" else []
+        with daemon_of(daemons, *flags) as (daemon, tcp):
+            at = daemon.address if route == "local" else tcp
+            for number, tier in enumerate(tiers):
+                for seed, saves, restores in (
+                    (2 * number, clients, daemons),
+                    (2 * number + 1, daemons, clients),
+                ):
+                    saved = saves.visit("save", at, route, seed, COUNT, tier)
+                    found = restores.visit("restore", at, route, seed, COUNT, tier)
+                    whole = found["run"] == found["found"] == COUNT
+                    report.add(
+                        f"{saves.name} saves, {restores.name} restores, daemon of {daemons.name}: "
+                        f"{route}, {tier}",
+                        promised=whole and not found["wrong"],
+                        saved=saved["statuses"],
+                        found=found["found"],
+                        rpcs=found["rpcs"],
+                        wrong=found["wrong"],
+                        failures=saved["failures"] | found["failures"],
+                    )
 
 
 def try_keys(report: Report, one: Release, other: Release) -> None:

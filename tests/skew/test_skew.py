@@ -12,12 +12,20 @@ from .run import Release, Report, try_clients, try_files, try_keys
 ONE, OTHER = (Release(name, sys.executable) for name in ("one", "other"))
 
 
+#: What moves bytes on a route: nothing is called where they are read in place.
+CALLED = {"local": set(), "data": {"Read", "Fetch"}, "grpc": {"Read"}}
+
+
 @pytest.mark.parametrize("route", subject.ROUTES)
 def test_a_release_understands_itself(route: str) -> None:
     report = Report()
     try_clients(report, daemons=ONE, clients=OTHER, routes=(route,), tiers=("disk",))
     assert not report.broken, report.lines
     assert [line["found"] for line in report.lines] == [subject.COUNT] * 2
+    for line in report.lines:
+        assert {name for name, times in line["rpcs"].items() if times} & {"Read", "Fetch"} == (
+            CALLED[route]
+        ), "it went the way that it is to try"
 
 
 def test_a_release_opens_its_own_files() -> None:

@@ -33,12 +33,12 @@ def payload_of(seed: int, number: int) -> bytes:
 
 
 def save(client: Client, seed: int, count: int, tier: Tier) -> dict[str, object]:
-    statuses: list[str] = []
+    statuses: dict[str, int] = {}
     for number in range(count):
         payload = payload_of(seed, number)
         saved = client.save(key_of(seed, number), payload, tier=tier, deadline_ms=WITHIN_MS)
-        statuses.append(saved.status.name)
-    return {"saved": statuses.count("SAVED") + statuses.count("PRESENT"), "statuses": statuses}
+        statuses[saved.status.name] = statuses.get(saved.status.name, 0) + 1
+    return {"statuses": statuses}
 
 
 def restore(client: Client, seed: int, count: int) -> dict[str, object]:
@@ -65,15 +65,16 @@ def main(arguments: list[str]) -> dict[str, object]:
         keys = [*block_keys(NAMESPACE, TOKENS, 16), prefix_key(NAMESPACE, TOKENS)]
         return {"keys": [bytes(key).hex() for key in keys]}
     address, route, seed, count, tier = rest
-    with Client(address, local=route != "grpc", shared_wait_ms=WITHIN_MS // 2) as client:
-        connected = client.wait_connected(deadline_ms=WITHIN_MS)
+    with Client(address, local=route == "local", shared_wait_ms=WITHIN_MS // 2) as client:
+        if not client.wait_connected(deadline_ms=WITHIN_MS):
+            raise SystemExit(f"no session with {address}")
         if what == "save":
             told = save(client, int(seed), int(count), Tier[tier.upper()])
         else:
             told = restore(client, int(seed), int(count))
         rpcs = client.counters["rpcs"]
         failures = {why: n for why, n in client.counters["failures"].items() if n}
-    return {**told, "connected": connected, "rpcs": rpcs, "failures": failures}
+    return {**told, "rpcs": rpcs, "failures": failures}
 
 
 print(json.dumps({"version": prefixd.__version__, **main(sys.argv[1:])}))
