@@ -46,6 +46,7 @@ ABSENT: Final = MissReason.ABSENT.value
 NO_KEY: Final = "partial_block"
 #: What a report has of a kind, at most: more than this version knows, for later ones.
 MAX_WORDS: Final = 64
+MAX_TIERS: Final = 8
 MAX_SAVE_KINDS: Final = 2 * len(SaveReason) * len(SaveStatus)
 _UNEXPECTED: Final = MissReason.UNEXPECTED.value
 _TIERS: Final = frozenset(map(int, Tier))
@@ -433,7 +434,7 @@ def _check_lengths(usage: pb.Usage) -> None:
     _at_most(MAX_WORDS, "reasons of missed tokens", usage.missed_tokens)
     _at_most(len(LATENCY_BOUNDS_NS) + 1, "times of restores", usage.restore_times)
     _at_most(MAX_TOLD_MISSES, "misses with their keys", usage.absent)
-    _at_most(MAX_WORDS, "tiers", usage.tiers)
+    _at_most(MAX_TIERS, "tiers", usage.tiers)
     for miss in usage.absent:
         _at_most(MAX_TOLD_KEYS, "keys of a miss", miss.keys)
     for part in usage.tiers:

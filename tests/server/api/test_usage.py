@@ -170,7 +170,7 @@ OF_TIER = {"restored_bytes": {}, "saves": []}
         ("missed_tokens", subject.MAX_WORDS),
         ("restore_times", len(LATENCY_BOUNDS_NS) + 1),
         ("absent", MAX_TOLD_MISSES),
-        ("tiers", subject.MAX_WORDS),
+        ("tiers", subject.MAX_TIERS),
         ("restored_bytes", subject.MAX_WORDS),
         ("saves", subject.MAX_SAVE_KINDS),
     ],
