@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 STDOUT: Final = "-"
 
 #: Ends of names that JSON or CSV would be a surprise under.
-_OTHER_FORMATS: Final = (".html", ".htm", ".svg", ".png", ".pdf", ".md", ".xlsx", ".yaml", ".toml")
+_PAGES_AND_PICTURES: Final = (".html", ".htm", ".svg", ".png", ".pdf")
 
 
 def _check_output(path: str | None) -> str | None:
     """Refuse the name of a page or a picture, before any work is done for it."""
-    if path is not None and path.lower().endswith(_OTHER_FORMATS):
+    if path is not None and path.lower().endswith(_PAGES_AND_PICTURES):
         fail(
             f"{path}: --output writes JSON, or CSV if the name ends in .csv; the commands that "
             "make pages and pictures have --html and --svg",

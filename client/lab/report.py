@@ -158,20 +158,28 @@ def _answer(data: Json) -> str:
 def _best_policies(data: Json) -> str:
     """Which policy hits the most, by ranges of the replayed capacities; of one policy, nothing."""
     results = data["results"]
-    real = [n for n, each in enumerate(results) if each["policy"] != OPTIMAL]
-    if len({results[n]["policy"] for n in real}) < 2:
+    if len({each["policy"] for each in results} - {OPTIMAL}) < 2:
         return ""
-    best: dict[int, int] = {}  # by capacity, the index of its result
-    for n in real:
-        capacity, tokens = results[n]["capacity_blocks"], results[n]["total_hit_tokens"]
-        if capacity not in best or tokens > results[best[capacity]]["total_hit_tokens"]:
-            best[capacity] = n
     ranges = []
-    for policy, same in groupby(sorted(best), lambda capacity: results[best[capacity]]["policy"]):
-        sizes = [_size(data, f"results.{best[capacity]}") for capacity in same]
+    for policy, same in groupby(_best(results), lambda n: str(results[n]["policy"])):
+        sizes = [_size(data, f"results.{n}") for n in same]
         where = f"at {sizes[0]}" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
         ranges.append(f"<b>{escape(label(policy))}</b> {where}")
     return f"Of the replayed policies, the best is {', '.join(ranges)}."
+
+
+def _best(results: Sequence[Json]) -> list[int]:
+    """Of each capacity, the smallest first, which result hits the most. The optimum is none to
+    choose where there is another."""
+    best: dict[int, int] = {}
+    for n, each in enumerate(results):
+        capacity = each["capacity_blocks"]
+        best[capacity] = max(best.get(capacity, n), n, key=lambda m: _rank(results[m]))
+    return [best[capacity] for capacity in sorted(best)]
+
+
+def _rank(result: Json) -> tuple[bool, int]:
+    return result["policy"] != OPTIMAL, result["total_hit_tokens"]
 
 
 def _size(data: Json, at: str) -> str:
@@ -183,7 +191,7 @@ def _size(data: Json, at: str) -> str:
 
 def _number(value: float) -> str:
     """`8,000`, `2.5`."""
-    return f"{value:,.6g}" if value < 1e6 else count(value)
+    return f"{value:,.10g}"
 
 
 def _curve_cards(data: Json) -> str:
@@ -271,11 +279,11 @@ def _worth(data: Json) -> str:
         return ""
     shown = [each for each in _SAVINGS if results[0]["worth"][each[1]] is not None]
     rows = []
-    for capacity in sorted({each["capacity_blocks"] for each in results}):
-        at = [n for n, each in enumerate(results) if each["capacity_blocks"] == capacity]
-        real = [n for n in at if results[n]["policy"] != OPTIMAL]
-        best = max(real or at, key=lambda n: results[n]["total_hit_tokens"])
-        bound = next((n for n in at if results[n]["policy"] == OPTIMAL), None)
+    bounds = {
+        each["capacity_blocks"]: n for n, each in enumerate(results) if each["policy"] == OPTIMAL
+    }
+    for best in _best(results):
+        bound = bounds.get(results[best]["capacity_blocks"])
         row = [_capacity(data, f"results.{best}"), escape(label(results[best]["policy"]))]
         for _, field, form in shown:
             cell = figure(data, f"results.{best}.worth.{field}", form)
@@ -311,8 +319,8 @@ def _rates(data: Json, paths: dict[K, str]) -> dict[K, str]:
 
 def _residency(data: Json) -> str:
     rows = []
-    kept = [n for n, each in enumerate(data["results"]) if each["policy"] != OPTIMAL]
-    order = sorted(kept, key=lambda n: (data["results"][n]["capacity_blocks"], n))
+    policies = [n for n, each in enumerate(data["results"]) if each["policy"] != OPTIMAL]
+    order = sorted(policies, key=lambda n: (data["results"][n]["capacity_blocks"], n))
     for index in order:
         result = data["results"][index]
         at = f"results.{index}"

@@ -570,7 +570,7 @@ class TraceColumns:
         blocks: _Column,
         ends: _Column,
         lengths: _Column,
-        known: _Column,
+        hits: _Column,
         unique_blocks: int,
         collisions: int = 0,
     ) -> None:
@@ -581,7 +581,7 @@ class TraceColumns:
         #: Prompt tokens of each request.
         self._lengths = lengths
         #: Blocks of each request before the first that is new: what a cache without limits hits.
-        self._known = known
+        self._hits = hits
         self.unique_blocks = unique_blocks
         #: Requests that cannot be of one tree of prefixes with those before them: a known block
         #: comes after another block than before, or after a new one.
@@ -656,7 +656,7 @@ class TraceColumns:
         """Count everything, and the hits of a cache without limits."""
         hit_tokens = sum(
             min(hits * block_tokens, length)
-            for hits, length in zip(self._known, self._lengths, strict=True)
+            for hits, length in zip(self._hits, self._lengths, strict=True)
         )
         return TraceSummary(
             len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
@@ -667,7 +667,7 @@ class TraceColumns:
         (folder / "blocks").write_bytes(self._blocks)
         (folder / "ends").write_bytes(self._ends)
         (folder / "lengths").write_bytes(self._lengths)
-        (folder / "known").write_bytes(self._known)
+        (folder / "hits").write_bytes(self._hits)
         (folder / "unique_blocks").write_text(str(self.unique_blocks))
 
     @classmethod
@@ -677,7 +677,7 @@ class TraceColumns:
             _mapped(folder / "blocks").cast("I"),
             _mapped(folder / "ends").cast("Q"),
             _mapped(folder / "lengths").cast("q"),
-            _mapped(folder / "known").cast("I"),
+            _mapped(folder / "hits").cast("I"),
             int((folder / "unique_blocks").read_text()),
         )
 

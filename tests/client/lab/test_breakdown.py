@@ -34,6 +34,16 @@ def test_by_owner() -> None:
     ]  # fmt: skip
 
 
+def test_an_owner_may_come_late() -> None:
+    given = [Request(at, 100, 1, (1,), tenant="late" if at >= 7 else "") for at in range(10)]
+    requests = Requests(given)
+    list(requests)
+    rows = requests.by_owner([100] * 10, [0] * 7 + [10] * 3)
+    assert [(row["tenant"], row["requests"], row["hit_tokens"]) for row in rows] == [
+        ("", 7, 0), ("late", 3, 30),
+    ]  # fmt: skip
+
+
 def test_worth() -> None:
     found = Prices(1000, gpu_hour=2.0, gpus=4).worth(3_600_000, requests=100, duration_s=3600)
     assert found == {
