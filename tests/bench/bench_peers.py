@@ -69,15 +69,16 @@ def enter(host: Host) -> None:
 
 def node(stack: ExitStack, host: Host, engine: str, *flags: str) -> DaemonProcess:
     at = f"{host.address}:{PORT}"
-    sharing = [f"--shared.engine={engine}", "--shared.payloads=nodes", "--shared.write=all"]
+    sharing = [
+        f"--shared.engine={engine}", "--shared.payloads=nodes", "--shared.write=all",
+        f"--shared.address={at}",
+    ] if engine else []  # fmt: skip
     daemon = stack.enter_context(
         daemon_process(
-            *flags, "--server.allow_remote=true", f"--server.tcp={at}", f"--shared.address={at}",
-            "--shm.budget=0", "--disk.budget=0", *(sharing if engine else []),
+            *flags, "--server.allow_remote=true", f"--server.tcp={at}", "--shm.budget=0",
+            "--disk.budget=0", *sharing,
         )
     )  # fmt: skip
-    if not engine:
-        daemon._command = [word for word in daemon._command if "--shared." not in word]
     stack.callback(daemon.kill)
     daemon.run_on(host)
     daemon.start()
@@ -85,7 +86,7 @@ def node(stack: ExitStack, host: Host, engine: str, *flags: str) -> DaemonProces
 
 
 def searches(net: Network, directory: Path, counts: list[int], rtt_ms: float, rounds: int) -> None:
-    """The nodes are daemons of their own on hosts of their own, and share one far link each."""
+    """Each node is a daemon on a host of its own, behind a link of its own."""
     budgets = ("--ram.budget=64MiB", "--ram.slab=64KiB")
     with ExitStack() as stack:
         near = net.host()
@@ -164,6 +165,7 @@ def restores(net: Network, rtt_ms: float, rounds: int) -> None:
         def here() -> None:
             """All sockets of the client are those of the near host."""
             enter(near)
+            # Not in place, although the daemon is on this machine.
             with Client(f"{far.address}:{PORT}", deadline_ms=WITHIN_MS, local=False) as client:
                 assert client.wait_connected(deadline_ms=WITHIN_MS)
                 for turn in range(rounds + 1):
