@@ -55,6 +55,7 @@ def small_tree(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_distance, "_BITS", 1)
     monkeypatch.setattr(stack_distance, "_LAST", 1)
     monkeypatch.setattr(stack_distance, "_SPARE_SLOTS", 3)
+    monkeypatch.setattr(stack_distance, "_STEP", 2)
 
 
 def agree(runs: list[list[int]], root_mru: bool) -> None:
@@ -124,8 +125,32 @@ def test_memory_is_bounded_by_the_keys() -> None:
     distances = StackDistances[int]()
     for turn in range(500):
         distances.access([turn % 7, turn % 5, turn % 3])
-        assert len(distances._levels[0]) <= 2 * len(distances) + 3
-        assert sum(map(len, distances._levels)) <= 2 * (2 * len(distances) + 3) + 8
+        # Begins above 1.5 slots for each key and 3, within a run of 3, and grows by half meanwhile.
+        most = 1.5 * (1.5 * len(distances) + 3 + 3)
+        assert len(distances._levels[0]) == len(distances._keys) <= most
+        assert sum(map(len, distances._levels)) <= 2 * most + 8
+
+
+@pytest.mark.parametrize("keys", [2_000, 20_000])
+def test_no_run_pays_for_all_keys(keys: int) -> None:
+    """Counts the slots that one run goes through: they depend on the run alone."""
+
+    class Counted(StackDistances[int]):
+        longest = moves = 0
+
+        def _move_down(self, slots: int) -> None:
+            before = self._read
+            assert before is not None
+            super()._move_down(slots)
+            self.moves += 1
+            if self._read is not None:
+                self.longest = max(self.longest, self._read - before)
+
+    distances, run = Counted(), 16
+    for start in range(0, 8 * keys, run):
+        distances.access([n * 7919 % keys for n in range(start, start + run)])
+    assert distances.moves > keys / run
+    assert distances.longest <= max(3 * run, 128)
 
 
 def chains(seed: int, requests: int = 3000) -> list[list[int]]:
