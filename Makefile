@@ -28,11 +28,11 @@ demo: $(VENV)/.runtime ## run a private daemon with three tiers on real bytes, a
 # Allows bytecode: without it, every test process compiles all modules again, which takes minutes.
 test quick: export PYTHONDONTWRITEBYTECODE :=
 
-# Thousands of tests share the machine with daemons that they kill and stop. If up to nine tests fail,
-# they run again alone. The first run has already printed the failures that occurred beside other tests.
+# Thousands of tests share the processors. Those that hold real processes to real times come after them,
+# one by one. Each part ends with its first failure: nothing runs again.
 test: $(VENV)/.dev ## run the whole test suite
-	$(BIN)/python -m pytest -n auto --dist worksteal --maxfail 10 || \
-	{ test $$? = 1 && echo "again, alone: what failed" && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none; }
+	$(BIN)/python -m pytest -n auto --dist worksteal -x -m "not alone"
+	$(BIN)/python -m pytest -x -m alone
 
 quick: $(VENV)/.dev ## run the tests that are not marked slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"

@@ -44,6 +44,9 @@ SLOW = (
     "sim",
     "soak",
 )
+#: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to times
+#: that a machine with too much to do can't keep.
+ALONE = ("client/test_misses_add_up.py", "hostile")
 TESTS = Path(__file__).parent
 
 
@@ -72,16 +75,13 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    slow = [TESTS / name for name in SLOW]
     paths = {item.path for item in items}
-    marked = {path for path in paths if any(path.is_relative_to(one) for one in slow)}
-    for item in items:
-        if item.path in marked:
-            item.add_marker(pytest.mark.slow)
-
-
-#: Variables that no test inherits. pytest-xdist, for one, sets COLUMNS to 80.
-NOT_INHERITED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
+    for mark, names in ((pytest.mark.slow, SLOW), (pytest.mark.alone, ALONE)):
+        places = [TESTS / name for name in names]
+        marked = {path for path in paths if any(map(path.is_relative_to, places))}
+        for item in items:
+            if item.path in marked:
+                item.add_marker(mark)
 
 
 @pytest.fixture(autouse=True, scope="session")

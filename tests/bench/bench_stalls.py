@@ -458,21 +458,27 @@ def preview(admin: AdminConnection) -> None:
     assert admin.preview(Tier.RAM, SLAB_BYTES, 4_096).admissible
 
 
+#: `prefixctl`, which says at last how much memory it took at most. What `wait4` says of it counts
+#: the process that it was forked from, too.
+_CTL: Final = """
+import sys
+from prefixd.client.ctl.main import main
+try:
+    main()
+finally:
+    fields = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    print(fields["VmHWM"].split()[0], file=sys.stderr)
+"""
+
+
 def run_ctl(address: str, *arguments: str) -> None:
     """Run prefixctl in a process of its own, which does not take the time of this one. Reports the
     most memory that it took."""
-    command = [sys.executable, "-c", "from prefixd.client.ctl.main import main; main()"]
-    with subprocess.Popen(
-        [*command, "--address", address, *arguments],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    ) as process:
-        assert process.stderr is not None
-        problem = process.stderr.read()
-        _, status, used = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-    assert process.returncode == 0, problem
-    print(f"prefixctl {arguments[0]}: {used.ru_maxrss / 1024:.0f} MiB at most", file=sys.stderr)
+    command = [sys.executable, "-c", _CTL, "--address", address, *arguments]
+    done = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    kib = int(done.stderr.splitlines()[-1])
+    print(f"prefixctl {arguments[0]}: {kib / 1024:.0f} MiB at most", file=sys.stderr)
 
 
 def fill(client: Client, entries: int) -> list[Key]:
