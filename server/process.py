@@ -90,8 +90,10 @@ def lock_directory(directory: Path, address: str, name: str = LOCK_NAME) -> Iter
             what = directory if name == LOCK_NAME else file.with_suffix("")
             raise DirectoryInUse(f"{what} is in use by {_holder(fd)}") from None
         note = {"pid": os.getpid(), "address": address, "started_unix_s": int(time.time())}
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(note).encode(), 0)
+        # Cut afterwards, and never to nothing: ext4 takes a file that was emptied and written for a
+        # replaced one, and allocates its blocks when it is closed. On a device that hangs, that
+        # close, and with it the end of the process, would wait for ever.
+        os.ftruncate(fd, os.pwrite(fd, json.dumps(note).encode(), 0))
         # The file stays. If it were removed, two processes could lock two files of one name. The
         # note stays too: emptying it is a write, and a device that hangs would hold the daemon.
         yield used_before
