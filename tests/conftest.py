@@ -84,6 +84,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(mark)
 
 
+#: Variables that no test inherits. pytest-xdist, for one, sets COLUMNS to 80.
+NOT_INHERITED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "PREFIXD_ADDRESS")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def plain_environment() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
