@@ -44,8 +44,8 @@ SLOW = (
     "sim",
     "soak",
 )
-#: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to times
-#: that a machine with too much to do can't keep.
+#: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to
+#: times that a machine with too much to do can't keep.
 ALONE = ("client/test_misses_add_up.py", "hostile")
 TESTS = Path(__file__).parent
 

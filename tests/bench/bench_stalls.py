@@ -38,6 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Final, cast
 
 from prefixd.client.bench.run import wait_until_secured
@@ -414,7 +415,9 @@ def outside(entries: int, found: Callable[[Row], None]) -> None:
         assert client.wait_connected()
         keys = fill(client, entries)
         shuffle(client, keys)
-        prober = stack.enter_context(Prober(daemon.address, daemon.pid, keys[:: max(1, entries // 10_000)]))
+        prober = stack.enter_context(
+            Prober(daemon.address, daemon.pid, keys[:: max(1, entries // 10_000)])
+        )
         tenth_bytes = budget_bytes // 10 // SLAB_BYTES * SLAB_BYTES
 
         def reload() -> None:
@@ -506,7 +509,9 @@ class Prober:
     def __init__(self, address: str, daemon_pid: int, keys: list[Key]) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, pipe = context.Pipe()
-        self._process = context.Process(target=probe, args=(address, daemon_pid, keys, pipe), daemon=True)
+        self._process = context.Process(
+            target=probe, args=(address, daemon_pid, keys, pipe), daemon=True
+        )
 
     def __enter__(self) -> Prober:
         self._process.start()
@@ -531,14 +536,15 @@ def probe(address: str, daemon_pid: int, keys: list[Key], pipe: Connection) -> N
     gc.disable()
     with (
         Client(address) as client,
-        open("/proc/thread-self/schedstat", "rb", buffering=0) as own,
+        Path("/proc/thread-self/schedstat").open("rb", buffering=0) as own,
         # Its loop runs in its first thread.
-        open(f"/proc/{daemon_pid}/task/{daemon_pid}/schedstat", "rb", buffering=0) as daemons,
+        Path(f"/proc/{daemon_pid}/task/{daemon_pid}/schedstat").open("rb", buffering=0) as daemons,
     ):
 
         def queued_s() -> float:
             """For how long both threads have waited for a CPU so far (Linux, sched-stats.rst)."""
-            return sum(int(os.pread(one.fileno(), 99, 0).split()[1]) for one in (own, daemons)) / 1e9
+            waited_ns = (os.pread(one.fileno(), 99, 0).split()[1] for one in (own, daemons))
+            return sum(map(int, waited_ns)) / 1e9
 
         assert client.wait_connected()
         pipe.send("connected")

@@ -26,8 +26,8 @@ _BITS = 7
 _LAST = (1 << _BITS) - 1
 #: Empty slots that are tolerated before keys move down into them.
 _SPARE_SLOTS = 4096
-#: Neighbouring slots whose keys move down together, and how many slots are gone through for each new
-#: one: with 3, the slots grow by half while all keys move.
+#: Neighbouring slots whose keys move down together, and how many slots are gone through for each
+#: new one: with 3, the slots grow by half while all keys move.
 _STEP = 128
 _PACE = 3
 #: The content of an empty slot.
@@ -38,8 +38,8 @@ class StackDistances(Generic[K]):
     """The recency stack of a stream of runs (the block chains of requests, in order).
 
     Every key has a slot. Slots are given out in order of access, so the distance of a key is the
-    weight in all slots from its own on. `_keys` has the key of each slot, `_levels[0]` its weight, 0
-    where the key has moved to another slot, and `_levels[n + 1]` the sums of 128 neighbours in
+    weight in all slots from its own on. `_keys` has the key of each slot, `_levels[0]` its weight,
+    0 where the key has moved to another slot, and `_levels[n + 1]` the sums of 128 neighbours in
     `_levels[n]`: changing a slot costs one addition per level, a distance one short sum per level.
     Neighbours in a chain mostly have neighbouring slots, and then each distance follows from the
     one before.
@@ -58,8 +58,8 @@ class StackDistances(Generic[K]):
         self._slots: dict[K, int] = {}
         self._keys: list[Any] = []
         self._levels: list[list[int]] = [[]]
-        #: Keys move from slot `_read` to slot `_write`: all slots below `_write` have keys, none from
-        #: there to `_read` has. None while nothing moves.
+        #: Keys move from slot `_read` to slot `_write`: all slots below `_write` have keys, none
+        #: from there to `_read` has. None while nothing moves.
         self._read: int | None = None
         self._write = 0
 
