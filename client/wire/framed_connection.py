@@ -9,12 +9,14 @@ calls.
 from __future__ import annotations
 
 import os
+import select
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple, Protocol
+from functools import partial
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
@@ -43,11 +45,17 @@ _TIMEVAL: Final = struct.Struct("ll")
 #: The beginning of the kernel's `struct tcp_info`, up to and with `tcpi_min_rtt`.
 _TCP_INFO_BYTES: Final = 152
 _MIN_RTT: Final = struct.Struct("I")
-#: The kernel may wait this much longer than the deadline allows, so that its timeout need not be
-#: set again for each call.
-_SLACK_S: Final = 0.01
+#: The kernel's own timeout, in parts of the time that is left: it is set to one, and again only
+#: when it is out of the range of the others. Linux lets it end up to an eighth late (its timer
+#: wheel: 32 ms of 300), so it comes early, and what is left then is waited for to the millisecond.
+_TIMEOUT: Final = 0.8
+_SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.5, 0.875
+_LEAST_TIMEOUT_S: Final = 0.001
 #: Most that one TLS record carries.
 _RECORD_BYTES: Final = 16 * 2**10
+
+
+T = TypeVar("T")
 
 
 class NoConnection(OSError):
@@ -66,32 +74,60 @@ class Wire:
 
     def send(self, buffers: Sequence[memoryview], until_s: float) -> int:
         """Send some of the bytes; returns how many. `until_s`: on the monotonic clock. Raises
-        TimeoutError or BlockingIOError at the deadline, OSError."""
+        TimeoutError at the deadline, OSError."""
         self._set_timeout(socket.SO_SNDTIMEO, until_s)
-        return self._socket.sendmsg(buffers)
+        send = self._socket.sendmsg
+        try:
+            return send(buffers)
+        except BlockingIOError:
+            return self._at_last(
+                select.POLLOUT, until_s, lambda: send(buffers, (), socket.MSG_DONTWAIT)
+            )
 
     def receive(self, room: memoryview, until_s: float, *, whole: bool) -> int:
         """Receive into `room`; returns how many bytes. `whole`: wait until it is full, if possible.
         0: the other side has closed the connection. Raises as `send` does."""
         self._set_timeout(socket.SO_RCVTIMEO, until_s)
-        return self._socket.recv_into(room, len(room), socket.MSG_WAITALL if whole else 0)
+        receive, size_bytes = self._socket.recv_into, len(room)
+        try:
+            return receive(room, size_bytes, socket.MSG_WAITALL if whole else 0)
+        except BlockingIOError:
+            return self._at_last(
+                select.POLLIN, until_s, lambda: receive(room, size_bytes, socket.MSG_DONTWAIT)
+            )
 
     def receive_with(self, most_bytes: int, until_s: float) -> tuple[bytes, list[int]]:
         """Receive some bytes, and the descriptors that come with the first of them, which the
         caller then owns. Raises as `send` does."""
         self._set_timeout(socket.SO_RCVTIMEO, until_s)
-        data, fds, _, _ = socket.recv_fds(self._socket, most_bytes, frames.MAX_DESCRIPTORS)
+        receive = partial(socket.recv_fds, self._socket, most_bytes, frames.MAX_DESCRIPTORS)
+        try:
+            data, fds, _, _ = receive()
+        except BlockingIOError:
+            data, fds, _, _ = self._at_last(
+                select.POLLIN, until_s, partial(receive, socket.MSG_DONTWAIT)
+            )
         for fd in fds:
             os.set_inheritable(fd, False)  # Python 3.11 does not pass on MSG_CMSG_CLOEXEC
         return data, fds
 
     def _set_timeout(self, direction: int, until_s: float) -> None:
         left_s = _left_s(until_s)
-        if left_s <= self._timeouts_s[direction] <= left_s + _SLACK_S:
+        shortest_s, longest_s = _SHORTEST_TIMEOUT * left_s, _LONGEST_TIMEOUT * left_s
+        if shortest_s <= self._timeouts_s[direction] <= longest_s:
             return
-        timeout_s = self._timeouts_s[direction] = left_s + _SLACK_S / 2
+        timeout_s = self._timeouts_s[direction] = max(_TIMEOUT * left_s, _LEAST_TIMEOUT_S)
         packed = _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
+
+    def _at_last(self, event: int, until_s: float, call: Callable[[], T]) -> T:
+        """The result of a call that does not block, once there is one. Raises TimeoutError."""
+        poll = select.poll()
+        poll.register(self._socket, event)
+        while True:
+            poll.poll(_left_s(until_s) * 1e3)
+            with suppress(BlockingIOError):
+                return call()
 
     @property
     def round_trip_s(self) -> float:
