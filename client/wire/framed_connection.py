@@ -45,9 +45,9 @@ _TIMEVAL: Final = struct.Struct("ll")
 #: The beginning of the kernel's `struct tcp_info`, up to and with `tcpi_min_rtt`.
 _TCP_INFO_BYTES: Final = 152
 _MIN_RTT: Final = struct.Struct("I")
-#: The kernel's own timeout, in parts of the time that is left: it is set to one, and again only
-#: when it is out of the range of the others. Linux lets it end up to an eighth late (its timer
-#: wheel: 32 ms of 300), so it comes early, and what is left then is waited for to the millisecond.
+#: The kernel's own timeout of a socket, in parts of the time that is left. It comes early, because
+#: Linux lets it end up to an eighth late (its timer wheel: 32 ms of 300); the rest is waited for to
+#: the millisecond. It is set anew only where the one of an earlier call is too short or too long.
 _TIMEOUT: Final = 0.8
 _SHORTEST_TIMEOUT, _LONGEST_TIMEOUT = 0.5, 0.875
 _LEAST_TIMEOUT_S: Final = 0.001
@@ -75,41 +75,39 @@ class Wire:
     def send(self, buffers: Sequence[memoryview], until_s: float) -> int:
         """Send some of the bytes; returns how many. `until_s`: on the monotonic clock. Raises
         TimeoutError at the deadline, OSError."""
-        self._set_timeout(socket.SO_SNDTIMEO, until_s)
         send = self._socket.sendmsg
-        try:
-            return send(buffers)
-        except BlockingIOError:
-            return self._at_last(
-                select.POLLOUT, until_s, lambda: send(buffers, (), socket.MSG_DONTWAIT)
-            )
+        return self._by(until_s, socket.SO_SNDTIMEO, lambda flags: send(buffers, (), flags))
 
     def receive(self, room: memoryview, until_s: float, *, whole: bool) -> int:
         """Receive into `room`; returns how many bytes. `whole`: wait until it is full, if possible.
         0: the other side has closed the connection. Raises as `send` does."""
-        self._set_timeout(socket.SO_RCVTIMEO, until_s)
-        receive, size_bytes = self._socket.recv_into, len(room)
-        try:
-            return receive(room, size_bytes, socket.MSG_WAITALL if whole else 0)
-        except BlockingIOError:
-            return self._at_last(
-                select.POLLIN, until_s, lambda: receive(room, size_bytes, socket.MSG_DONTWAIT)
-            )
+        receive = partial(self._socket.recv_into, room, len(room))
+        return self._by(until_s, socket.SO_RCVTIMEO, receive, socket.MSG_WAITALL if whole else 0)
 
     def receive_with(self, most_bytes: int, until_s: float) -> tuple[bytes, list[int]]:
         """Receive some bytes, and the descriptors that come with the first of them, which the
         caller then owns. Raises as `send` does."""
-        self._set_timeout(socket.SO_RCVTIMEO, until_s)
         receive = partial(socket.recv_fds, self._socket, most_bytes, frames.MAX_DESCRIPTORS)
-        try:
-            data, fds, _, _ = receive()
-        except BlockingIOError:
-            data, fds, _, _ = self._at_last(
-                select.POLLIN, until_s, partial(receive, socket.MSG_DONTWAIT)
-            )
+        data, fds, _, _ = self._by(until_s, socket.SO_RCVTIMEO, receive)
         for fd in fds:
             os.set_inheritable(fd, False)  # Python 3.11 does not pass on MSG_CMSG_CLOEXEC
         return data, fds
+
+    def _by(self, until_s: float, direction: int, call: Callable[[int], T], flags: int = 0) -> T:
+        """The result of a call of the socket, which takes flags. Raises TimeoutError, OSError."""
+        self._set_timeout(direction, until_s)
+        try:
+            return call(flags)
+        except BlockingIOError:
+            pass  # the kernel's timeout, which is the earlier one
+        poll = select.poll()
+        poll.register(
+            self._socket, select.POLLIN if direction == socket.SO_RCVTIMEO else select.POLLOUT
+        )
+        while True:
+            poll.poll(_left_s(until_s) * 1e3)
+            with suppress(BlockingIOError):
+                return call(socket.MSG_DONTWAIT)
 
     def _set_timeout(self, direction: int, until_s: float) -> None:
         left_s = _left_s(until_s)
@@ -119,15 +117,6 @@ class Wire:
         timeout_s = self._timeouts_s[direction] = max(_TIMEOUT * left_s, _LEAST_TIMEOUT_S)
         packed = _TIMEVAL.pack(*divmod(int(timeout_s * 1e6), 1_000_000))
         self._socket.setsockopt(socket.SOL_SOCKET, direction, packed)
-
-    def _at_last(self, event: int, until_s: float, call: Callable[[], T]) -> T:
-        """The result of a call that does not block, once there is one. Raises TimeoutError."""
-        poll = select.poll()
-        poll.register(self._socket, event)
-        while True:
-            poll.poll(_left_s(until_s) * 1e3)
-            with suppress(BlockingIOError):
-                return call()
 
     @property
     def round_trip_s(self) -> float:
@@ -477,7 +466,7 @@ class FramedConnection:
 
     def _error_of(self, problem: OSError) -> Exception:
         """A socket's error as the one that gRPC would have raised."""
-        if isinstance(problem, TimeoutError | BlockingIOError):
+        if isinstance(problem, TimeoutError):
             return DeadlineExceeded("the daemon did not answer in time")
         if self._unheard:
             return NoConnection(f"no handshake: {problem}")

@@ -7,11 +7,12 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Final
+from typing import Any, Final, cast
 
 import pytest
 
@@ -21,7 +22,7 @@ from prefixd.client.restores import Restore
 from prefixd.client.results import Entry
 from prefixd.client.wire import messages, remote_transport
 from prefixd.client.wire.framed_calls import FramedCalls
-from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, TcpPlace
+from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, TcpPlace, Wire
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import Security
@@ -473,3 +474,59 @@ def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> Non
         with daemon.admin() as admin:
             eventually(lambda: not admin.reservations())
         moves(client)
+
+
+class Impatient:
+    """A socket whose kernel's timeout is over at once, each time that it may wait."""
+
+    def __init__(self, sock: socket.socket, then: Callable[[], object] = lambda: None) -> None:
+        self._socket, self._then = sock, then
+        self.fileno, self.setsockopt = sock.fileno, sock.setsockopt
+
+    def settimeout(self, _: None) -> None:
+        pass
+
+    def recv_into(self, room: memoryview, size_bytes: int, flags: int) -> int:
+        if not flags & socket.MSG_DONTWAIT:
+            self._then()
+            raise BlockingIOError
+        return self._socket.recv_into(room, size_bytes, flags)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_timeout_of_the_kernel_is_not_the_deadline(whole: bool) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire = Wire(cast(socket.socket, Impatient(ours, lambda: theirs.send(b"late"))))
+        room = memoryview(bytearray(4))
+        assert wire.receive(room, time.monotonic() + 60, whole=whole) == 4
+        assert room == b"late"
+
+
+def test_the_deadline_is_a_timeout_whatever_the_kernel_said_before() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        wire = Wire(cast(socket.socket, Impatient(ours)))
+        with pytest.raises(TimeoutError):
+            wire.receive(memoryview(bytearray(4)), time.monotonic() + 0.01, whole=True)
+
+
+def test_the_timeout_of_the_kernel_is_early_enough_to_be_late_and_is_seldom_set() -> None:
+    """The timer wheel of Linux lets it end an eighth late."""
+    set_s: list[float] = []
+
+    class Counted(socket.socket):
+        def setsockopt(self, level: int, name: int, value: Any) -> None:  # type: ignore[override]
+            seconds, us = struct.unpack("ll", value)
+            set_s.append(seconds + us / 1e6)
+            super().setsockopt(level, name, value)
+
+    ours, theirs = socket.socketpair()
+    with theirs, Counted(fileno=ours.detach()) as counted:
+        wire = Wire(counted)
+        for left_s in (8.0, 7.9, 8.0, 1.0, 0.99):
+            theirs.send(b"x")
+            wire.receive(memoryview(bytearray(1)), time.monotonic() + left_s, whole=True)
+    assert len(set_s) == 2
+    assert 4.0 < set_s[0] <= 7.0
+    assert 0.5 < set_s[1] <= 0.875
