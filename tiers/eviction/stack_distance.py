@@ -30,22 +30,20 @@ _SPARE_SLOTS = 4096
 #: new one: with 3, the slots grow by half while all keys move.
 _STEP = 128
 _PACE = 3
-#: The content of an empty slot.
-_EMPTY: Final = object()
 
 
 class StackDistances(Generic[K]):
     """The recency stack of a stream of runs (the block chains of requests, in order).
 
     Every key has a slot. Slots are given out in order of access, so the distance of a key is the
-    weight in all slots from its own on. `_keys` has the key of each slot, `_levels[0]` its weight,
-    0 where the key has moved to another slot, and `_levels[n + 1]` the sums of 128 neighbours in
-    `_levels[n]`: changing a slot costs one addition per level, a distance one short sum per level.
-    Neighbours in a chain mostly have neighbouring slots, and then each distance follows from the
-    one before.
+    weight in all slots from its own on. `_keys` has the key of each slot, None where it has moved
+    to another one, `_levels[0]` its weight, which is 0 then, and `_levels[n + 1]` the sums of 128
+    neighbours in `_levels[n]`: changing a slot costs one addition per level, a distance one short
+    sum per level. Neighbours in a chain mostly have neighbouring slots, and then each distance
+    follows from the one before.
 
     When half as many slots are empty as there are keys, the keys move down, in their order: a few
-    with each run, so that no run waits for all of them (100 ms for 65,536 keys).
+    with each run, so that no run waits for all of them.
 
     `root_mru` is the order in which a run's keys are touched once their distances are known: False
     as given, True reversed, so that the first key ends up as the most recent.
@@ -56,7 +54,7 @@ class StackDistances(Generic[K]):
     def __init__(self, *, root_mru: bool = False) -> None:
         self.root_mru = root_mru
         self._slots: dict[K, int] = {}
-        self._keys: list[Any] = []
+        self._keys: list[K | None] = []
         self._levels: list[list[int]] = [[]]
         #: Keys move from slot `_read` to slot `_write`: all slots below `_write` have keys, none
         #: from there to `_read` has. None while nothing moves.
@@ -136,7 +134,7 @@ class StackDistances(Generic[K]):
                     lost = 0
                 lost += weights[slot]
                 weights[slot] = 0
-                keys[slot] = _EMPTY
+                keys[slot] = None
         self._add(parent, -lost)
 
     def _append(self, keys: Sequence[K], weights: Sequence[int]) -> None:
@@ -193,15 +191,15 @@ class StackDistances(Generic[K]):
         stop = min(read + slots, len(keys))
         while read < stop:
             end = min(read + _STEP, len(keys))
-            moved = [slot for slot in range(read, end) if keys[slot] is not _EMPTY]
-            moved_keys, moved_weights = [keys[i] for i in moved], [weights[i] for i in moved]
+            moved = [
+                (key, weights[i]) for i, key in enumerate(keys[read:end], read) if key is not None
+            ]
             count = len(moved)
             # First empty, then written: the two may overlap.
-            keys[read:end] = [_EMPTY] * (end - read)
+            keys[read:end] = [None] * (end - read)
             weights[read:end] = [0] * (end - read)
-            keys[write : write + count] = moved_keys
-            weights[write : write + count] = moved_weights
-            at.update(zip(moved_keys, range(write, write + count), strict=True))
+            for slot, (key, weight) in enumerate(moved, write):
+                keys[slot], weights[slot], at[key] = key, weight, slot
             self._sum_again(write, write + count)
             self._sum_again(read, end)
             read, write = end, write + count
