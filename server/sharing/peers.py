@@ -1,10 +1,10 @@
 """Peer reads: the engine knows which node has an entry, and the payload comes from that node.
 
-The engine keeps some 130 bytes for each entry instead of its payload, 293 with what it needs for
-them itself: the header, and the address of a daemon that had the entry when it wrote this. The
-payload is read from there, as any client of that daemon would read it, checksum included. If that
-daemon has evicted the entry since, or has another version of it, the read is a miss, and the
-address is removed from the engine.
+The engine keeps some 130 bytes for each entry instead of its payload (they take 293 of its memory):
+the header, and the address of a daemon that had the entry when it wrote this. The payload is read
+from there, as any client of that daemon would read it, checksum included. If that daemon has
+evicted the entry since, or has another version of it, the read is a miss, and the address is
+removed from the engine.
 
 A node that fetched an entry from another node also names that node: a second place. It is asked if
 the first does not have the entry, can't be reached, or takes longer than nearly always; never at
