@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from ..proto.arena_header import PROBE_OFFSET, encode_arena_header
+from ..proto.arena_header import ARENA_HEADER_BYTES, PROBE_OFFSET, encode_arena_header
 from ..proto.payload import copy_crc32c, crc32c, unset_bytearray
 from .arena import BaseArena, check_size, ranges
 from .files import (
@@ -143,10 +143,21 @@ class DiskArena(BaseArena):
             return self._punch(location)
 
     def probe(self) -> None:
-        """Write and sync a few bytes beside the header. Raises StoreError."""
+        """Write and sync a few bytes beside the header, and read them from the device: one that only
+        writes is of no use. Raises StoreError."""
+        written, found = os.urandom(16), bytearray(16)
         with write_errors(f"write to {self.path}"):
-            pwrite_all(self.fd, os.urandom(16), PROBE_OFFSET, self._calls)
+            pwrite_all(self.fd, written, PROBE_OFFSET, self._calls)
         self.sync()
+        if not self._sync:
+            return
+        try:
+            self._calls.drop_cached(self.fd, 0, ARENA_HEADER_BYTES)
+            pread_into(self.fd, memoryview(found), PROBE_OFFSET, self._calls)
+        except OSError as problem:
+            raise StoreError(f"can't read from {self.path}: {problem}") from None
+        if found != written:
+            raise StoreError(f"{self.path} reads other bytes than were written to it just now")
 
     def close(self) -> None:
         if self.fd >= 0:

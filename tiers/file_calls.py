@@ -235,6 +235,9 @@ class CallsApart(FileCalls):
             view[:count] = channel.view[:count]
             return count
 
+    def drop_cached(self, fd: int, start: int, length_bytes: int) -> None:
+        self._call(fd, "drop_cached", start, length_bytes)
+
     def fsync(self, fd: int) -> None:
         self._call(fd, "fsync")
 

@@ -41,6 +41,9 @@ class Files:
     def preadv(self, fd: int, start: int, length: int, offset: int) -> int:
         return os.preadv(fd, [self._memory[start : start + length]], offset)
 
+    def drop_cached(self, fd: int, start: int, length: int) -> None:
+        os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 

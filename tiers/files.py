@@ -86,6 +86,10 @@ class FileCalls:
     def preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
         return os.preadv(fd, [view], offset_bytes)
 
+    def drop_cached(self, fd: int, start: int, length_bytes: int) -> None:
+        """Let the next read of whole pages in this range ask the device, if they are synced."""
+        os.posix_fadvise(fd, start, length_bytes, os.POSIX_FADV_DONTNEED)
+
     def fsync(self, fd: int) -> None:
         os.fsync(fd)
 

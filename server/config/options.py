@@ -214,7 +214,7 @@ class Disk(TierSection):
     sync: bool = True
     """fsync before a save is acknowledged. Without it a power loss loses the last saves."""
     probe_interval_ns: Duration = Field(5_000 * _MS, alias="probe_interval", ge=10 * _MS)
-    """How often the daemon checks with a small write that the device responds."""
+    """How often the daemon checks with a small write and read that the device responds."""
     hung_after_ns: Duration = Field(10_000 * _MS, alias="hung_after", ge=10 * _MS)
     """A device that has not completed a read, a write or a sync within this time counts as hung:
     the tier accepts no saves and grants no claims until it responds. Keep it above the time of the

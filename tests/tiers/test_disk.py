@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import random
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
+from prefixd.proto.arena_header import PROBE_OFFSET
 from prefixd.proto.payload import crc32c
 from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
@@ -196,6 +198,45 @@ def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
         assert writer.seal() == crc32c(shared)
         assert placed.store.arena.gather(entry.location, 0, len(shared)) == shared[:]
     assert [len(buffer) for buffer in buffers] == [PIECE_BYTES]
+
+
+class NeverReads(FileCalls):
+    """Those of a device that writes: it reads nothing, or `bytes_read`."""
+
+    def __init__(self, bytes_read: bytes = b"") -> None:
+        super().__init__()
+        self.dropped: list[tuple[int, int]] = []
+        self.bytes_read = bytes_read
+
+    def drop_cached(self, fd: int, start: int, length_bytes: int) -> None:
+        super().drop_cached(fd, start, length_bytes)
+        self.dropped.append((start, start + length_bytes))
+
+    def preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
+        if not self.bytes_read:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        view[:] = self.bytes_read[: len(view)]
+        return len(view)
+
+
+@pytest.mark.parametrize(
+    ("bytes_read", "why"), [(b"", "can't read from .*arena"), (bytes(16), "reads other bytes")]
+)
+def test_a_probe_notices_a_device_that_writes_and_does_not_read(
+    tmp_path: Path, bytes_read: bytes, why: str
+) -> None:
+    """The page cache would answer for it."""
+    calls = NeverReads(bytes_read)
+    arena = DiskArena(tmp_path / "arena", 64 * SLAB, calls=calls)
+    try:
+        arena.secure()
+        with pytest.raises(StoreError, match=why):
+            arena.probe()
+        ((start, end),) = calls.dropped
+        assert start <= PROBE_OFFSET < PROBE_OFFSET + 16 <= end, "a page that is dropped as a whole"
+        assert start % 4096 == end % 4096 == 0
+    finally:
+        arena.close()
 
 
 # ---- the file

@@ -56,8 +56,9 @@ def test_the_calls_do_what_those_of_the_system_do(
         calls.fsync(fd)
         calls.fdatasync(fd)
         found = bytearray(len(expected) + 10)
-        for advice in (os.POSIX_FADV_NORMAL, os.POSIX_FADV_DONTNEED):
-            os.posix_fadvise(fd, 0, 0, advice)
+        for drops in (False, True):
+            if drops:
+                calls.drop_cached(fd, 0, len(expected))
             assert pread_into(fd, memoryview(found), 0, calls) == len(expected)
             assert found[: len(expected)] == expected
         calls.posix_fallocate(fd, 0, len(expected) + 4096)
