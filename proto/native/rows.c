@@ -137,11 +137,17 @@ static void publish64(uint8_t *at, uint64_t word) {
     __atomic_store_n((uint64_t *)at, word, __ATOMIC_RELEASE);
 }
 
+/* Whether there is a row of this number, behind the header and the heads in use. */
+static int is_row(const struct kernel_writer *writer, uint32_t number) {
+    uint64_t start = (uint64_t)number * ROW_BYTES;
+    return number < writer->rows && start >= HEADS_OFFSET + 4 * (uint64_t)writer->count;
+}
+
 int kernel_index_put(struct kernel_writer *writer, uint8_t *row) {
     uint8_t *head = head_of(writer, row);
     uint32_t first = load32(head), number = first;
     for (int length = 0; number; length++) {
-        if (number >= writer->rows || length == MAX_CHAIN) return PUT_OTHERWISE;
+        if (!is_row(writer, number) || length == MAX_CHAIN) return PUT_OTHERWISE;
         const uint8_t *there = writer->data + (size_t)number * ROW_BYTES;
         if (!memcmp(there, row, 32)) return PUT_OTHERWISE;
         number = load32(there + LINK_OFFSET);
@@ -149,11 +155,11 @@ int kernel_index_put(struct kernel_writer *writer, uint8_t *row) {
     }
     number = writer->free_row;
     if (number) {
-        if (number >= writer->rows) return PUT_OTHERWISE;
+        if (!is_row(writer, number)) return PUT_OTHERWISE;
         writer->free_row = load32(writer->data + (size_t)number * ROW_BYTES + LINK_OFFSET);
     } else {
         number = writer->fresh_row;
-        if (number >= writer->secured_row || number >= writer->rows) return PUT_OTHERWISE;
+        if (number >= writer->secured_row || !is_row(writer, number)) return PUT_OTHERWISE;
         writer->fresh_row++;
     }
     uint32_t checksum = kernel_crc32c(0, row, CHECKSUM_OFFSET) ^ ONE_EXTENT;
@@ -169,7 +175,7 @@ int kernel_index_delete(struct kernel_writer *writer, const uint8_t key[32]) {
     uint8_t *before = head_of(writer, key);
     uint32_t number = load32(before);
     for (int length = 0; number; length++) {
-        if (number >= writer->rows || length == MAX_CHAIN) return DELETE_OTHERWISE;
+        if (!is_row(writer, number) || length == MAX_CHAIN) return DELETE_OTHERWISE;
         uint8_t *there = writer->data + (size_t)number * ROW_BYTES;
         if (!memcmp(there, key, 32)) {
             if (u32_of(there, CONTINUATION_OFFSET)) return DELETE_OTHERWISE;

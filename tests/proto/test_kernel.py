@@ -371,6 +371,21 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
     reader.close()
 
 
+@pytest.mark.parametrize("free, fresh", [(1, 45), (0, 1), (42, 45), (0, 42)])
+def test_header_and_heads_are_no_rows(free: int, fresh: int) -> None:
+    """85 rows of 96 bytes, behind 4096 bytes of header and two heads."""
+    data = bytearray(8192)
+    entry = IndexRow(KEYS[0], 1, 1, 1, 1, 0, 0, 1, 1, (0, 4096))
+    assert _native.put_rows(data, bytes(16), 2, free, fresh, 85, 5, [entry], 0)[0] == 0
+    assert data == bytes(8192)
+    for head in (4096, 4100):
+        data[head] = free or fresh
+    for call, each in ((_native.put_rows, entry), (_native.delete_rows, KEYS[0])):
+        before = bytes(data)
+        assert call(data, bytes(16), 2, 43, 45, 85, 5, [each], 0)[0] == 0
+        assert data == before, "nor is what a chain leads to"
+
+
 @pytest.mark.parametrize("seed", range(1000 if LONG else 100))
 def test_an_index_of_any_content_is_written_within_its_bounds(seed: int) -> None:
     """A bug of the writer must not become a write elsewhere; the sanitised form sees it."""
