@@ -143,8 +143,8 @@ class DiskArena(BaseArena):
             return self._punch(location)
 
     def probe(self) -> None:
-        """Write and sync a few bytes beside the header, and read them from the device: one that only
-        writes is of no use. Raises StoreError."""
+        """Write and sync a few bytes beside the header, and read them from the device, which is of
+        no use if it only writes. Raises StoreError."""
         written, found = os.urandom(16), bytearray(16)
         with write_errors(f"write to {self.path}"):
             pwrite_all(self.fd, written, PROBE_OFFSET, self._calls)

@@ -371,7 +371,7 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
     reader.close()
 
 
-@pytest.mark.parametrize("free, fresh", [(1, 45), (0, 1), (42, 45), (0, 42)])
+@pytest.mark.parametrize(("free", "fresh"), [(1, 45), (0, 1), (42, 45), (0, 42)])
 def test_header_and_heads_are_no_rows(free: int, fresh: int) -> None:
     """85 rows of 96 bytes, behind 4096 bytes of header and two heads."""
     data = bytearray(8192)

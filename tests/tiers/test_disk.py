@@ -212,7 +212,7 @@ class NeverReads(FileCalls):
         super().drop_cached(fd, start, length_bytes)
         self.dropped.append((start, start + length_bytes))
 
-    def preadv(self, fd: int, view: memoryview, offset_bytes: int) -> int:
+    def preadv(self, _fd: int, view: memoryview, _offset_bytes: int) -> int:
         if not self.bytes_read:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         view[:] = self.bytes_read[: len(view)]
