@@ -53,10 +53,12 @@ class Fetcher:
         self._fetching: dict[Key, asyncio.Future[None]] = {}
         #: Keys of running fetches that were deleted meanwhile.
         self._deleted: set[Key] = set()
+        #: Keys of running fetches that were received, and that the engine still has.
+        self._kept: set[Key] = set()
 
     def __contains__(self, key: Key) -> bool:
-        """Whether the key is being fetched."""
-        return key in self._fetching
+        """Whether the key is being fetched from an engine that keeps it."""
+        return key in self._kept
 
     def deleting(self, keys: Sequence[Key]) -> None:
         """Running fetches do not save these keys, if they have not begun to."""
@@ -95,6 +97,7 @@ class Fetcher:
             for key in missing:
                 del self._fetching[key]
             self._deleted.difference_update(missing)
+            self._kept.difference_update(missing)
             done.set_result(None)
 
     def _missing(self, keys: Sequence[Key], mode: ClaimMode) -> list[Key]:
@@ -186,6 +189,12 @@ class Fetcher:
             memory = memory[entry.payload_bytes :]
         async with incoming.to_the_end():
             outcomes = await self._link.call(lambda: self._link.store.get(wanted, deadline_s))
+            came = [
+                entry
+                for (entry, _), outcome in zip(granted, outcomes, strict=True)
+                if outcome is Outcome.DONE
+            ]
+            self._kept.update(entry.key for entry in came if self._link.store.keeps(entry))
             await incoming.feed(
                 [
                     Piece(number, want.room, True, want.entry.payload_crc32c)
@@ -203,8 +212,8 @@ class Fetcher:
         self._link.counters.unavailable += len(granted) - len(saved)
         self._link.counters.fetched_entries += len(saved)
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)
-        if self._link.store.holds_payloads:
-            for entry in saved:
+        for entry in saved:
+            if entry.key in self._kept:
                 self._link.known.remember(entry.key)
         return len(saved)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from itertools import islice
 from time import monotonic
@@ -80,8 +80,7 @@ class Offers:
         # They are in chain order, root first. A use of the chain stamps them leaf first.
         uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
         for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
-            # A fetched entry is in the engine already. One from another node is at two nodes now.
-            if entry.key not in self._fetcher or not self._link.store.holds_payloads:
+            if entry.key not in self._fetcher:  # the engine has those already
                 self._offer(entry, until_ms)
 
     def used(self, usages: Sequence[Usage]) -> None:
@@ -106,7 +105,7 @@ class Offers:
         return expiries_ms(uses, self._link.config.life_ms)
 
     def _offer(self, entry: Entry, until_ms: int) -> None:
-        if self._room_of(entry) > self._link.config.memory_bytes:
+        if self._link.store.needs_payloads and not self._fits(entry):
             return
         if len(self._offers) >= MAX_WAITING_OFFERS and entry.key not in self._offers:
             self._link.counters.offers_dropped += 1
@@ -114,9 +113,13 @@ class Offers:
         self._offers[entry.key] = entry, until_ms
         self._work.set()
 
+    def _fits(self, entry: Entry) -> bool:
+        return entry.payload_bytes <= self._link.config.memory_bytes
+
     def _room_of(self, entry: Entry) -> int:
-        """The memory of this process that its copy takes."""
-        return entry.payload_bytes if self._link.store.holds_payloads else 0
+        """The memory of this process that its copy takes; 0: it is offered without its payload."""
+        copied = self._link.store.takes_payload(entry.key) and self._fits(entry)
+        return entry.payload_bytes if copied else 0
 
     async def run(self) -> None:
         while not self._link.closed:
@@ -139,23 +142,27 @@ class Offers:
 
     async def _offer_some(self) -> None:
         some: list[tuple[Entry, int]] = []
+        copied: set[Key] = set()
         total_bytes = 0
         while self._offers and len(some) < MAX_BATCH_KEYS:
             entry, until_ms = next(iter(self._offers.values()))
-            if some and total_bytes + self._room_of(entry) > BATCH_BYTES:
+            room_bytes = self._room_of(entry)
+            if some and total_bytes + room_bytes > BATCH_BYTES:
                 break
             del self._offers[entry.key]
             if not entry.published:
                 self._link.counters.offers_dropped += 1
             elif entry.key not in self._link.known:
                 some.append((entry, until_ms))
-                total_bytes += self._room_of(entry)
+                total_bytes += room_bytes
+                if room_bytes:
+                    copied.add(entry.key)
         if not some:
             return
         self._sending = {entry.key for entry, _ in some}
         await self._link.memory.take(total_bytes)
         try:
-            await self._send(some)
+            await self._send(some, copied)
         finally:
             self._sending = set()
             self._link.memory.give(total_bytes)
@@ -165,9 +172,11 @@ class Offers:
                 self._withdrawals.hold(deleted)
                 await self._withdrawals.withdraw(deleted, monotonic() + _OFFER_TIMEOUT_S)
 
-    async def _send(self, some: Sequence[tuple[Entry, int]]) -> None:
+    async def _send(self, some: Sequence[tuple[Entry, int]], copied: Set[Key]) -> None:
+        """Offer entries, those of the keys `copied` with their payloads."""
         stamp = self._deletes.stamp  # what is deleted after this may be in the copies
-        copies = await self._copies([entry for entry, _ in some])
+        copies = dict.fromkeys((entry.key for entry, _ in some if entry.key not in copied), b"")
+        copies |= await self._copies([entry for entry, _ in some if entry.key in copied])
         # If an entry left its tier while it was copied, its room may hold another entry by now.
         offers = [
             Offer(_shared(entry, stamp), [memoryview(copies[entry.key])], until_ms)
@@ -192,10 +201,7 @@ class Offers:
         self._link.counters.offers_dropped += unsent
 
     async def _copies(self, entries: Sequence[Entry]) -> dict[Key, bytes]:
-        """Copies of the payloads that can be read, tier by tier, on the threads of its device. They
-        are empty if the engine holds no payloads."""
-        if not self._link.store.holds_payloads:
-            return dict.fromkeys((entry.key for entry in entries), b"")
+        """Copies of the payloads that can be read, tier by tier, on the threads of its device."""
         core = self._core
         copies: dict[Key, bytes] = {}
 

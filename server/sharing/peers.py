@@ -145,7 +145,7 @@ class Pace:
 class PeerStore(SharedStore):
     """Locations in an engine, payloads at the nodes."""
 
-    holds_payloads = False
+    needs_payloads = False
 
     def __init__(self, engine: RedisStore, here: str, security: Security) -> None:
         """Owns `engine`. `here`: where other nodes reach this daemon, `host:port`. `security`: the
@@ -290,6 +290,9 @@ class PeerStore(SharedStore):
             value = memoryview(encode_header(offer.entry) + places)
             located.append(replace(offer, pieces=[value]))
         return self._engine.put_values(located, deadline_s)
+
+    def keeps(self, _entry: SharedEntry) -> bool:
+        return False  # it is at two nodes now, and this one is to be named, too
 
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         return self._engine.touch(expiries_ms, deadline_s)

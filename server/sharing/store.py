@@ -107,8 +107,8 @@ class LogPage:
 class SharedStore(ABC):
     """An engine that several nodes use."""
 
-    #: False: the engine knows which node has a payload, and offers need no pieces.
-    holds_payloads: ClassVar[bool] = True
+    #: False: offers may have no pieces.
+    needs_payloads: bool = True
     #: How often a node reads the log of deletes. Within this time it learns of a delete.
     log_every_s: ClassVar[float] = 1.0
     #: Whether an entry with this stamp may be used (`DeleteLog.allows`). Called on any thread.
@@ -125,6 +125,15 @@ class SharedStore(ABC):
     @abstractmethod
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
         """Store entries for other nodes. DONE, UNAVAILABLE or REFUSED each."""
+
+    def takes_payload(self, _key: Key) -> bool:
+        """Whether an offer of this key needs its pieces, or has a use for them. Never blocks."""
+        return self.needs_payloads
+
+    def keeps(self, _entry: SharedEntry) -> bool:
+        """Whether the engine still has an entry that was received: then this node need not offer
+        it. Never blocks."""
+        return True
 
     @abstractmethod
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
