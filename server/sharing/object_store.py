@@ -22,13 +22,13 @@ from obstore.store import from_url
 
 from ...proto.keys import Key
 from ...proto.payload import crc32c
-from .delete_log import MAX_RECORDS, Logged
+from .delete_log import MAX_RECORDS, NO_STAMP, Logged
 from .record import HEADER_BYTES, decode_header, encode_header, same_entry
 from .store import LogPage, NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 T = TypeVar("T")
 
-#: Concurrent requests.
+#: Concurrent requests, and as many for offers.
 THREADS: Final = 8
 #: How long one request may keep its thread, whatever the deadline of the call is.
 REQUEST_TIMEOUT_S: Final = 30
@@ -63,6 +63,8 @@ class ObjectStore(SharedStore):
         except (BaseError, OSError) as problem:
             raise ValueError(str(problem)) from None
         self._threads: Final = ThreadPoolExecutor(THREADS, "prefixd-objects")
+        #: Of their own: a search must not wait for offers.
+        self._writers: Final = ThreadPoolExecutor(THREADS, "prefixd-objects-put")
         self._lock = threading.Lock()
         self._unanswered = 0
         self._missed_requests = 0
@@ -79,23 +81,33 @@ class ObjectStore(SharedStore):
         return [entry if isinstance(entry, SharedEntry) else None for entry in found]
 
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        return [outcome for outcome, _ in self.get_stamped(wanted, deadline_s)]
+
+    def get_stamped(self, wanted: Sequence[Wanted], deadline_s: float) -> list[tuple[Outcome, int]]:
+        """See `get`. Also returns the stamps of the objects that came, which may be others than
+        those of the entries; 0 if none came."""
+
         def read(want: Wanted) -> memoryview | Outcome:
             entry = want.entry
             value = self._range(entry.key, HEADER_BYTES + entry.payload_bytes)
             payload = value[HEADER_BYTES:]
             whole = same_entry(entry.key, value, entry) and len(payload) == entry.payload_bytes
-            return payload if whole and crc32c(payload) == entry.payload_crc32c else Outcome.DAMAGED
+            return value if whole and crc32c(payload) == entry.payload_crc32c else Outcome.DAMAGED
 
         outcomes = []
+        stamps = []
         for want, result in zip(wanted, self._each(read, wanted, deadline_s), strict=True):
+            stamp = NO_STAMP
             if isinstance(result, memoryview):
                 # Not on the thread of the request, which may end after the deadline.
-                want.room[:] = result
-                outcomes.append(Outcome.DONE)
-            else:
-                outcomes.append(result)
+                want.room[:] = result[HEADER_BYTES:]
+                found = decode_header(want.entry.key, result)
+                stamp = found.stamp if found else NO_STAMP
+                result = Outcome.DONE
+            outcomes.append(result)
+            stamps.append(stamp)
         self.drop_damaged(wanted, outcomes, deadline_s)
-        return outcomes
+        return list(zip(outcomes, stamps, strict=True))
 
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
         def write(offer: Offer) -> Outcome:
@@ -104,7 +116,7 @@ class ObjectStore(SharedStore):
             obstore.put(self._store, self._path(offer.entry.key), value)
             return Outcome.DONE
 
-        return self._each(write, offers, deadline_s)
+        return self._each(write, offers, deadline_s, self._writers)
 
     def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
         """Does nothing: an object would have to be written again to live longer."""
@@ -193,7 +205,8 @@ class ObjectStore(SharedStore):
 
     def close(self) -> None:
         self._closed = True
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._threads, self._writers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _path(self, key: Key) -> str:
         name = key.hex()
@@ -204,14 +217,18 @@ class ObjectStore(SharedStore):
         return memoryview(obstore.get_range(self._store, self._path(key), start=0, length=length))
 
     def _each(
-        self, call: Callable[[Any], T], things: Sequence[Any], deadline_s: float
+        self,
+        call: Callable[[Any], T],
+        things: Sequence[Any],
+        deadline_s: float,
+        threads: ThreadPoolExecutor | None = None,
     ) -> list[T | Outcome]:
         """The results of `call` for each, on threads; ABSENT or UNAVAILABLE if it has none."""
         if self._closed or monotonic() < self._rests_until_s:
             self._count(len(things), len(things))
             return [Outcome.UNAVAILABLE] * len(things)
         try:
-            futures = [self._threads.submit(call, thing) for thing in things]
+            futures = [(threads or self._threads).submit(call, thing) for thing in things]
         except RuntimeError:  # closed meanwhile
             return [Outcome.UNAVAILABLE] * len(things)
         wait(futures, max(0.0, deadline_s - monotonic()))
