@@ -36,6 +36,7 @@ from ..runtime.slices import Slices
 from .delete_log import NO_STAMP, DeleteLog, FleetDelete, LogPace, records_of
 from .link import Link
 from .store import LogPage, NodeState
+from .withdrawals import Withdrawals
 
 T = TypeVar("T")
 log = structlog.get_logger("prefixd.sharing")
@@ -66,9 +67,10 @@ _LATER: Final = 2**63
 class Deletes:
     """Belongs to the event loop; blocking calls run on a thread of its own."""
 
-    def __init__(self, core: Core, link: Link) -> None:
+    def __init__(self, core: Core, link: Link, withdrawals: Withdrawals) -> None:
         self._core = core
         self._link = link
+        self._withdrawals = withdrawals
         self.log: Final = DeleteLog()
         self._pace: Final = LogPace()
         #: The deletes that are durably done here, for what is offered from now on.
@@ -349,11 +351,20 @@ class Deletes:
             # Nothing in such a key says that it belongs to the namespace: it would be fetched back.
             of_label = [key for key in found if namespace and not key.endswith(tag)]
             if of_label:
-                drop = partial(self._link.store.drop, of_label, monotonic() + _LOG_WITHIN_S)
-                await self._link.call(drop)
+                await self._withdraw(of_label)
             await slices.pause()
         if not closed and self._namespaces[namespace] is not None:  # or it is to be done once more
             del self._namespaces[namespace]
+
+    async def _withdraw(self, keys: Sequence[Key]) -> None:
+        """Have the engine drop keys, later if it does not answer."""
+        deadline_s = monotonic() + _LOG_WITHIN_S
+        try:
+            self._withdrawals.hold(keys)
+        except LimitReached:  # then it is asked once
+            await self._link.call(partial(self._link.store.drop, keys, deadline_s))
+        else:
+            await self._withdrawals.withdraw(keys, deadline_s)
 
     async def _write_mark(self, count: int) -> None:
         """Note in each tier up to which record its deletes are done."""

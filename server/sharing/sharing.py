@@ -58,7 +58,7 @@ class Sharing:
         self._core = core
         self._link = link
         self._withdrawals = Withdrawals(link)
-        self._deletes = Deletes(core, link)
+        self._deletes = Deletes(core, link, self._withdrawals)
         link.store.allows = self._deletes.log.allows
         self._fetcher = Fetcher(core, link, session, self._withdrawals, self._deletes)
         self.fetch: Final = self._fetcher.fetch

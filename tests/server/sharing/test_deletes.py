@@ -18,7 +18,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import Tick
 from prefixd.server.core.shares import Holder
-from prefixd.server.sharing import deletes
+from prefixd.server.sharing import deletes, withdrawals
 from prefixd.server.sharing.delete_log import NO_STAMP, DeleteLog, FleetDelete, Logged, LogPace
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
@@ -343,6 +343,27 @@ async def test_a_label_is_cleared_where_its_clients_saved(tmp_path: Path) -> Non
         await other.settled()
         assert [other.has(key(n)) for n in (1, 2)] == [False, True]
         await other.daemon.until(lambda: engine.values.keys() == {key(2)})
+        await labelled.close()
+
+
+@in_loop
+async def test_an_engine_that_does_not_drop_a_cleared_label_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing in the keys says that they belong to it: a search would fetch them back."""
+    monkeypatch.setattr(withdrawals, "_AGAIN_S", 0.01)
+    async with node(tmp_path / "a", Engine()) as one:
+        labelled = await one.daemon.open(label="web/chat")
+        await labelled.save({key(1): payload(1)}, Tier.RAM)
+        await one.daemon.until(lambda: key(1) in one.view.engine.values)
+        with monkeypatch.context() as patch:
+            patch.setattr(one.view, "drop", lambda keys, _: list(keys))
+            await answer(one.daemon.admin.Clear(pb.ClearRequest(namespace="web/chat")))
+            await one.settled()
+            assert key(1) in one.view.engine.values
+            assert await one.fetch(key(1)) == 0
+        await one.daemon.until(lambda: not one.view.engine.values)
+        await one.daemon.until(lambda: not one.shared.counts()["waiting_withdrawals"])
         await labelled.close()
 
 
