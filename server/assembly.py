@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ..proto.errors import ConfigError
 from ..proto.keys import Key
@@ -36,6 +36,9 @@ from .runtime.traced_loop import TracedCore
 from .sharing.link import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
+
+if TYPE_CHECKING:
+    from .sharing.object_store import ObjectStore
 
 #: Under memory pressure, a client that has not saved for this time loses its staging memory.
 _STAGING_IDLE_NS: Final = 10**9
@@ -177,8 +180,7 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
     tier = Tier[shared.tier.upper()]
     if tier not in core.stores:
         raise ConfigError(f"shared.tier: the tier {shared.tier} has no budget")
-    with _explained(shared.engine):
-        store = _shared_store(config)
+    store = _shared_store(config)
     return await Sharing.begin(
         core,
         store,
@@ -194,32 +196,56 @@ async def begin_sharing(config: Config, core: Core) -> Sharing:
 def check_sharing(config: Config) -> None:
     """Check what a start would need of the configured engine, without connecting to it. Raises
     ConfigError."""
-    if config.shared.engine:
-        with _explained(config.shared.engine):
+    shared = config.shared
+    if shared.engine:
+        with _explained("shared.engine", shared.engine):
             make = _maker(config)
-            if config.shared.engine.startswith("s3:"):
+            if shared.engine.startswith("s3:"):
                 make().close()
+    if shared.capacity:
+        with _explained("shared.capacity", shared.capacity):
+            _bucket(shared.capacity, shared.fleet).close()
 
 
 @contextmanager
-def _explained(engine: str) -> Iterator[None]:
-    """Turns what goes wrong with an engine into a ConfigError."""
+def _explained(option: str, url: str) -> Iterator[None]:
+    """Turns what goes wrong with an engine or a bucket into a ConfigError."""
     try:
         yield
     except ImportError as problem:
-        s3 = engine.startswith("s3:")
+        s3 = url.startswith("s3:")
         raise ConfigError(
-            f"shared.engine: it needs more than is installed ({problem}): "
+            f"{option}: it needs more than is installed ({problem}): "
             f"{'pip install obstore' if s3 else 'pip install redis'}"
         ) from None
     except ConfigError:
         raise
     except ValueError as problem:
-        raise ConfigError(f"shared.engine: {problem}") from None
+        raise ConfigError(f"{option}: {problem}") from None
 
 
 def _shared_store(config: Config) -> SharedStore:
-    return _maker(config)()
+    """Raises ConfigError."""
+    shared = config.shared
+    with _explained("shared.engine", shared.engine):
+        make = _maker(config)
+        if not shared.capacity:
+            return make()
+    with _explained("shared.capacity", shared.capacity):
+        bucket = _bucket(shared.capacity, shared.fleet)
+        from .sharing.behind import Behind
+    with _explained("shared.engine", shared.engine), ExitStack() as stack:
+        stack.callback(bucket.close)
+        store = Behind(make(), bucket)
+        stack.pop_all()
+        return store
+
+
+def _bucket(url: str, fleet: str) -> ObjectStore:
+    """Its library is imported only here. Raises ImportError and ValueError."""
+    from .sharing.object_store import ObjectStore
+
+    return ObjectStore(url, fleet)
 
 
 def _maker(whole: Config) -> Callable[[], SharedStore]:
@@ -228,11 +254,9 @@ def _maker(whole: Config) -> Callable[[], SharedStore]:
     config = whole.shared
     urls = config.engine.split(",")
     if urls[0].startswith("s3:"):
-        from .sharing.object_store import ObjectStore
-
         if len(urls) > 1 or config.payloads == "nodes":
             raise ValueError("s3 takes one bucket, and stores payloads itself")
-        return partial(ObjectStore, urls[0], config.fleet)
+        return partial(_bucket, urls[0], config.fleet)
     from .sharing.redis_nodes import seeds_of
     from .sharing.redis_store import RedisStore
 

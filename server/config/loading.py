@@ -308,6 +308,12 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
     """Options that are valid by themselves and wrong together: their names, and why."""
     yield from _tcp_conflicts(config.server, config.shared)
     yield from _tier_conflicts(config)
+    if config.shared.capacity and not config.shared.engine.startswith("redis"):
+        yield (
+            ("shared.capacity", "shared.engine"),
+            "a bucket of capacity is for what a Valkey or Redis, or its nodes, no longer have: "
+            "the engine has to be one",
+        )
     server, pressure, sessions = config.server, config.pressure, config.sessions
     if server.operators() in (server.address, f"{server.address}{LOCAL_SUFFIX}"):
         yield (

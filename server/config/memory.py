@@ -7,6 +7,7 @@ from typing import Final
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .budgets import Plan
+from .options import Shared
 
 #: What a daemon takes that serves nobody: the interpreter, its libraries, buffers of gRPC.
 _BASE_BYTES: Final = 256 * 2**20
@@ -44,11 +45,19 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "sessions.max_sessions": sessions.max_sessions * _SESSION_BYTES,
         "sessions.max_held_keys": sessions.max_held_keys * _HELD_KEY_BYTES,
         "watch.history": watch.history_bytes if watch.max_watchers else 0,
-        "shared.memory": config.shared.memory_bytes if config.shared.engine else 0,
+        "shared.memory": config.shared.memory_bytes * _copies(config.shared),
         "entries": entries * _ENTRY_BYTES,
         "the daemon itself": _BASE_BYTES,
     }
     return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
+
+
+def _copies(shared: Shared) -> int:
+    """Of entries on their way. A request to a bucket has one of its own, which may outlive the
+    call."""
+    if not shared.engine:
+        return 0
+    return 2 if shared.capacity or shared.engine.startswith("s3:") else 1
 
 
 def describe(plan: Plan) -> str:

@@ -18,6 +18,7 @@ from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
 from .values import (
     AdminAddress,
+    BucketUrl,
     Budget,
     Count,
     DataAddress,
@@ -299,6 +300,10 @@ class Shared(Section):
     """Where shared payloads are kept. `engine`: a second copy in the engine, which outlives its
     node. `nodes`: on the nodes only, which read from each other; the engine then holds 130 bytes
     per entry, which say where the payload is."""
+    capacity: BucketUrl = ""
+    """A bucket behind the engine, s3://bucket[/prefix]: it also gets what this node shares, and is
+    read for what neither the engine nor any node has any more. The engine has to be a Valkey or
+    Redis. For credentials, see `engine`; needs `pip install obstore`. Empty: none."""
     address: TcpAddress = ""
     """The address at which other nodes reach this one; for `payloads = "nodes"` only. The daemon
     has to listen there: see `server.tcp`."""

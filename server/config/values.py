@@ -143,6 +143,12 @@ def _engine_urls(value: object) -> object:
     return value
 
 
+def _bucket_url(value: object) -> object:
+    if value and not re.fullmatch(r"s3://[^\s,]+", str(value)):
+        raise ValueError("should be s3://bucket or s3://bucket/prefix")
+    return value
+
+
 def parse_shares(text: str) -> dict[str, int]:
     """The guaranteed bytes of each namespace. Raises ValueError."""
     shares: dict[str, int] = {}
@@ -199,6 +205,7 @@ Mount = Annotated[str, BeforeValidator(_file), Kind("DIR")]
 Mode = Annotated[int, BeforeValidator(_mode), Kind("MODE", "{:04o}".format)]
 TcpAddress = Annotated[str, BeforeValidator(_tcp_address), Kind("HOST:PORT")]
 EngineUrls = Annotated[str, BeforeValidator(_engine_urls), Kind("URL,...")]
+BucketUrl = Annotated[str, BeforeValidator(_bucket_url), Kind("URL")]
 DataAddress = Annotated[str, _or_auto(_tcp_address), Kind("HOST:PORT|auto")]
 Shares = Annotated[str, BeforeValidator(_shares), Kind("NAMESPACE=SIZE,...")]
 Count = Annotated[int, Field(ge=0)]

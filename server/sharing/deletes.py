@@ -161,6 +161,7 @@ class Deletes:
             self._wake.clear()
             reached = self._reached()
             if await self._read():
+                await self._begin_log()
                 await self._put_back()
             elif reached:
                 self._failures += 1
@@ -246,7 +247,7 @@ class Deletes:
         self._namespaces[_EVERYTHING] = None
 
     def _note(self, record: FleetDelete) -> None:
-        self._link.counters.deletes_learned += 1
+        self._link.counters.deletes_learned += bool(record.keys or record.namespace)
         for key in record.keys:
             self._keys[key] = True
             self._link.known.forget(key)
@@ -255,6 +256,16 @@ class Deletes:
         if len(self._keys) > MAX_KEYS:
             self._keys.clear()
             self._drop_everything("too many deletes wait, as a tier does not serve")
+
+    async def _begin_log(self) -> None:
+        """Give an empty log a record that deletes nothing, if what is offered may outlive the log:
+        `NO_STAMP` would be right in the next log, too."""
+        if not self._link.store.outlives_log or self.log.last is not None or self.log.missing:
+            return
+        record = FleetDelete(next(_new_ids()))
+        self.log.expect(record)
+        await self._log([record], monotonic() + _LOG_WITHIN_S)
+        self._wake.set()
 
     async def _put_back(self) -> None:
         """Append what the log does not have, although this node has announced it, or has read it

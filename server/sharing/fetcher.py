@@ -111,8 +111,10 @@ class Fetcher:
         deadline_s, find_by_s = _engine_deadlines(monotonic(), deadline_s)
         began_s = monotonic()
         found = await self._link.call(lambda: self._link.store.find(keys, find_by_s))
-        if (now_s := monotonic()) < find_by_s:
-            self._link.trips.took(now_s - began_s, len(keys))
+        now_s = monotonic()
+        trip_s = self._link.store.trip_s(now_s - began_s)
+        if trip_s is not None and now_s < find_by_s:
+            self._link.trips.took(trip_s, len(keys))
         wanted = [entry and self._wanted(entry) for entry in found]
         for key, entry, usable in zip(keys, found, wanted, strict=True):
             if usable is None:  # it is offered again once it is saved here

@@ -178,12 +178,13 @@ class PeerStore(SharedStore):
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         outcomes: list[list[Outcome]] = [[] for _ in wanted]
         places = [want.entry.location.split(" ") for want in wanted]
+        followed = self.followed()
         for choice in range(MAX_PLACES):
             # By node, and by whether there is another one to ask after it.
             reads: defaultdict[tuple[str, bool], list[int]] = defaultdict(list)
             for number, at in enumerate(places):
                 if choice < len(at) and Outcome.DONE not in outcomes[number]:
-                    reads[at[choice], choice + 1 < len(at)].append(number)
+                    reads[at[choice], choice + 1 < len(at) or followed].append(number)
             results = self._at_once(
                 [
                     partial(

@@ -110,9 +110,16 @@ class SharedStore(ABC):
     #: False: offers may have no pieces.
     needs_payloads: bool = True
     #: How often a node reads the log of deletes. Within this time it learns of a delete.
-    log_every_s: ClassVar[float] = 1.0
+    log_every_s: float = 1.0
     #: Whether an entry with this stamp may be used (`DeleteLog.allows`). Called on any thread.
     allows: Callable[[Key, int], bool] = staticmethod(lambda _key, _stamp: True)
+
+    #: Whether another store is asked for what this one does not deliver: then it is better to end
+    #: early. Called on any thread.
+    followed: Callable[[], bool] = staticmethod(lambda: False)
+    #: Whether entries may be there after the log of deletes is lost. Then the log always has a
+    #: record, so that every stamp is of one log (`Deletes`).
+    outlives_log: ClassVar[bool] = False
 
     @abstractmethod
     def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
@@ -121,6 +128,11 @@ class SharedStore(ABC):
     @abstractmethod
     def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
         """Read payloads into their buffers, and check them. Never REFUSED."""
+
+    def trip_s(self, found_s: float) -> float | None:
+        """How long a trip to the engine takes, as the latest look-up found it, which took `found_s`
+        in all. None: it did not. Never blocks."""
+        return found_s
 
     @abstractmethod
     def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
@@ -175,7 +187,13 @@ class SharedStore(ABC):
 
     def counts(self) -> dict[str, int]:
         """Further counters, since the start. Never blocks."""
-        return {"second_asked": 0, "second_came": 0}
+        return {
+            "second_asked": 0,
+            "second_came": 0,
+            "bucket_fetched": 0,
+            "bucket_offered": 0,
+            "bucket_missed": 0,
+        }
 
     def statuses(self) -> list[NodeStatus]:
         """Every known node, by name. Never blocks."""

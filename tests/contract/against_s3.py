@@ -22,6 +22,7 @@ from ..support.s3 import CEPH, S3_URL, ceph_s3, missing_ceph
 TESTS: Final = (
     "tests/contract/test_shared_store_contract.py",
     "tests/server/sharing/test_object_store.py",
+    "tests/server/sharing/test_behind_nodes.py",
 )
 
 

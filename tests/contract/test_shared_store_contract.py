@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
@@ -19,13 +19,14 @@ from obstore.store import MemoryStore, from_url
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import object_store, redis_store
+from prefixd.server.sharing.behind import IN_BUCKET, Behind
 from prefixd.server.sharing.object_store import ObjectStore
 from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
 from prefixd.server.sharing.store import LogPage, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from tests.support.lengths import times
 
-from ..support.fake_redis import fake_redis
+from ..support.fake_redis import FakeRedis, fake_redis
 from ..support.redis_servers import needs_redis, redis_servers
 from ..support.s3 import S3_URL, moto_s3
 
@@ -68,6 +69,24 @@ def of_objects(store: ObjectStore, bucket: Any, repetitions: int) -> Iterator[En
         yield Engine(store, raw, spoil, expires=False, repetitions=repetitions)
 
 
+def of_memory() -> Iterator[Engine]:
+    memory = MemoryStore()
+    yield from of_objects(ObjectStore("", "test", memory), memory, repetitions=times(400, 2_000))
+
+
+def of_redis(store: SharedStore, nodes: Sequence[FakeRedis]) -> Engine:
+    def raw(key: Key) -> bytes | None:
+        values = [node.values.get(head_of(key)) for node in nodes]
+        return next((value[0] for value in values if value is not None), None)
+
+    def spoil(key: Key, value: bytes) -> None:
+        for node in nodes:
+            if head_of(key) in node.values:
+                node.values[head_of(key)] = (value, node.values[head_of(key)][1])
+
+    return Engine(store, raw, spoil)
+
+
 def of_s3(url: str) -> Iterator[Engine]:
     """A store made as the daemon makes it, from environment variables. The bucket is emptied."""
     bucket = from_url(url, client_options={"allow_http": True})
@@ -76,8 +95,53 @@ def of_s3(url: str) -> Iterator[Engine]:
         obstore.delete(bucket, [each["path"] for each in batch])
 
 
+class Emptied(Behind):
+    """Forgets what the engine was given, so that all is in the bucket. Hides what entries of the
+    bucket look like: they have a stamp, and are not where the engine says."""
+
+    def __init__(self, near: RedisStore, far: ObjectStore, forget: Callable[[], None]) -> None:
+        super().__init__(near, far)
+        self._forget = forget
+
+    def put(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
+        stamped = [replace(each, entry=replace(each.entry, stamp=1)) for each in offers]
+        self.drop([each.entry.key for each in offers], deadline_s)  # or it writes nothing again
+        outcomes = super().put(stamped, deadline_s)
+        self._forget()
+        return outcomes
+
+    def find(self, keys: Sequence[Key], deadline_s: float) -> list[SharedEntry | None]:
+        self.read_log(b"", deadline_s)
+        found = super().find(keys, deadline_s)
+        assert all(entry is None or self.node_of(entry) == "objects" for entry in found)
+        return [entry and replace(entry, stamp=0, location="") for entry in found]
+
+    def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        self.read_log(b"", deadline_s)
+        located = [Wanted(replace(want.entry, location=IN_BUCKET), want.room) for want in wanted]
+        return super().get(located, deadline_s)
+
+
+def behind(bucket: Iterator[Engine], *, emptied: bool) -> Iterator[Engine]:
+    """An engine with a bucket behind it. `emptied`: all is in the bucket, else in the engine."""
+    far = next(bucket)
+    assert isinstance(far.store, ObjectStore)
+    with fake_redis(1) as (node,):
+        near = RedisStore([node.url], "test", 2)
+        assert near.nodes.wait_until_reached(PATIENCE_S)
+        if emptied:
+            with closing(Emptied(near, far.store, node.values.clear)) as store:
+                yield replace(far, store=store)
+        else:
+            with closing(Behind(near, far.store)) as both:
+                yield of_redis(both, [node])
+    next(bucket, None)
+
+
 #: `s3`: the server that `python -m tests.contract.against_s3` starts or is given.
-ENGINES = ["fake", "fake cluster", "objects", "moto", *(["s3"] if S3_URL in os.environ else [])]
+OF_S3 = ["s3", "engine before s3", "s3 behind"] if S3_URL in os.environ else []
+ENGINES = ["fake", "fake cluster", "objects", "moto", "engine before objects", "objects behind"]
+ENGINES += OF_S3
 
 
 @pytest.fixture(scope="module")
@@ -89,11 +153,12 @@ def moto() -> Iterator[tuple[str, Mapping[str, str]]]:
 
 @pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    if "before" in request.param or "behind" in request.param:
+        far = of_s3(os.environ[S3_URL]) if "s3" in request.param else of_memory()
+        yield from behind(far, emptied="behind" in request.param)
+        return
     if request.param == "objects":
-        memory = MemoryStore()
-        yield from of_objects(
-            ObjectStore("", "test", memory), memory, repetitions=times(400, 2_000)
-        )
+        yield from of_memory()
         return
     if request.param == "moto":
         url, variables = request.getfixturevalue("moto")
@@ -103,20 +168,12 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     if request.param == "s3":
         yield from of_s3(os.environ[S3_URL])
         return
-    with fake_redis(3 if "cluster" in request.param else 1) as nodes:
-
-        def raw(key: Key) -> bytes | None:
-            values = [node.values.get(head_of(key)) for node in nodes]
-            return next((value[0] for value in values if value is not None), None)
-
-        def spoil(key: Key, value: bytes) -> None:
-            for node in nodes:
-                if head_of(key) in node.values:
-                    node.values[head_of(key)] = (value, node.values[head_of(key)][1])
-
-        with closing(RedisStore([nodes[0].url], "test", 2)) as store:
-            assert store.nodes.wait_until_reached(PATIENCE_S)
-            yield Engine(store, raw, spoil)
+    with (
+        fake_redis(3 if "cluster" in request.param else 1) as nodes,
+        closing(RedisStore([nodes[0].url], "test", 2)) as store,
+    ):
+        assert store.nodes.wait_until_reached(PATIENCE_S)
+        yield of_redis(store, nodes)
 
 
 @pytest.fixture(params=["one", "cluster"])

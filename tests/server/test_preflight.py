@@ -128,6 +128,22 @@ def test_a_package_that_is_missing_is_named(
     assert "pip install redis" in line
 
 
+def test_a_bucket_behind_an_engine_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behind = ("--shared.engine=redis://a:6379", "--shared.capacity=s3://bucket/prefix")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    assert problems(tmp_path, *behind) == []
+    (line,) = problems(tmp_path, behind[0], "--shared.capacity=redis://a:6379")
+    assert "should be s3://bucket" in line
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    for name in [name for name in sys.modules if name.endswith("sharing.object_store")]:
+        monkeypatch.delitem(sys.modules, name)
+    (line,) = problems(tmp_path, *behind)
+    assert line.startswith("shared.capacity: it needs more than is installed")
+    assert "pip install obstore" in line
+
+
 def test_files_of_tls_are_looked_at_one_by_one(authority: Authority, tmp_path: Path) -> None:
     certificate, key, ca = (tmp_path / name for name in ("cert", "key", "ca"))
     certificate.write_text("hello")

@@ -358,6 +358,11 @@ def test_a_flag_that_takes_no_value() -> None:
             "shared.peer_ca and server.tls_cert",
         ),
         (["--shared.peer_token_file=t"], "shared.peer_token_file and shared.peer_ca"),
+        (["--shared.capacity=s3://bucket"], "shared.capacity and shared.engine"),
+        (
+            ["--shared.capacity=s3://bucket/behind", "--shared.engine=s3://bucket"],
+            "shared.capacity and shared.engine",
+        ),
     ],
 )
 def test_options_that_contradict_each_other(argv: list[str], keys: str) -> None:

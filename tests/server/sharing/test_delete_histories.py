@@ -6,12 +6,14 @@ and all that it has, and nodes are killed meanwhile.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
 from time import monotonic
+from unittest.mock import patch
 
 import pytest
 
@@ -23,6 +25,7 @@ from ...support.lengths import times
 from ...support.outside import DaemonProcess, daemon_process
 from ...support.redis_servers import free_ports
 from ...support.running import payload
+from ...support.s3 import moto_s3
 from .test_two_nodes import NAMESPACE, wait_for_engine
 
 HISTORIES = times(25, 100)
@@ -54,8 +57,10 @@ class History:
 class Nodes:
     """Two daemons, with all tiers, and a client of each."""
 
-    def __init__(self, engine: FakeRedis, stack: ExitStack, *flags: str) -> None:
+    def __init__(self, engine: FakeRedis, stack: ExitStack, *flags: str, served: int) -> None:
+        """`served`: nodes of the engine, and the bucket behind it."""
         self.engine = engine
+        self.served = served
         self.daemons: list[DaemonProcess] = []
         self.clients: list[Client] = []
         self.calm_s = 0.0
@@ -72,13 +77,18 @@ class Nodes:
             self.daemons.append(daemon)
             client = Client(daemon.address, shared_wait_ms=5_000, deadline_ms=20_000)
             self.clients.append(stack.enter_context(client))
-        wait_for_engine(self.daemons)
+        wait_for_engine(self.daemons, served)
 
     def disturb(self, draw: random.Random) -> None:
         logged = bool(self.engine.streams)
-        match draw.choice(["hang up", "empty", "kill"]):
+        match draw.choice(["hang up", "empty", "kill", *(["evict"] if self.served > 1 else [])]):
             case "hang up":
                 self.engine.hang_up()
+            case "evict":  # what is left is in the bucket
+                self.engine.values.clear()
+                for daemon in self.daemons:
+                    with daemon.admin() as admin:
+                        admin.evict(2**30, [Tier.RAM, Tier.SHM])
             case "empty":
                 self.engine.values.clear()
                 self.engine.streams.clear()
@@ -86,11 +96,17 @@ class Nodes:
                 daemon = draw.choice(self.daemons)
                 daemon.kill()
                 daemon.start()
-        wait_for_engine(self.daemons)
+        wait_for_engine(self.daemons, self.served)
         if logged:  # who knows a delete must not die before the engine has it again
             eventually(lambda: self.engine.streams)
         self.wait_until_done()
         self.calm_s = monotonic()
+
+    def shared(self) -> Iterator[dict[str, int]]:
+        """The counters of each node."""
+        for daemon in self.daemons:
+            with daemon.admin() as admin:
+                yield admin.stats().shared
 
     def wait_until_done(self) -> None:
         for daemon in self.daemons:
@@ -99,11 +115,16 @@ class Nodes:
 
 
 @contextmanager
-def nodes(*flags: str) -> Iterator[Nodes]:
+def nodes(*flags: str, bucket: bool) -> Iterator[Nodes]:
     with ExitStack() as stack:
         engine = FakeRedis()
         stack.callback(engine.close)
-        yield Nodes(engine, stack, *flags)
+        capacity = []
+        if bucket:
+            url, variables = stack.enter_context(moto_s3())
+            stack.enter_context(patch.dict(os.environ, variables))
+            capacity.append(f"--shared.capacity={url}")
+        yield Nodes(engine, stack, *flags, *capacity, served=2 if bucket else 1)
 
 
 def keys_of(client: Client, history: History) -> list[Key]:
@@ -138,20 +159,23 @@ def read(client: Client, history: History, calm_s: float) -> None:
         )
 
 
+AT_NODES = ("--shared.payloads=nodes", "--shared.address={address}", "--server.tcp={address}")
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    "flags",
-    [(), ("--shared.payloads=nodes", "--shared.address={address}", "--server.tcp={address}")],
-    ids=["engine", "nodes"],
+    ("flags", "bucket"),
+    [((), False), (AT_NODES, False), (AT_NODES, True)],
+    ids=["engine", "nodes", "nodes before a bucket"],
 )
-def test_no_node_serves_what_was_deleted(flags: tuple[str, ...]) -> None:
+def test_no_node_serves_what_was_deleted(flags: tuple[str, ...], bucket: bool) -> None:
     draw = random.Random(7)
     histories = [History([n] * BLOCK_TOKENS * BLOCKS) for n in range(HISTORIES)]
     versions = iter(range(1, 10**9))
     steps = [history for history in histories for _ in range(STEPS)]
     draw.shuffle(steps)
     deletes = 0
-    with nodes(*flags) as fleet:
+    with nodes(*flags, bucket=bucket) as fleet:
         for number, history in enumerate(steps):
             client = draw.choice(fleet.clients)
             keys = keys_of(client, history)
@@ -186,4 +210,6 @@ def test_no_node_serves_what_was_deleted(flags: tuple[str, ...]) -> None:
             for client in fleet.clients:
                 read(client, history, fleet.calm_s)
         assert deletes > HISTORIES
+        if bucket:
+            assert sum(shared["bucket_fetched"] for shared in fleet.shared()), "it was not tried"
         fleet.wait_until_done()

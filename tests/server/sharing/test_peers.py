@@ -182,6 +182,26 @@ def test_a_search_reads_from_all_its_nodes_at_once(nodes: int) -> None:
             assert store.get(wanted, monotonic() + PATIENCE_S) == [Outcome.DONE] * len(wanted)
 
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_the_last_node_has_all_of_the_time_unless_a_bucket_follows(followed: bool) -> None:
+    deadlines_s: list[float] = []
+
+    def read(wanted: list[Wanted], deadline_s: float) -> list[Outcome]:
+        deadlines_s.append(deadline_s)
+        return [Outcome.UNAVAILABLE] * len(wanted)
+
+    engine: Any = SimpleNamespace(close=lambda: None)
+    with closing(PeerStore(engine, "127.0.0.1:1", Security())) as store:
+        store._peer = lambda _: SimpleNamespace(read=read, pace=Pace())  # type: ignore[assignment,method-assign,return-value]
+        store.followed = lambda: followed
+        want = read_of(Key(bytes(32)), b"x")
+        want = replace(want, entry=replace(want.entry, location="127.0.0.1:2"))
+        deadline_s = monotonic() + PATIENCE_S
+        assert store.get([want], deadline_s) == [Outcome.UNAVAILABLE]
+    (until_s,) = deadlines_s
+    assert until_s < deadline_s - PATIENCE_S / 4 if followed else until_s >= deadline_s - 1e-3
+
+
 def test_more_nodes_than_threads_are_read_in_turn() -> None:
     meeting = Meeting(1)
     engine: Any = SimpleNamespace(close=lambda: None)

@@ -35,11 +35,12 @@ BLOCK_BYTES = 20_000
 NAMESPACE = Namespace(b"m" * 32, "q8", bytes(32))
 
 
-def wait_for_engine(daemons: list[DaemonProcess]) -> None:
-    """Until each node has reached the engine, which it does after it listens."""
+def wait_for_engine(daemons: list[DaemonProcess], nodes: int = 1) -> None:
+    """Until each node has reached the engine, which it does after it listens. `nodes`: of the
+    engine, and the bucket behind it."""
     for daemon in daemons:
         with daemon.admin() as admin:
-            eventually(lambda: admin.stats().shared["nodes_serving"] == 1)
+            eventually(lambda admin=admin: admin.stats().shared["nodes_serving"] == nodes)
 
 
 @contextmanager

@@ -126,7 +126,8 @@ def statistics(scale: int = 4) -> pb.StatsResponse:
 
 SHARED = (
     "fetches", "fetched_entries", "fetched_bytes", "unavailable", "damaged", "second_asked",
-    "second_came", "offered_entries", "offered_bytes", "refused", "offers_dropped", "touched",
+    "second_came", "bucket_fetched", "bucket_offered", "bucket_missed", "offered_entries",
+    "offered_bytes", "refused", "offers_dropped", "touched",
     "withdrawn", "deletes_learned", "unvouched", "too_short", "unanswered",
     "waiting_offers", "waiting_withdrawals", "waiting_deletes", "nodes", "nodes_serving",
 )  # fmt: skip
