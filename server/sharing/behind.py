@@ -77,7 +77,8 @@ class Behind(SharedStore):
         self.log_every_s = near.log_every_s
         near.followed = self._readable
         self._lock = threading.Lock()
-        #: Keys that the bucket has, the latest of them, and the stamps of the objects.
+        #: Keys that the bucket has, the latest of them, and the stamps of the objects: about 200
+        #: bytes each.
         self._has: OrderedDict[Key, int] = OrderedDict()
         #: Keys whose latest put reached one of the stores only, and when that was.
         self._partly: OrderedDict[Key, float] = OrderedDict()

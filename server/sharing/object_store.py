@@ -35,6 +35,9 @@ REQUEST_TIMEOUT_S: Final = 30
 #: After this many requests in a row without an answer, the engine rests for a while.
 PATIENCE_REQUESTS: Final = 3
 REST_S: Final = 1.0
+#: An object of this size at most is written with one request; larger ones take three trips, and a
+#: request for each part of this size.
+_ONE_REQUEST_BYTES: Final = 64 * 2**20
 #: Records of the log of deletes that are read at once, one request each.
 _LOG_PAGE: Final = 100
 
@@ -113,7 +116,9 @@ class ObjectStore(SharedStore):
         def write(offer: Offer) -> Outcome:
             # A copy: a request that takes too long must not read the caller's buffers.
             value = b"".join([encode_header(offer.entry), *offer.pieces])
-            obstore.put(self._store, self._path(offer.entry.key), value)
+            obstore.put(
+                self._store, self._path(offer.entry.key), value, chunk_size=_ONE_REQUEST_BYTES
+            )
             return Outcome.DONE
 
         return self._each(write, offers, deadline_s, self._writers)

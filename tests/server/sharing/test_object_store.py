@@ -105,6 +105,14 @@ def test_an_address_without_tls_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
         assert store.health() == {}
 
 
+def test_a_block_is_written_with_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server knows none of the requests that begin and end an upload in parts."""
+    data = bytes(5 * 2**20)
+    entry = SharedEntry(KEYS[0], len(data), 0, 0, crc32c(data))
+    with bucket(monkeypatch) as (_, store):
+        assert store.put([Offer(entry, [memoryview(data)], 0)], soon()) == [Outcome.DONE]
+
+
 def test_a_hanging_store_costs_one_deadline_and_then_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
