@@ -240,6 +240,20 @@ class Payloads(EngineCalls, SharedStore):  # type: ignore[misc]  # it has what i
         return self.set_values(values, deadline_s)
 
 
+class Bucket(Payloads):
+    """A bucket, as one node reaches it. It is an engine of its own, which loses nothing."""
+
+    def get_stamped(self, wanted: Sequence[Wanted], deadline_s: float) -> list[tuple[Outcome, int]]:
+        outcomes = self.get(wanted, deadline_s)
+        values = self.engine.state.values
+        found = [decode_header(w.entry.key, values.get(w.entry.key, b"")) for w in wanted]
+        stamps = [0 if entry is None else entry.stamp for entry in found]
+        return list(zip(outcomes, stamps, strict=True))
+
+    def touch(self, _expiries_ms: Sequence[tuple[Key, int]], _deadline_s: float) -> list[Key]:
+        return []
+
+
 class Locations(EngineCalls):
     """The engine with the places of entries: what `PeerStore` uses of a `RedisStore`."""
 

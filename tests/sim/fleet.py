@@ -5,7 +5,8 @@
 Clients save, search, restore and delete on any node, and clear a namespace. The nemesis kills and
 stops nodes, cuts them off from the engine or from each other, freezes the engine, empties it, and
 lets a replica take over that does not have the latest writes, with a clock that is behind. Payloads
-are in the engine, or at the nodes.
+are in the engine, or at the nodes. Every second fleet has a bucket behind that, which is frozen, or
+out of reach for a node, when something else happens.
 
 The promise is that of `docs/share-between-nodes.md`: within `BOUND_S` of the answer to a delete, or
 of its return, no node has what was saved before. Every save has other bytes, so that it is known
@@ -19,11 +20,11 @@ import os
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from unittest import mock
 
 from prefixd.proto import prefixd_pb2 as pb
@@ -35,7 +36,8 @@ from prefixd.server.api import admin, service
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.sessions import ServiceConfig
 from prefixd.server.runtime import recovery
-from prefixd.server.sharing import deletes, fetcher, offers, peers, sharing, withdrawals
+from prefixd.server.sharing import behind, deletes, fetcher, offers, peers, sharing, withdrawals
+from prefixd.server.sharing.behind import Behind
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.peers import Pace, PeerStore
 from prefixd.server.sharing.sharing import Sharing
@@ -43,7 +45,7 @@ from prefixd.server.sharing.store import Outcome, SharedStore, Wanted
 from tests.sim import oracle as promises
 from tests.sim.client import SimClient
 from tests.sim.daemon import SimDaemon, make_plan
-from tests.sim.engine import Locations, Payloads, SimEngine
+from tests.sim.engine import Bucket, Locations, Payloads, SimEngine
 from tests.sim.files import Devices
 from tests.sim.oracle import GONE_FOR_EVER, Oracle, key_of, name_of
 from tests.sim.plan import NEMESIS, Plan, Step
@@ -51,6 +53,9 @@ from tests.sim.run import _MEMORY, _quiet
 from tests.sim.run import Outcome as RunOutcome
 from tests.sim.system import installed
 from tests.sim.world import Failure, World
+
+T = TypeVar("T")
+U = TypeVar("U")
 
 REACHES: Final = "a delete reaches every node within its bound"
 #: From the answer, or from when the node has recovered and reaches the engine again.
@@ -63,7 +68,18 @@ _HOUR_MS: Final = 3_600_000
 TENANT: Final = Namespace("tenant")
 #: Of them, every third belongs to the tenant.
 KEYS: Final = 6
-_CLOCKS: Final = (admin, deletes, fetcher, offers, peers, sharing, withdrawals, service, recovery)
+_CLOCKS: Final = (
+    admin,
+    behind,
+    deletes,
+    fetcher,
+    offers,
+    peers,
+    sharing,
+    withdrawals,
+    service,
+    recovery,
+)
 
 
 def fleet_key(number: int) -> Key:
@@ -373,6 +389,25 @@ class Node:
         return not serves or frozen or self.name in engine.cut_off
 
 
+class SimBehind(Behind):
+    """Its threads would be none of the simulation's: one call follows the other."""
+
+    fleet: Fleet
+
+    def _both(self, one: Callable[[], T], other: Callable[[], U]) -> tuple[T, U]:
+        return one(), other()
+
+    def _pays(self, deadline_s: float, _key: Key) -> bool:
+        return behind.monotonic() < deadline_s
+
+    def get(self, wanted: Sequence[Wanted], deadline_s: float) -> list[Outcome]:
+        before = self._counts["bucket_fetched"]
+        outcomes = super().get(wanted, deadline_s)
+        if self._counts["bucket_fetched"] > before:
+            self.fleet.count("read from the bucket")
+        return outcomes
+
+
 @dataclass
 class Fleet:
     """See the module."""
@@ -393,11 +428,21 @@ class Fleet:
         self.engine = SimEngine(self.world, draw.choice([5, 10_000, 10_000]))
         self.at_nodes = draw.random() < 0.5
         self.write = draw.choice([WritePolicy.ALL, WritePolicy.ALL, WritePolicy.SECOND_USE])
+        self.bucket = SimEngine(self.world, 1) if draw.random() < 0.5 else None
+        self.bucket_harms = random.Random(f"bucket of {self.plan.seed}")
         self.by_address: dict[str, Node] = {}
         self.nodes = [Node(self, number) for number in range(NODES)]
         self.by_address |= {node.address: node for node in self.nodes}
 
     def store_of(self, node: Node) -> SharedStore:
+        near = self._near_of(node)
+        if self.bucket is None:
+            return near
+        store = SimBehind(near, Bucket(self.bucket, node.name))  # type: ignore[arg-type]
+        store.fleet = self
+        return store
+
+    def _near_of(self, node: Node) -> SharedStore:
         if not self.at_nodes:
             return Payloads(self.engine, node.name)
         locations: Any = Locations(self.engine, node.name)
@@ -496,10 +541,23 @@ class Fleet:
                 engine.fail_over(args["lag_ms"], args["behind_ms"])
             case "empty":
                 engine.restart_empty()
+        if self.bucket is not None:
+            self._harm_bucket(self.bucket)
         for node in self.nodes:
             if step.kind in ("freeze", "fail over", "empty"):
                 node.disturbed_ns = world.now_ns
         self.records_lost()
+
+    def _harm_bucket(self, bucket: SimEngine) -> None:
+        draw, world = self.bucket_harms, self.world
+        for_ns = draw.choice([500, 3000, 9000]) * 1_000_000
+        match draw.choice(["nothing", "freeze", "cut off"]):
+            case "freeze":
+                bucket.frozen_until_ns = world.now_ns + for_ns
+            case "cut off":
+                name = draw.choice(self.nodes).name
+                bucket.cut_off.add(name)
+                world.later(for_ns, lambda: bucket.cut_off.discard(name))
 
     def _stop(self, node: Node, args: dict[str, Any], *, kill: bool) -> None:
         daemon = node.daemon
