@@ -86,9 +86,10 @@ class Behind(SharedStore):
         self._taken_s = -math.inf
         #: Entries of `near` that came from the bucket.
         self._fell_back: set[Key] = set()
-        #: Those to the bucket. A look-up of a single key tells about them where no search can.
+        #: To the bucket. `_probes`: whether one is made that no search waits for.
         self._trips: Final = Trips()
         self._probes = False
+        #: How long `near` took for the latest look-up; None: it did not answer in time.
         self._near_trip_s: float | None = None
         #: When the latest call began that read the log to its end.
         self._log_read_s = -math.inf
@@ -156,7 +157,8 @@ class Behind(SharedStore):
             for number, entry in enumerate(entries):
                 if entry is None or entry.stamp == NO_STAMP or not self._usable(entry):
                     entries[number] = None
-                    self._has.pop(keys[number], None)
+                    if answered:
+                        self._has.pop(keys[number], None)
                 else:
                     self._remember(entry.key, entry.stamp)
         return entries

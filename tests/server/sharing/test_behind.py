@@ -303,11 +303,15 @@ def test_the_bucket_is_not_asked_where_two_trips_take_too_long(
     assert len(both.far.looked_up) == 3
 
 
-def test_errors_are_no_fast_trips(both: Both) -> None:
+def test_errors_are_neither_fast_trips_nor_missing_objects(both: Both) -> None:
+    both.put(1)
+    both.near.values.clear()
     both.far.cut_off = True
-    both.find(1)
+    assert both.find(1) == [None]
     both.far.cut_off = False
     assert not both.store._trips._took_s
+    both.put(1)
+    assert both.far.written == [key(1)]
 
 
 def test_only_what_is_vouched_for_is_found(both: Both) -> None:
