@@ -182,4 +182,5 @@ class HitFacts:
             if self.released
             else "claimed"
         )
-        return f"<{type(self).__name__}: {len(self)} entries, {self.token_count} tokens, {state}>"
+        entries = "1 entry" if len(self) == 1 else f"{len(self)} entries"
+        return f"<{type(self).__name__}: {entries}, {self.token_count} tokens, {state}>"

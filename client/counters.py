@@ -164,11 +164,12 @@ class Report(NamedTuple):
 
 
 def _rpcs() -> tuple[str, ...]:
-    """Calls over gRPC, and the two that only the local and the data socket have."""
+    """Calls over gRPC but for sessions, which are counted on their own, and the two that only the
+    local and the data socket have."""
     from ..proto import prefixd_pb2 as pb
 
     service = pb.DESCRIPTOR.services_by_name["Cache"]
-    return (*service.methods_by_name, "SaveStaged", "Fetch")
+    return (*(name for name in service.methods_by_name if name != "Session"), "SaveStaged", "Fetch")
 
 
 class Counters:

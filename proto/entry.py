@@ -1,4 +1,7 @@
-"""The fields of an entry, defined once for stores, records, the index and the server."""
+"""The fields of an entry, as stores, records and the index know it.
+
+CONTRIBUTING.md says where else a new field goes.
+"""
 
 from __future__ import annotations
 
