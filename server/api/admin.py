@@ -172,7 +172,7 @@ class AdminService(AdminViews):
             # They are dropped on every node, claimed or not.
             response.entries += response.pinned_entries
             response.pinned_entries = 0
-        response.erasing |= not await durable_deletes(core, (), until_s)
+        response.erasing |= not await durable_deletes(core, (), 0, until_s)
         audit(
             caller,
             "clear",

@@ -339,8 +339,11 @@ async def delete_entries(
     ERASING.
     """
     until_s = monotonic() + DELETE_WAIT_S
+    generation = core.state.tables.stamp_ns
     results, withdrawn = await drop_entries(core, holder, keys, until_s)
-    durable = await durable_deletes(core, keys, until_s)
+    # The others stay: a recovery must not drop their records.
+    gone = [key for key, each in zip(keys, results, strict=True) if each in _GONE]
+    durable = await durable_deletes(core, gone, generation, until_s)
     if not (durable and withdrawn):
         results = [DeleteStatus.ERASING if each in _GONE else each for each in results]
     return results

@@ -216,9 +216,12 @@ async def _sweep_index(core: Core) -> int:
         await slices.pause()
 
 
-async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bool:
+async def durable_deletes(
+    core: Core, keys: Sequence[Key], generation: int, until_s: float
+) -> bool:
     """Wait until no crash brings these deleted keys back. False: a device did not say so by
-    `until_s` (`time.monotonic`).
+    `until_s` (`time.monotonic`). `generation`: the latest when they were deleted; what was saved
+    later stays.
 
     Records that stand are erased. Of a tier that is still recovering, the keys are noted beside its
     records. Either costs a write of a few rows, shared with what is saved at the same time.
@@ -229,7 +232,7 @@ async def durable_deletes(core: Core, keys: Sequence[Key], until_s: float) -> bo
             continue
         if core.devices.state(store.tier) is not TierState.RECOVERING:
             return False
-        burying = core.devices.run(store.tier, store.bury, keys, core.state.tables.stamp_ns)
+        burying = core.devices.run(store.tier, store.bury, keys, generation)
         buried, _ = await asyncio.wait({burying}, timeout=max(0.0, until_s - monotonic()))
         durable = durable and bool(buried) and burying.exception() is None
         if buried and not core.devices.recovers(store.tier):

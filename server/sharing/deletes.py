@@ -304,7 +304,7 @@ class Deletes:
 
     async def _settle(self) -> None:
         """Delete what is to be deleted. If all of it is durably gone, note how far that is."""
-        count = len(self.log)
+        count, generation = len(self.log), self._core.state.tables.stamp_ns
         self._keys = dict.fromkeys(self._announced, False) | self._keys
         self._announced.clear()
         for namespace in list(self._namespaces):
@@ -312,8 +312,9 @@ class Deletes:
         self._cleared.set()
         self._cleared.clear()
         await self._delete([key for key, there in self._keys.items() if there])
-        keys = tuple(self._keys)
-        if not await durable_deletes(self._core, keys, monotonic() + _ERASED_WITHIN_S):
+        keys = [key for key, in_flight in self._keys.items() if not in_flight]
+        until_s = monotonic() + _ERASED_WITHIN_S
+        if not await durable_deletes(self._core, keys, generation, until_s):
             return
         for key in keys:
             if not self._keys[key]:

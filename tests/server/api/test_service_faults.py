@@ -22,7 +22,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import service, sessions
 from prefixd.server.core.effects import TellClaimLost
 from prefixd.server.core.events import TierState
-from prefixd.tiers.graves import GRAVES_FILE
+from prefixd.tiers.graves import GRAVES_FILE, Graves
 from prefixd.tiers.store import Damaged, Store, StoreError
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.event_loop import in_loop
@@ -223,12 +223,48 @@ async def test_what_is_deleted_while_a_tier_recovers_stays_deleted_if_that_is_in
         devices = daemon.core.devices
         monkeypatch.setattr(devices, "recovers", lambda tier: tier is Tier.DISK)
         monkeypatch.setattr(devices, "state", lambda _tier: TierState.RECOVERING)
-        assert await service.durable_deletes(daemon.core, [key(1)], monotonic() + 60.0)
+        now = daemon.tables.stamp_ns
+        assert await service.durable_deletes(daemon.core, [key(1)], now, monotonic() + 60.0)
         assert held(disk).keys() == {key(1), key(2)}, "the daemon ends before it reads them"
     async with faulty(tmp_path) as daemon:
         assert await daemon.presence(key(1), key(2)) == [ABSENT, PRESENT]
         assert held(store_of(daemon, Tier.DISK)).keys() == {key(2)}
         assert not (tmp_path / "disk" / GRAVES_FILE).exists()
+
+
+@in_loop
+async def test_what_a_delete_leaves_and_what_is_saved_after_it_is_not_noted_as_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next start would drop an acknowledged save."""
+    async with faulty(tmp_path) as daemon:
+        session = await daemon.open()
+        pinned, in_flight, gone, never = map(key, range(4))
+        await session.save({pinned: DATA, gone: DATA}, Tier.RAM)
+        await session.claim([pinned])
+        await session.reserve([item(in_flight, DATA)])
+        devices, committers = daemon.core.devices, daemon.core.committers
+        erased = committers.erased
+
+        async def erased_after_a_save(within_s: float) -> bool:
+            await session.save({gone: DATA}, Tier.RAM)
+            return await erased(within_s)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "recovers", lambda tier: tier is Tier.DISK)
+            patch.setattr(devices, "state", lambda _tier: TierState.RECOVERING)
+            patch.setattr(committers, "erased", erased_after_a_save)
+            assert await deleted(daemon, session, pinned, in_flight, gone, never) == [
+                pb.DELETE_STATUS_PINNED,
+                pb.DELETE_STATUS_IN_FLIGHT,
+                pb.DELETE_STATUS_DELETED,
+                pb.DELETE_STATUS_ABSENT,
+            ]
+        noted = Graves(tmp_path / "disk", sync=False).read()
+        assert noted.keys() == {gone, never}
+        again = daemon.tables.entries.find(gone)
+        assert again is not None
+        assert noted[gone] < again.generation
 
 
 @in_loop
@@ -248,7 +284,8 @@ async def test_no_note_of_a_delete_outlives_a_recovery_that_ends_beside_it(
         monkeypatch.setattr(disk, "bury", bury_late)
         monkeypatch.setattr(devices, "recovers", lambda tier: tier in recovering)
         monkeypatch.setattr(devices, "state", lambda _tier: TierState.RECOVERING)
-        assert await service.durable_deletes(daemon.core, [key(1)], monotonic() + 60.0)
+        now = daemon.tables.stamp_ns
+        assert await service.durable_deletes(daemon.core, [key(1)], now, monotonic() + 60.0)
         assert noted == [True]
         assert not notes.exists()
 
