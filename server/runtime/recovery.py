@@ -216,9 +216,7 @@ async def _sweep_index(core: Core) -> int:
         await slices.pause()
 
 
-async def durable_deletes(
-    core: Core, keys: Sequence[Key], generation: int, until_s: float
-) -> bool:
+async def durable_deletes(core: Core, keys: Sequence[Key], generation: int, until_s: float) -> bool:
     """Wait until no crash brings these deleted keys back. False: a device did not say so by
     `until_s` (`time.monotonic`). `generation`: the latest when they were deleted; what was saved
     later stays.
