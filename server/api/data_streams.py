@@ -17,7 +17,7 @@ import ssl
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
-from typing import Final
+from typing import ClassVar, Final
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
@@ -41,6 +41,9 @@ _RECORD_BYTES: Final = 16 * 2**10
 
 class Stream:
     """A connection without TLS."""
+
+    #: Moving bytes then takes far longer than copying them.
+    encrypted: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket, process: Process | None = None) -> None:
         """Owns `sock`. `process`: the one at the other end of a Unix socket."""
@@ -105,6 +108,8 @@ class Stream:
 
 class SecuredStream(Stream):
     """A connection under TLS. Nothing is sent or received before the handshake."""
+
+    encrypted: ClassVar[bool] = True
 
     _sock: ssl.SSLSocket
 

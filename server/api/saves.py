@@ -244,10 +244,12 @@ class Saves:
         named = first.reserved if first.HasField("reserved") else _header(first)
         return self._sessions.prove(named.session, caller, Role.WRITE)
 
-    async def begin(self, first: _Opening, membership: Membership) -> tuple[Refusals, Incoming]:
+    async def begin(
+        self, first: _Opening, membership: Membership, *, rounds_after: int = 0
+    ) -> tuple[Refusals, Incoming]:
         """Begin the writes of the reservations that the first message names or asks for, when it is
-        the turn of this save."""
-        await self._rounds.begin()
+        the turn of this save. `rounds_after`: see `Rounds.begin`."""
+        await self._rounds.begin(rounds_after)
         return await self._begin_now(first, membership)
 
     async def _begin_now(

@@ -1,16 +1,18 @@
 """Spreads work that comes at once over several rounds of the event loop, so that each is short.
 
-A save over a socket is done within two or three rounds, one over gRPC takes a dozen. Where many
-clients save all the time, a round that began all that had come would take as long as all of these
-saves together, and a save over gRPC a dozen times as long: beside 31 savers with staging memory one
-over gRPC got a sixth as much as each of them. So what comes over a socket is begun over as many
-rounds as a save over gRPC takes (`docs/understand/bounds.md` has the figures).
+A save through staging memory is done within two or three rounds, one whose bytes come over a socket
+takes some more, one over gRPC a dozen. Where many clients save all the time, a round that began all
+that had come would take as long as all of these saves together, and a save over gRPC a dozen times
+as long: beside 31 savers with staging memory one over gRPC got a sixth as much as each of them. So
+what comes over a socket is begun over as many rounds as a save over gRPC takes, and what takes more
+rounds afterwards has its turn so many rounds earlier (`docs/understand/bounds.md` has the figures).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from heapq import heappop, heappush
+from itertools import count
 from typing import Final
 
 #: What waits is begun over so many rounds.
@@ -21,27 +23,32 @@ class Rounds:
     """Belongs to the event loop."""
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        #: By the round in which each came, less those that it takes afterwards; then in order.
+        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+        self._round = 0
         #: Whether something has begun in this round.
         self._busy = False
 
-    async def begin(self) -> None:
+    async def begin(self, rounds_after: int = 0) -> None:
         """Return when it is this caller's round: at once, if nothing else has begun in this one. In
-        the order of the calls."""
+        the order of the calls, where one that takes `rounds_after` rounds counts as so much
+        earlier. So nobody is overtaken for longer than that."""
         loop = asyncio.get_running_loop()
         if not self._busy:
             self._busy = True
             loop.call_soon(self._next)
             return
         turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
+        heappush(self._waiting, (self._round - rounds_after, next(self._numbers), turn))
         await turn
 
     def _next(self) -> None:
+        self._round += 1
         left = -(-len(self._waiting) // _SPREAD)
         self._busy = left > 0
         while left and self._waiting:
-            turn = self._waiting.popleft()
+            _, _, turn = heappop(self._waiting)
             if not turn.done():  # its caller gave up
                 turn.set_result(None)
                 left -= 1

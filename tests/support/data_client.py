@@ -81,10 +81,14 @@ class DataConnection:
             await self.send_bytes(raw + frames.CRC.pack(crc32c(raw)))
 
     async def save(
-        self, session: OpenSession, items: Sequence[Item], payloads: Sequence[bytes]
+        self,
+        session: OpenSession,
+        items: Sequence[Item],
+        payloads: Sequence[bytes],
+        tier: Tier = Tier.RAM,
     ) -> list[int]:
         """Save these items, sending the payloads that the daemon wants. Returns the statuses."""
-        response = await self.ask(save=pb.RawSaveRequest(header=session.header(items)))
+        response = await self.ask(save=pb.RawSaveRequest(header=session.header(items, tier)))
         if response.HasField("save_ready"):
             await self.payloads(*(payloads[item] for item in response.save_ready.items))
             response = await self.response()

@@ -9,6 +9,7 @@ import pytest
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.runtime.incoming import Incoming, Turn
 from tests.support.data_client import (
     LARGE,
     MIB,
@@ -47,6 +48,30 @@ async def test_what_is_wanted_is_saved(tmp_path: Path, tier: Tier) -> None:
         for of, raw in payloads.items():
             assert await session.restore(of) == raw
         await daemon.assert_idle()
+
+
+@pytest.mark.parametrize(
+    ("tier", "large", "threads"),
+    [(Tier.RAM, False, False), (Tier.RAM, True, True), (Tier.DISK, False, True)],
+)
+@in_loop
+async def test_small_saves_are_received_without_waiting_for_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Tier, large: bool, threads: bool
+) -> None:
+    turns: list[bool] = []
+    take_turn = Incoming.take_turn
+
+    async def recorded(self: Incoming, turn: Turn, *, inline: bool) -> None:
+        turns.append(inline)
+        await take_turn(self, turn, inline=inline)
+
+    monkeypatch.setattr(Incoming, "take_turn", recorded)
+    async with daemon_for_large(tmp_path) as (daemon, session):
+        raw = LARGE[: 2 * MIB if large else MIB // 2]
+        async with data_connection(daemon, session) as line:
+            assert await line.save(session, [item(key(1), raw)], [raw], tier) == [SAVED]
+        assert await session.restore(key(1)) == raw
+    assert (not all(turns)) is threads
 
 
 @TIERS

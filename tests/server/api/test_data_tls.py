@@ -27,6 +27,7 @@ from prefixd.server.api import connections
 from prefixd.server.api.access import DATA_ROLES, Role
 from prefixd.server.config.loading import load_config
 from prefixd.server.credentials import certificates_of, tokens_of
+from prefixd.server.runtime.incoming import Incoming, Turn
 from tests.support.certificates import Authority
 from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
 from tests.support.event_loop import in_loop
@@ -132,6 +133,29 @@ async def test_bytes_go_in_and_out(tmp_path: Path, authority: Authority) -> None
         assert not daemon.front.data.handshake_refusals
         # The next request shows that the client has read the last answer and what it grants.
         await session.release(claim.claim.claim_id)
+
+
+@in_loop
+async def test_threads_decrypt_what_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, authority: Authority
+) -> None:
+    """But for the last of it. The event loop has others to serve."""
+    turns: list[bool] = []
+    take_turn = Incoming.take_turn
+
+    async def recorded(self: Incoming, turn: Turn, *, inline: bool) -> None:
+        turns.append(inline)
+        await take_turn(self, turn, inline=inline)
+
+    monkeypatch.setattr(Incoming, "take_turn", recorded)
+    async with (
+        secured(tmp_path, authority, large=True) as (_, session, port),
+        secured_connection(port, trusting(authority), session) as line,
+    ):
+        raw = LARGE[: MIB // 2]
+        saved = await line.save(session, [item(key(1), raw)], [raw])
+        assert saved == [pb.SAVE_STATUS_SAVED]
+    assert not turns[0]
 
 
 @in_loop

@@ -16,11 +16,11 @@ class Begun:
         self.rounds = Rounds()
         self.numbers: list[int] = []
 
-    def start(self, *numbers: int) -> list[asyncio.Task[None]]:
-        return [asyncio.ensure_future(self._begin(number)) for number in numbers]
+    def start(self, *numbers: int, rounds_after: int = 0) -> list[asyncio.Task[None]]:
+        return [asyncio.ensure_future(self._begin(number, rounds_after)) for number in numbers]
 
-    async def _begin(self, number: int) -> None:
-        await self.rounds.begin()
+    async def _begin(self, number: int, rounds_after: int) -> None:
+        await self.rounds.begin(rounds_after)
         self.numbers.append(number)
 
     async def each_round(self, count: int) -> list[int]:
@@ -62,6 +62,34 @@ async def test_who_has_begun_goes_behind_those_who_wait() -> None:
     tasks += begun.start(100)
     await asyncio.gather(*tasks)
     assert begun.numbers == [*range(30), 100]
+
+
+@in_loop
+async def test_who_takes_rounds_afterwards_counts_as_so_much_earlier() -> None:
+    begun = Begun()
+    tasks = begun.start(*range(60))
+    await begun.each_round(3)
+    soon = len(begun.numbers) + 4 * 4  # its task begins, it waits, and goes on
+    tasks += begun.start(100, rounds_after=2) + begun.start(101, rounds_after=4)
+    await asyncio.gather(*tasks)
+    assert [number for number in begun.numbers if number != 101] == [*range(60), 100]
+    assert begun.numbers.index(101) < soon, "as if it had come before all others"
+
+
+@in_loop
+async def test_nobody_is_overtaken_for_long() -> None:
+    """However many come that take rounds afterwards."""
+    begun = Begun()
+    tasks = begun.start(*range(rounds._SPREAD))
+    late: list[int] = []
+    for round_ in range(rounds._SPREAD):
+        numbers = [1000 + 10 * round_ + n for n in range(4)]
+        tasks += begun.start(*numbers, rounds_after=3)
+        late += numbers if round_ > 4 else []
+        await begun.each_round(1)
+    await asyncio.gather(*tasks)
+    last = begun.numbers.index(rounds._SPREAD - 1)
+    assert all(begun.numbers.index(number) > last for number in late)
 
 
 @in_loop
