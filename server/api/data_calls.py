@@ -29,13 +29,13 @@ from .service import READ_BYTES, CacheService, bounds_of
 
 #: Fewer bytes than this are moved on the loop: waking a thread takes as long.
 _INLINE_BYTES: Final = 256 * 2**10
-#: The same of a save that brings no more, without TLS. A thread has to wait for the interpreter
-#: whenever it has received something, and beside a busy loop each of these waits takes
-#: milliseconds: where clients with and without staging memory saved all the time, those without got
-#: less than half as much (`tests/bench/bench_savers.py --staged 16 --socket 16`).
+#: A save without TLS that brings no more than this is received on the loop. A thread has to wait
+#: for the interpreter whenever it has received something, and beside a busy loop each of these
+#: waits takes milliseconds: where clients with and without staging memory saved all the time, those
+#: without got less than half as much (`tests/bench/bench_savers.py --staged 16 --socket 16`).
 _INLINE_SAVE_BYTES: Final = 2**20
-#: Of the event loop, that a save takes from the answer to its first message on: the client has to
-#: read it and send the bytes, and these come in pieces.
+#: How many rounds of the event loop a save takes after its first message was answered: the client
+#: reads the answer and sends the bytes, which come in pieces.
 _ROUNDS_OF_A_SAVE: Final = 7
 #: What a save occupies of the daemon's memory: what the socket holds, and a piece for a disk.
 _SAVE_BYTES: Final = 4 * limits.CHUNK_BYTES

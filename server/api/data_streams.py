@@ -42,7 +42,7 @@ _RECORD_BYTES: Final = 16 * 2**10
 class Stream:
     """A connection without TLS."""
 
-    #: Moving bytes then takes far longer than copying them.
+    #: Whether the bytes are also encrypted and decrypted, which takes far longer than to copy them.
     encrypted: ClassVar[bool] = False
 
     def __init__(self, sock: socket.socket, process: Process | None = None) -> None:

@@ -233,8 +233,10 @@ class Behind(SharedStore):
         return False
 
     def _probe(self, key: Key) -> None:
-        self._look_up([key], monotonic() + _PROBE_S)
-        self._probes = False
+        try:
+            self._look_up([key], monotonic() + _PROBE_S)
+        finally:
+            self._probes = False
 
     def trip_s(self, _found_s: float) -> float | None:
         return self._near_trip_s

@@ -56,7 +56,7 @@ class Fetcher:
         #: Keys of running fetches that were received, and that the engine still has.
         self._kept: set[Key] = set()
 
-    def __contains__(self, key: Key) -> bool:
+    def keeps(self, key: Key) -> bool:
         """Whether the key is being fetched from an engine that keeps it."""
         return key in self._kept
 

@@ -80,7 +80,7 @@ class Offers:
         # They are in chain order, root first. A use of the chain stamps them leaf first.
         uses = [(entries[0].last_used_ns - depth, 0) for depth in range(len(entries))]
         for entry, until_ms in zip(entries, self._expiries(uses), strict=True):
-            if entry.key not in self._fetcher:  # the engine has those already
+            if not self._fetcher.keeps(entry.key):  # else the engine has it
                 self._offer(entry, until_ms)
 
     def used(self, usages: Sequence[Usage]) -> None:

@@ -10,10 +10,13 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+import pytest
+
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
+from prefixd.server.runtime.incoming import Incoming, Turn
 from tests.support.columns import Item
 from tests.support.running import OpenSession, Refused, Running, payload, running
 
@@ -188,3 +191,17 @@ def fetch_of(session: OpenSession, *entries: tuple[bytes, int]) -> pb.FetchReque
 async def generation_of(daemon: Running, of: bytes) -> int:
     (found,) = await daemon.lookup(of)
     return found.entry.generation
+
+
+def recorded_turns(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each turn in which bytes of a save are received from now on: whether it is taken on the
+    event loop."""
+    turns: list[bool] = []
+    take_turn = Incoming.take_turn
+
+    async def recorded(self: Incoming, turn: Turn, *, inline: bool) -> None:
+        turns.append(inline)
+        await take_turn(self, turn, inline=inline)
+
+    monkeypatch.setattr(Incoming, "take_turn", recorded)
+    return turns

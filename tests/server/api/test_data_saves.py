@@ -9,12 +9,12 @@ import pytest
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.runtime.incoming import Incoming, Turn
 from tests.support.data_client import (
     LARGE,
     MIB,
     daemon_for_large,
     data_connection,
+    recorded_turns,
 )
 from tests.support.event_loop import in_loop
 from tests.support.running import Refused, item, key, payload
@@ -58,14 +58,7 @@ async def test_what_is_wanted_is_saved(tmp_path: Path, tier: Tier) -> None:
 async def test_small_saves_are_received_without_waiting_for_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tier: Tier, large: bool, threads: bool
 ) -> None:
-    turns: list[bool] = []
-    take_turn = Incoming.take_turn
-
-    async def recorded(self: Incoming, turn: Turn, *, inline: bool) -> None:
-        turns.append(inline)
-        await take_turn(self, turn, inline=inline)
-
-    monkeypatch.setattr(Incoming, "take_turn", recorded)
+    turns = recorded_turns(monkeypatch)
     async with daemon_for_large(tmp_path) as (daemon, session):
         raw = LARGE[: 2 * MIB if large else MIB // 2]
         async with data_connection(daemon, session) as line:

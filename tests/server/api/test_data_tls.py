@@ -27,9 +27,14 @@ from prefixd.server.api import connections
 from prefixd.server.api.access import DATA_ROLES, Role
 from prefixd.server.config.loading import load_config
 from prefixd.server.credentials import certificates_of, tokens_of
-from prefixd.server.runtime.incoming import Incoming, Turn
 from tests.support.certificates import Authority
-from tests.support.data_client import HOST, SecuredConnection, data_connection, secured_connection
+from tests.support.data_client import (
+    HOST,
+    SecuredConnection,
+    data_connection,
+    recorded_turns,
+    secured_connection,
+)
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Refused, Running, item, key, payload, running
 
@@ -140,14 +145,7 @@ async def test_threads_decrypt_what_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, authority: Authority
 ) -> None:
     """But for the last of it. The event loop has others to serve."""
-    turns: list[bool] = []
-    take_turn = Incoming.take_turn
-
-    async def recorded(self: Incoming, turn: Turn, *, inline: bool) -> None:
-        turns.append(inline)
-        await take_turn(self, turn, inline=inline)
-
-    monkeypatch.setattr(Incoming, "take_turn", recorded)
+    turns = recorded_turns(monkeypatch)
     async with (
         secured(tmp_path, authority, large=True) as (_, session, port),
         secured_connection(port, trusting(authority), session) as line,

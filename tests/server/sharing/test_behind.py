@@ -29,7 +29,7 @@ from prefixd.server.sharing.store import (
     SharedEntry,
     Wanted,
 )
-from tests.server.sharing.test_object_store import Bucket, bucket
+from tests.server.sharing.test_object_store import Bucket, break_off, bucket
 from tests.support.daemon import eventually
 from tests.support.running import key
 from tests.support.stores import LogInMemory
@@ -570,15 +570,6 @@ def throttled(request: Bucket) -> bool:
     return True
 
 
-def truncated(request: Bucket) -> bool:
-    request.send_response(206)
-    request.send_header("Content-Length", "1000")
-    request.end_headers()
-    request.wfile.write(b"half")
-    request.close_connection = True
-    return True
-
-
 def flipped(value: bytes) -> bytes:
     """In the payload, so that only a read of all of it tells."""
     if len(value) <= HEADER_BYTES:
@@ -595,7 +586,7 @@ def test_a_bucket_with_faults_is_a_miss_and_nothing_else(
         "none": answers(),
         "slow": lambda _: not ends.wait(PATIENCE_S),
         "throttled": throttled,
-        "truncated": truncated,
+        "truncated": break_off,
         "flipped": answers(flipped),
         "down": answers(),
     }

@@ -80,6 +80,16 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[type[Bucket], Obje
         server.server_close()
 
 
+def break_off(request: Bucket) -> bool:
+    """Answer with the beginning of what was asked for."""
+    request.send_response(206)
+    request.send_header("Content-Length", "1000")
+    request.end_headers()
+    request.wfile.write(b"half")
+    request.close_connection = True
+    return True
+
+
 def soon() -> float:
     return monotonic() + PATIENCE_S
 
@@ -153,14 +163,6 @@ def test_errors_are_misses_and_are_reported(
 
 
 def test_an_answer_that_breaks_off_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
-    def break_off(request: Bucket) -> bool:
-        request.send_response(206)
-        request.send_header("Content-Length", "1000")
-        request.end_headers()
-        request.wfile.write(b"half")
-        request.close_connection = True
-        return True
-
     with bucket(monkeypatch) as (handler, store):
         handler.fault = staticmethod(break_off)
         assert Outcome.DONE not in fetch(store, soon())
