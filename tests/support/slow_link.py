@@ -23,6 +23,8 @@ _SIOCETHTOOL = 0x8946
 _OFFLOADS = (0x17, 0x19, 0x1F, 0x24, 0x2C)
 _OWN = 4  # PACKET_OUTGOING
 _MOST_BYTES = 2**16
+_SO_RCVBUFFORCE = 33
+_ROOM_BYTES = 16 * 2**20
 
 
 def plain(interface: str) -> None:
@@ -42,6 +44,9 @@ def relay(one: str, other: str, delay_s: float) -> None:
     sockets = []
     for interface in (one, other):
         sock = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ETH_P_ALL))
+        # Room for what arrives while this process waits for a processor: a link has a delay, and
+        # loses nothing. By default 90 frames have room, fewer than one burst of 256 KiB.
+        sock.setsockopt(socket.SOL_SOCKET, _SO_RCVBUFFORCE, _ROOM_BYTES)
         sock.bind((interface, 0))
         sock.setblocking(False)
         sockets.append(sock)
