@@ -365,7 +365,7 @@ def simulate(
     [bold]hash[/]: by the CRC32 of the first two blocks.
     [bold]least-loaded[/]: to the node that prefilled the fewest tokens lately.
     [bold]cache-aware[/]: to the node that holds the longest run, if that is worth it
-    and it has at most twice the mean load; else to the least loaded.
+    and its load is not far above the mean; else to the least loaded.
     """
     from ...proto.units import parse_bytes
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet

@@ -25,6 +25,7 @@ from prefixd.client.lab.fleet import (
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
+from tests.support.lengths import LONG
 
 Runs = list[tuple[tuple[int, ...], int]]
 
@@ -197,13 +198,13 @@ def test_cache_aware_goes_where_the_blocks_are_unless_that_node_is_busy() -> Non
     second = simulate([*first, ((1, 2, 3), 30)], Fleet(2, 9, Route.CACHE_AWARE))
     assert [node.requests for node in second.nodes] == [1, 2]
     assert hits(second) == (20, 0, 0)
-    # 1 of 21 blocks is less than a 20th: it goes to the idle node, which is node 1 here.
-    little: Runs = [((1,), 100), ((8,), 20), ((1, *range(20, 40)), 201)]
+    # 1 of 51 blocks is less than a 50th: it goes to the idle node, which is node 1 here.
+    little: Runs = [((1,), 100), ((8,), 20), ((1, *range(20, 70)), 501)]
     assert [n.requests for n in simulate(little, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [1, 2]
-    more: Runs = [*little[:2], ((1, *range(20, 39)), 199)]
+    more: Runs = [*little[:2], ((1, *range(20, 69)), 499)]
     assert [n.requests for n in simulate(more, Fleet(2, 99, Route.CACHE_AWARE)).nodes] == [2, 1]
     # Of three nodes, the one with the blocks has more than twice the mean load and what it saves.
-    busy: Runs = [((1, 2), 1000), ((8,), 10), ((9,), 10), ((1, 2), 20)]
+    busy: Runs = [((1, 2), 2000), ((8,), 10), ((9,), 10), ((1, 2), 20)]
     assert [n.requests for n in simulate(busy, Fleet(3, 9, Route.CACHE_AWARE)).nodes] == [1, 2, 1]
 
 
@@ -216,6 +217,18 @@ def test_cache_aware_beats_hash_on_the_conversation_trace_and_is_balanced() -> N
     work = [node.prefilled_tokens for node in aware.nodes]
     assert max(work) < 1.1 * sum(work) / len(work)
     assert min(work) > 0.9 * sum(work) / len(work)
+
+
+@pytest.mark.skipif(not LONG, reason="takes half a minute; set PREFIXD_LONG")
+def test_cache_aware_beats_hash_where_a_node_has_twelve_requests() -> None:
+    by_hash, aware = (
+        simulate_fleet(conversation(), Fleet(1000, 4096, route))
+        for route in (Route.HASH, Route.CACHE_AWARE)
+    )
+    assert aware.total_hit_tokens >= by_hash.total_hit_tokens
+    # The longest prompts are more than the mean of a node.
+    busiest = [max(node.prefilled_tokens for node in each.nodes) for each in (by_hash, aware)]
+    assert busiest[1] < 0.65 * busiest[0]
 
 
 # ---- a simple model
@@ -251,9 +264,9 @@ class Twin:
             nodes = range(self.fleet.nodes)
             _, _, idle = min((loads[n], -saved[n], n) for n in nodes)
             _, _, longest = min((-saved[n], loads[n], n) for n in nodes)
-            if 20 * (saved[longest] - saved[idle]) < len(ids):
+            if 50 * (saved[longest] - saved[idle]) < len(ids):
                 return idle
-            most = sum(loads) / len(loads) * 2 + 10 * (saved[longest] - saved[idle])
+            most = sum(loads) / len(loads) * 2 + 160 * (saved[longest] - saved[idle])
             return longest if loads[longest] <= most else idle
         return loads.index(min(loads))
 
