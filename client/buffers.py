@@ -17,6 +17,7 @@ from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, cast
 
 from ..proto.errors import CallerError, InvalidSize
+from ..proto.kernel import native
 from ..proto.payload import FlatBytes, Pieces
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def flat_bytes(payload: Payload, *, writable: bool = False) -> FlatBytes:
 
 def all_flat(payloads: Sequence[Payload], *, writable: bool = False) -> Sequence[FlatBytes]:
     """`flat_bytes` of each, faster where all are flat bytes already, as in most batches."""
+    if native and type(payloads) is list and native.flat(payloads, writable):
+        return payloads.copy()
     ready = _ready(payloads, writable=writable)
     if len(ready) == len(payloads):
         return ready

@@ -9,7 +9,7 @@ from functools import cached_property
 from ..proto.errors import CallerError
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason
-from .results import Entry, as_entries
+from .results import Entries, Entry
 from .wire.holdings import Holding
 
 
@@ -112,13 +112,13 @@ class HitFacts:
     def __init__(
         self,
         pins: Pins,
-        entries: Sequence[Entry],
+        entries: Entries,
         token_counts: Sequence[int],
         positions: Sequence[int],
         miss: MissReason | None,
     ) -> None:
         self._pins = pins
-        self._found = as_entries(entries)
+        self._found = entries
         #: Of each entry, its place among the requested keys.
         self.positions = tuple(positions)
         #: Tokens that each entry stands for, as the search counted them, or as it was saved; 0: not

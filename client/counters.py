@@ -18,7 +18,7 @@ from ..proto.limits import (
     MAX_TOLD_MISSES,
 )
 from ..proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
-from .results import Entry, SaveOutcome, as_entries
+from .results import Entries, SaveOutcome
 
 if TYPE_CHECKING:  # imported where it is used: it takes longer than the client's own modules
     from ..proto import prefixd_pb2 as pb
@@ -209,7 +209,7 @@ class Counters:
 
     def hit(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         token_counts: Sequence[int],
         lookup_tokens: int = 0,
         missing: Sequence[Missing] = (),
@@ -217,7 +217,7 @@ class Counters:
         """One look-up that found `entries`. `lookup_tokens`: those looked for; 0: not known.
         `missing`: what it did not get; its tokens are those looked for and not found, so the last
         one need not have any."""
-        found = as_entries(entries).by_tier(token_counts) if entries else {}
+        found = entries.by_tier(token_counts) if entries else {}
         self._looked({int(tier): sums for tier, sums in found.items()}, lookup_tokens, missing)
 
     def looked(
@@ -296,9 +296,8 @@ class Counters:
         with self._lock:
             self._amounts["failures", reason.value] += 1
 
-    def restored(self, entries: Sequence[Entry], path: str) -> None:
+    def restored(self, entries: Entries, path: str) -> None:
         """The caller got these entries whole, by a path of `PATHS`."""
-        entries = as_entries(entries)
         found = entries.by_tier(entries.payload_bytes)
         with self._lock:
             if path != _VIEW:
@@ -306,7 +305,7 @@ class Counters:
             for tier, (_, size_bytes) in found.items():
                 self._amounts["restored_bytes", tier, path] += size_bytes
 
-    def viewed(self, entries: Sequence[Entry]) -> None:
+    def viewed(self, entries: Entries) -> None:
         """The caller got views of these entries, to read them in place."""
         self.restored(entries, _VIEW)
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from ..proto.errors import CallerError, ClaimLost, InvalidSize, UnknownEntry
@@ -18,7 +19,7 @@ from .claims import HitFacts, Pins
 from .context import CallContext
 from .policy import LoadSpeeds
 from .restores import Copier, Restore, RestoreFuture, Streams, Verify
-from .results import Entries, Entry, RestoreResult, restore_result
+from .results import NO_ENTRIES, Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.holdings import Holding
@@ -43,7 +44,7 @@ class Hit(HitFacts):
     def __init__(
         self,
         reader: Reader,
-        entries: Sequence[Entry] = (),
+        entries: Entries = NO_ENTRIES,
         token_counts: Sequence[int] = (),
         *,
         claims: Sequence[Holding] = (),
@@ -81,7 +82,7 @@ class Hit(HitFacts):
             buffers = indices = ()
         elif indices is None:
             indices = range(len(buffers))
-            if len(buffers) > len(self):
+            if len(buffers) > len(self._found):
                 raise InvalidSize(f"{len(buffers)} buffers for a hit of {len(self)} entries")
         else:
             if len(sequence("indices", indices)) != len(buffers):
@@ -245,19 +246,22 @@ class Reader:
         hit._pins.check_held(indices)
         began_s = time.perf_counter()
         targets = all_flat(buffers, writable=True)
-        sizes = list(hit._found.some(indices).payload_bytes)
+        entries = hit._found.some(indices)
+        sizes = entries.payload_bytes
         misses: list[MissReason | None]
         if list(map(len, targets)) == sizes:
-            misses = self._restore(hit, indices, targets, deadline_ms) if indices else []
+            misses = self._restore(hit, entries, indices, targets, deadline_ms) if indices else []
         else:
             misses = [MissReason.WRONG_SIZE] * len(indices)
             fitting = [n for n, size in enumerate(sizes) if len(targets[n]) == size]
             fitting_indices = [indices[n] for n in fitting]
             fitting_targets = [targets[n] for n in fitting]
-            restored = self._restore(hit, fitting_indices, fitting_targets, deadline_ms)
+            restored = self._restore(
+                hit, entries.some(fitting), fitting_indices, fitting_targets, deadline_ms
+            )
             for number, miss in zip(fitting, restored, strict=True):
                 misses[number] = miss
-        return self._result(hit, indices, misses, began_s)
+        return self._result(hit, entries, indices, misses, began_s)
 
     def restore_async(
         self,
@@ -278,15 +282,20 @@ class Reader:
             future.making(
                 lambda: hit.restore_into(buffers, indices=indices, deadline_ms=left_ms())
             ),
-            lambda: restore_result((), (), dropped),
+            lambda: restore_result(NO_ENTRIES, (), dropped),
             future=future,
         )
 
     def _result(
-        self, hit: Hit, indices: Sequence[int], misses: Sequence[MissReason | None], began_s: float
+        self,
+        hit: Hit,
+        entries: Entries,
+        indices: Sequence[int],
+        misses: Sequence[MissReason | None],
+        began_s: float,
     ) -> RestoreResult:
-        """The result, counted, and timed from `began_s` on."""
-        entries, counts = hit._found.some(indices), hit.token_counts
+        """The result of entries `indices`, counted, and timed from `began_s` on."""
+        counts = hit.token_counts
         if entries is not hit._found:
             counts = tuple([counts[index] for index in indices])
         result = restore_result(entries, counts, misses, nothing=None if hit else hit.miss)
@@ -313,17 +322,18 @@ class Reader:
             miss if room else MissReason.WRONG_SIZE
             for miss, room in zip(self._account(restore, stopped), restore.rooms, strict=True)
         ]
-        return self._result(hit, range(len(hit)), misses, restore.began_s)
+        return self._result(hit, hit._found, range(len(hit)), misses, restore.began_s)
 
     def _restore(
         self,
         hit: Hit,
+        entries: Entries,
         indices: Sequence[int],
         targets: Sequence[FlatBytes],
         deadline_ms: int | None,
     ) -> list[MissReason | None]:
-        """Each target is as long as its payload. Returns why each is not good, None where it is."""
-        entries = hit._found.some(indices)
+        """Entries `indices` of the hit. Each target is as long as its payload. Returns why each is
+        not good, None where it is."""
         restore = Restore(entries, targets, self._verify)
         stopped: MissReason | None = None
         deadline = self._context.deadline(deadline_ms, transfer_bytes=sum(entries.payload_bytes))
@@ -405,7 +415,7 @@ class Reader:
         self.owner.check()
         hit._pins.check_held([index])
         buffer = bytearray(part.length_bytes)
-        restore = Restore([part.entry], [memoryview(buffer)], "never")
+        restore = Restore(Entries([part.entry]), [memoryview(buffer)], "never")
         deadline = self._context.deadline(deadline_ms, transfer_bytes=part.length_bytes)
         try:
             self._read(hit, [index], [part], restore, deadline)
@@ -422,8 +432,10 @@ class Reader:
         self.owner.check()
         taken = [(hit, own) for hit in hits if (own := hit._pins.take()) is not None]
         claims = [claim for _, own in taken for claim in own]
-        released = self._released(claims, self._context.deadline(deadline_ms)) if claims else []
-        held = {claim for claim, held in zip(claims, released, strict=True) if held}
+        held = set[Holding]()
+        if claims:
+            released = self._released(claims, self._context.deadline(deadline_ms))
+            held.update(compress(claims, released))
         for hit, own in taken:
             hit._pins.gave_back(held=held.issuperset(own))
         return [not hit.lost for hit in hits]

@@ -18,7 +18,7 @@ from ..proto.payload import FlatBytes, copy, copy_crc32c, crc32c_of
 from ..proto.vocabulary import MissReason, Tier
 from .context import Failures
 from .policy import LoadSpeeds
-from .results import Entries, Entry, as_entries
+from .results import Entries
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment, Deadline
 from .wire.sinks import Rooms
@@ -49,13 +49,13 @@ class Restore(Rooms):
 
     def __init__(
         self,
-        entries: Sequence[Entry],
+        entries: Entries,
         rooms: Sequence[FlatBytes],
         verify: Verify,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """A room, the memory for its payload, for each entry."""
-        self._entries = entries = as_entries(entries)
+        self._entries = entries
         self.rooms = rooms
         checked = verify == "always" or (verify == "disk" and entries.tier is Tier.DISK)
         self._check = (
@@ -142,7 +142,7 @@ class Restore(Rooms):
         if outcomes.count(Copied.WHOLE) < len(outcomes):
             whole = [n for n in everything if outcomes[n] is Copied.WHOLE]
         self._copied = whole
-        entries = self._entries.some(whole)
+        entries = self._entries if whole is everything else self._entries.some(whole)
         total_bytes = sum(entries.payload_bytes)
         for tier, (_, tier_bytes) in entries.by_tier(entries.payload_bytes).items():
             share_s = (now_s - self._since_s) * tier_bytes / total_bytes

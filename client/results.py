@@ -42,6 +42,7 @@ class Entries(Sequence[Entry]):
     def __init__(self, entries: Sequence[Entry], in_place: object | None = None) -> None:
         """`in_place`: what the transport that found them needs to find them again."""
         self._given = entries
+        self._count = len(entries)
         self.in_place = in_place
 
     @cached_property
@@ -89,7 +90,7 @@ class Entries(Sequence[Entry]):
 
     def some(self, indices: Sequence[int]) -> Entries:
         """Those entries, in this order."""
-        if isinstance(indices, range) and indices == range(len(self)):
+        if type(indices) is range and indices == range(self._count):
             return self
         return self._picked(indices)
 
@@ -97,7 +98,7 @@ class Entries(Sequence[Entry]):
         return Entries([self[index] for index in indices])
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> Entry: ...
@@ -111,11 +112,6 @@ class Entries(Sequence[Entry]):
 
 #: Of a search that found nothing.
 NO_ENTRIES = Entries(())
-
-
-def as_entries(entries: Sequence[Entry]) -> Entries:
-    """The same entries with their columns."""
-    return entries if isinstance(entries, Entries) else Entries(entries)
 
 
 class Found(NamedTuple):
@@ -199,7 +195,7 @@ class RestoreResult:
 
 
 def restore_result(
-    entries: Sequence[Entry],
+    entries: Entries,
     token_counts: Sequence[int],
     misses: Sequence[MissReason | None],
     nothing: MissReason | None = None,
@@ -215,7 +211,7 @@ def restore_result(
         restored=restored,
         run=run,
         token_count=sum(token_counts[:run]),
-        payload_bytes=sum(as_entries(entries).payload_bytes[:run]),
+        payload_bytes=sum(entries.payload_bytes[:run]),
         miss=nothing if not misses else misses[run] if run < len(misses) else None,
         misses=tuple(misses),
     )

@@ -17,7 +17,7 @@ from .counters import Missing
 from .hits import Hit, Reader
 from .policy import MinBenefit
 from .restores import Restore
-from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, as_entries, restore_result
+from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.holdings import Holding
 from .wire.sinks import Sink
@@ -51,7 +51,7 @@ class _Search:
     def add(
         self,
         positions: Sequence[int],
-        entries: Sequence[Entry],
+        entries: Entries,
         *,
         start: int = 0,
         in_flight: bool = False,
@@ -59,7 +59,7 @@ class _Search:
         """Add entries; `positions` count from `start`. `in_flight`: one of the others is being
         saved."""
         self.positions += [start + position for position in positions] if start else positions
-        self.entries = Entries([*self.entries, *entries]) if self.entries else as_entries(entries)
+        self.entries = Entries([*self.entries, *entries]) if self.entries else entries
         if in_flight:
             self.gap = MissReason.IN_FLIGHT
 
@@ -176,7 +176,7 @@ class Searcher:
         results = self._transport.lookup(list(search.keys), wait_ms, deadline)
         positions, entries = _selected(results, search.mode)
         in_flight = any(result.presence is Presence.IN_FLIGHT for result in results)
-        search.add(positions, entries, in_flight=in_flight)
+        search.add(positions, Entries(entries), in_flight=in_flight)
 
     def _pull(
         self,
@@ -244,22 +244,25 @@ class Searcher:
             worth = self._benefit.worth(entries, counts)
         complete = len(entries) == len(keys) or bool(entries and mode is ClaimMode.FIRST)
         slow = worth < len(entries)
+        positions = search.positions
+        found, shown = entries, counts
+        if slow:
+            found, shown, positions = entries.some(range(worth)), counts[:worth], positions[:worth]
         hit = Hit(
             self._reader,
-            entries[:worth],
-            counts[:worth],
+            found,
+            shown,
             claims=search.claims,
-            positions=search.positions[:worth],
+            positions=positions,
             miss=MissReason.SLOW if slow else None if complete and entries else search.gap,
         )
         if counted:
             missing = [Missing(MissReason.SLOW, sum(counts[worth:]))] if slow else []
             if search.positions[:1] != [0] or not complete:
                 missing.append(Missing(search.gap, 0, search.first_missing()))
-            shown = counts[:worth]
             if prompt_tokens and worth and not any(counts) and mode is not ClaimMode.FIRST:
                 shown = [prompt_tokens // len(keys)] * worth
-            self._counters.hit(hit._found, shown, lookup_tokens, missing)
+            self._counters.hit(found, shown, lookup_tokens, missing)
         if entries and not worth:
             self._reader.release([hit], None)
             return Hit(self._reader, miss=MissReason.SLOW)
@@ -281,7 +284,7 @@ class Searcher:
         for the call, beside the time to move its bytes. `counted` as in `search`."""
         targets = all_flat(buffers, writable=True)
         if not keys:
-            return restore_result((), (), ())
+            return restore_result(NO_ENTRIES, (), ())
         search = _Search(keys, token_counts, mode)
         found = self._fetch_found(search, targets, left_ms, counted=counted)
         if found is None:
@@ -337,7 +340,7 @@ class Searcher:
             stopped = self._failures.reason(problem)
         if not begun:
             search.gap = stopped or MissReason.UNEXPECTED
-            return self._hit(search, counted=counted), restore_result((), (), ())
+            return self._hit(search, counted=counted), restore_result(NO_ENTRIES, (), ())
         ((hit, restore),) = begun
         return hit, self._reader.received(hit, restore, stopped)
 

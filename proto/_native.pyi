@@ -12,6 +12,10 @@ from typing_extensions import Buffer
 #: Of the module that was built; see `proto/kernel.py`.
 ABI: Final[int]
 
+def flat(buffers: Sequence[object], writable: bool, /) -> bool:
+    """Are all of them memoryviews of flat unsigned bytes, none of them empty, and writable if that
+    is asked for?"""
+
 def crc32c(data: Buffer, crc: int = 0, /) -> int:
     """The CRC32C of `data`, continuing `crc`. Without the GIL from 16 KiB on."""
 

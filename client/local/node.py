@@ -378,14 +378,12 @@ class PackedEntries(Entries):
         super().__init__((), found)
         self.rows = rows
         self.found = found
-
-    @cached_property
-    def payload_bytes(self) -> Sequence[int]:
-        return self.rows.payload_bytes
-
-    @cached_property
-    def token_counts(self) -> Sequence[int]:
-        return self.rows.token_counts
+        self._count = len(rows)
+        tiers = set(rows.tiers)
+        self.tier = _TIERS[tiers.pop()] if len(tiers) == 1 else None
+        # At once, as every search and restore needs these.
+        self.payload_bytes = rows.payload_bytes
+        self.token_counts = rows.token_counts
 
     @cached_property
     def generations(self) -> Sequence[int]:
@@ -416,19 +414,11 @@ class PackedEntries(Entries):
             )
         )
 
-    @cached_property
-    def tier(self) -> Tier | None:
-        tiers = self.rows.tiers
-        return _TIERS[tiers[0]] if tiers.count(tiers[0]) == len(tiers) else None
-
     def _picked(self, indices: Sequence[int]) -> Entries:
         if not indices:
             return NO_ENTRIES
         rows = self.rows.some(indices)
         return PackedEntries(rows, InPlace(self.found.node, rows))
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 def _tiers_of(rows: Iterable[Placed]) -> set[int]:

@@ -15,7 +15,7 @@
 
 /* What Python expects of this module: `ABI` in `proto/kernel.py` has to be the same. It goes up with
  * every change of what a function takes, gives, or does. */
-enum { KERNEL_ABI = 1 };
+enum { KERNEL_ABI = 2 };
 
 /* ---- buffers */
 
@@ -86,6 +86,38 @@ static int export_pieces(struct exported *all, PyObject *object, int writable, s
 static int size_of(PyObject *number, size_t *size) {
     *size = PyLong_AsSize_t(number);
     return *size == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* flat(buffers, writable): are all of them memoryviews of flat unsigned bytes, none empty? */
+static PyObject *flat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 2) {
+        PyErr_SetString(PyExc_TypeError, "flat(buffers, writable)");
+        return NULL;
+    }
+    Py_ssize_t many = length_of(args[0]);
+    int writable = PyObject_IsTrue(args[1]);
+    if (many < 0 || writable < 0) return NULL;
+    int flags = PyBUF_ND | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+    int all = 1;
+    for (Py_ssize_t i = 0; all && i < many; i++) {
+        PyObject *object = item_of(args[0], i);
+        Py_buffer view;
+        all = Py_IS_TYPE(object, &PyMemoryView_Type);
+        if (!all) break;
+        if (PyObject_GetBuffer(object, &view, flags)) {
+            /* Not writable, not contiguous, or released: whoever looks closer says what is wrong. */
+            if (!PyErr_ExceptionMatches(PyExc_BufferError) &&
+                !PyErr_ExceptionMatches(PyExc_ValueError))
+                return NULL;
+            PyErr_Clear();
+            all = 0;
+            break;
+        }
+        all = view.ndim == 1 && view.len && view.format && !strcmp(view.format, "B");
+        PyBuffer_Release(&view);
+    }
+    return PyBool_FromLong(all);
 }
 
 /* ---- checksums and copies */
@@ -1031,6 +1063,7 @@ static PyObject *use(PyObject *self, PyObject *args) {
 #define FAST(function) {#function, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
 
 static PyMethodDef methods[] = {
+    FAST(flat),
     FAST(crc32c),
     FAST(copy),
     FAST(copy_crc32c),
