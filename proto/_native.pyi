@@ -2,6 +2,7 @@
 
 Buffers are contiguous. Every function checks all arguments before a byte moves, and raises
 TypeError, ValueError, BufferError or OSError. None of them keeps a buffer after it returns.
+Copies and checksums of 256 KiB and more, in one call, run without the GIL.
 """
 
 from collections.abc import Sequence
@@ -17,10 +18,10 @@ def flat(buffers: Sequence[object], writable: bool, /) -> bool:
     is asked for?"""
 
 def crc32c(data: Buffer, crc: int = 0, /) -> int:
-    """The CRC32C of `data`, continuing `crc`. Without the GIL from 16 KiB on."""
+    """The CRC32C of `data`, continuing `crc`."""
 
 def copy(target: Buffer | Sequence[Buffer], source: Buffer | Sequence[Buffer], /) -> None:
-    """Copy, without the GIL. Either side may be a list or a tuple of buffers. Raises ValueError if
+    """Copy. Either side may be a list or a tuple of buffers. Raises ValueError if
     the sizes differ."""
 
 def copy_crc32c(
@@ -35,9 +36,9 @@ def gather(
     sources: Sequence[Buffer | Sequence[Buffer]],
     /,
 ) -> list[int]:
-    """Copy each source, a buffer or a list of buffers, to `memory[start:]`, all without the GIL; it
-    is at most `limit` long. Returns the CRC32C of each. Raises OSError if a source is longer than
-    its limit, or does not fit into the memory."""
+    """Copy each source, a buffer or a list of buffers, to `memory[start:]`; it is at most `limit`
+    long. Returns the CRC32C of each. Raises OSError if a source is longer than its limit, or does
+    not fit into the memory."""
 
 def restore(
     rows: bytes,
@@ -47,9 +48,8 @@ def restore(
     /,
 ) -> list[int]:
     """Fill each target, a buffer or a list of buffers, from the extent in `memory` of its row; see
-    `find_rows`. All without the GIL. Returns the positions of those with `check` whose CRC32C is
-    not that of their row. Raises OSError if a target is longer than its extent, or an extent lies
-    beyond the memory."""
+    `find_rows`. Returns the positions of those with `check` whose CRC32C is not that of their row.
+    Raises OSError if a target is longer than its extent, or an extent lies beyond the memory."""
 
 def read_rows(
     rows: bytes,

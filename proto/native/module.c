@@ -1,4 +1,5 @@
-/* The kernel for Python: checks types, sizes and offsets, then works without the GIL.
+/* The kernel for Python: checks types, sizes and offsets, then works, without the GIL where it copies
+ * much.
  *
  * Every function checks all of its arguments before the first byte moves. Buffers are exported for
  * the time of a call. `proto/kernel.py` says what each function returns.
@@ -88,6 +89,18 @@ static int size_of(PyObject *number, size_t *size) {
     return *size == (size_t)-1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* From so many bytes on, copies let other threads run. Those that wait for the GIL are woken when it
+ * is released, which costs as much as copying some 64 KiB. */
+enum { RELEASE_BYTES = 256 * 1024 };
+
+static PyThreadState *let_others_run(size_t bytes) {
+    return bytes < RELEASE_BYTES ? NULL : PyEval_SaveThread();
+}
+
+static void go_on(PyThreadState *state) {
+    if (state) PyEval_RestoreThread(state);
+}
+
 /* flat(buffers, writable): are all of them memoryviews of flat unsigned bytes, none empty? */
 static PyObject *flat(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
@@ -143,14 +156,9 @@ static PyObject *crc32c(PyObject *self, PyObject *const *args, Py_ssize_t count)
     }
     if (count == 2 && crc_of(args[1], &crc)) return NULL;
     if (PyObject_GetBuffer(args[0], &data, PyBUF_SIMPLE)) return NULL;
-    uint32_t found;
-    if (data.len < 16384) {
-        found = kernel_crc32c(crc, data.buf, (size_t)data.len);
-    } else {
-        Py_BEGIN_ALLOW_THREADS
-        found = kernel_crc32c(crc, data.buf, (size_t)data.len);
-        Py_END_ALLOW_THREADS
-    }
+    PyThreadState *state = let_others_run((size_t)data.len);
+    uint32_t found = kernel_crc32c(crc, data.buf, (size_t)data.len);
+    go_on(state);
     PyBuffer_Release(&data);
     return PyLong_FromUnsignedLong(found);
 }
@@ -185,6 +193,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
         PyErr_NoMemory();
         goto done;
     }
+    size_t all_bytes = 0;
     for (Py_ssize_t i = 0; i < many; i++) {
         struct part *part = parts + i;
         size_t limit;
@@ -196,8 +205,9 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
             PyErr_SetString(PyExc_OSError, "the memory does not hold so many bytes");
             goto done;
         }
+        all_bytes += part->size;
     }
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *state = let_others_run(all_bytes);
     for (Py_ssize_t i = 0; i < many; i++) {
         struct part *part = parts + i;
         uint8_t *to = memory + part->start;
@@ -207,7 +217,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
             to += from->len;
         }
     }
-    Py_END_ALLOW_THREADS
+    go_on(state);
     result = PyList_New(many);
     for (Py_ssize_t i = 0; result && i < many; i++) {
         PyObject *crc = PyLong_FromUnsignedLong(parts[i].crc);
@@ -235,7 +245,7 @@ static int copy_pieces(PyObject *to_object, PyObject *from_object, int check, ui
         goto done;
     }
     result = 0;
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *state = let_others_run(target.size);
     Py_buffer *to = all.buffers + target.first, *from = all.buffers + source.first;
     size_t to_used = 0, from_used = 0;
     for (size_t left = target.size; left;) {
@@ -251,7 +261,7 @@ static int copy_pieces(PyObject *to_object, PyObject *from_object, int check, ui
         if (to_used == (size_t)to->len) to++, to_used = 0;
         if (from_used == (size_t)from->len) from++, from_used = 0;
     }
-    Py_END_ALLOW_THREADS
+    go_on(state);
 done:
     release(&all);
     return result;
@@ -894,15 +904,16 @@ static PyObject *restore(PyObject *self, PyObject *const *args, Py_ssize_t count
     Py_buffer *buffer = many < 0 ? NULL : export(&all, args[3], 0);
     if (!buffer) goto done;
     const uint8_t *memory = buffer->buf;
-    size_t memory_bytes = (size_t)buffer->len;
+    size_t memory_bytes = (size_t)buffer->len, all_bytes = 0;
     for (Py_ssize_t i = 0; i < many; i++) {
         struct part *part = &copies[i].part;
         if (part->start > memory_bytes || part->size > memory_bytes - part->start) {
             PyErr_SetString(PyExc_OSError, "the memory does not hold so many bytes");
             goto done;
         }
+        all_bytes += part->size;
     }
-    Py_BEGIN_ALLOW_THREADS
+    PyThreadState *state = let_others_run(all_bytes);
     for (Py_ssize_t i = 0; i < many; i++) {
         struct part *part = &copies[i].part;
         const uint8_t *from = memory + part->start;
@@ -916,7 +927,7 @@ static PyObject *restore(PyObject *self, PyObject *const *args, Py_ssize_t count
             from += size;
         }
     }
-    Py_END_ALLOW_THREADS
+    go_on(state);
     wrong = PyList_New(0);
     for (Py_ssize_t i = 0; wrong && i < many; i++) {
         int right = !copies[i].part.check || copies[i].part.crc == copies[i].expected;

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from prefixd.client.buffers import MAX_PIECES, all_flat, flat_bytes
+from prefixd.client.buffers import MAX_PIECES, _ready, all_flat, flat_bytes
 from prefixd.proto.errors import CallerError, InvalidSize
+from prefixd.proto.kernel import native
 from prefixd.proto.payload import Pieces, copy
 
 BUFFERS: list[Any] = [
@@ -43,6 +44,30 @@ def test_any_contiguous_buffer_is_seen_as_bytes_in_place(buffer: Any) -> None:
     view[0], view[-1] = 7, 9
     raw = raw_bytes(buffer)
     assert (raw[0], raw[-1]) == (7, 9)
+
+
+@pytest.mark.skipif(not native, reason="needs the native kernel")
+@pytest.mark.parametrize("writable", [False, True])
+def test_both_forms_agree_on_what_is_flat_already(writable: bool) -> None:
+    plain = memoryview(bytearray(12))
+    released = memoryview(bytearray(12))
+    released.release()
+    read_only, signed, square = memoryview(b"abc"), plain.cast("b"), plain.cast("B", (3, 4))
+    for each in (*BUFFERS, plain, plain[::2], plain[:0], read_only, signed, square, b"abc", None):
+        ready = _ready([plain, each], writable=writable)
+        assert native.flat([plain, each], writable) == (len(ready) == 2)
+    # Whoever looks closer says what is wrong.
+    assert not native.flat([released], writable)
+    assert native.flat([], writable)
+    with pytest.raises(TypeError):
+        native.flat(plain, writable)
+
+
+def test_the_callers_list_is_its_own() -> None:
+    given = [memoryview(bytearray(12))]
+    flat = all_flat(given)
+    assert flat is not given
+    assert flat == given
 
 
 def test_bytes_are_a_payload_but_nothing_to_restore_into() -> None:

@@ -6,7 +6,7 @@ import threading
 from typing import get_type_hints
 
 from prefixd.client.counters import Counters, Snapshot
-from prefixd.client.results import Entry, SaveOutcome
+from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
@@ -41,9 +41,9 @@ def test_each_count_goes_where_it_belongs() -> None:
     counters.rpc("Claim")
     counters.miss(MissReason.SLOW, 700)
     counters.failure(MissReason.LOST)
-    counters.hit([entry(Tier.RAM, 10), entry(Tier.DISK, 20)], [100, 200], 400)
-    counters.restored([entry(Tier.SHM, 5), entry(Tier.SHM, 6)], "copy")
-    counters.viewed([entry(Tier.RAM, 9)])
+    counters.hit(Entries([entry(Tier.RAM, 10), entry(Tier.DISK, 20)]), [100, 200], 400)
+    counters.restored(Entries([entry(Tier.SHM, 5), entry(Tier.SHM, 6)]), "copy")
+    counters.viewed(Entries([entry(Tier.RAM, 9)]))
     counters.saves(
         [SaveOutcome(KEY, SaveStatus.SAVED), SaveOutcome(KEY, SaveStatus.PRESENT)],
         [7, 8],

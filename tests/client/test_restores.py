@@ -17,7 +17,7 @@ from prefixd.client import restores
 from prefixd.client.context import Failures
 from prefixd.client.policy import LoadSpeeds
 from prefixd.client.restores import Copier, Restore, Verify
-from prefixd.client.results import Entry, RestoreResult, restore_result
+from prefixd.client.results import Entries, Entry, RestoreResult, restore_result
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.transport import Copied
 from prefixd.proto.errors import PrefixdError
@@ -47,11 +47,14 @@ class Restoring:
         self.buffers = [bytearray(len(payload)) for payload in data]
         seconds = count()
         self.restore = Restore(
-            self.entries, [memoryview(b) for b in self.buffers], verify, lambda: next(seconds)
+            Entries(self.entries),
+            [memoryview(b) for b in self.buffers],
+            verify,
+            lambda: next(seconds),
         )
 
     def result(self, token_counts: list[int], stopped: MissReason | None) -> RestoreResult:
-        return restore_result(self.entries, token_counts, self.restore.misses(stopped))
+        return restore_result(Entries(self.entries), token_counts, self.restore.misses(stopped))
 
     def send(self, number: int, chunk_bytes: int = 1 << 20) -> None:
         for offset in range(0, len(self.data[number]), chunk_bytes):

@@ -457,7 +457,7 @@ def test_the_form_is_said_in_words(variable: str, begins: str) -> None:
 
 #: For each `ABI`, what the functions look like. With a change of them the number goes up, also if
 #: only what one does has changed.
-SIGNATURES = {1: "c97a780154cf87b7"}
+SIGNATURES = {1: "c97a780154cf87b7", 2: "54fd8d18476e48d1"}
 
 
 def test_a_change_of_the_functions_goes_with_another_number() -> None:

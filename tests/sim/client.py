@@ -270,7 +270,7 @@ class SimClient:
         buffers = [bytearray(entry.payload_bytes) for entry in entries]
         check = args["check"]
         views = [_divided(buffer, args["pieces"]) for buffer in buffers]
-        restore = Restore(entries, views, "always" if check else "never")
+        restore = Restore(Entries(entries), views, "always" if check else "never")
         rest = list(range(len(entries)))
         if args["place"]:
             given_ms = args.get("deadline_ms")

@@ -19,7 +19,7 @@ import pytest
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
 from prefixd.client.counters import Counters
 from prefixd.client.restores import Restore
-from prefixd.client.results import Entry
+from prefixd.client.results import Entries, Entry
 from prefixd.client.wire import messages, remote_transport
 from prefixd.client.wire.framed_calls import FramedCalls
 from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, TcpPlace, Wire
@@ -105,7 +105,7 @@ def read(port: int, restore: Restore, timeout_s: float = PATIENCE_S) -> None:
 
 def room_for(*payloads: bytes) -> tuple[Restore, list[bytearray]]:
     buffers = [bytearray(len(payload)) for payload in payloads]
-    entries = [entry_of(payload) for payload in payloads]
+    entries = Entries([entry_of(payload) for payload in payloads])
     return Restore(entries, [memoryview(buffer) for buffer in buffers], "always"), buffers
 
 

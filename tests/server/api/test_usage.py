@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from prefixd.client.counters import PATHS, Counters, Missing
 from prefixd.client.ctl.message_json import label_in
-from prefixd.client.results import Entry, SaveOutcome
+from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
@@ -54,7 +54,7 @@ def test_client_and_daemon_have_the_same_words() -> None:
 
 def test_what_a_client_counts_arrives() -> None:
     counters = Counters()
-    entries = [Entry(KEY, tier, 100, 10, 0, 0, 0, 1, SaveReason.COLD) for tier in Tier]
+    entries = Entries([Entry(KEY, tier, 100, 10, 0, 0, 0, 1, SaveReason.COLD) for tier in Tier])
     counters.hit(entries, [10, 20, 30], 90)
     counters.miss(MissReason.SLOW, 5)
     counters.failure(MissReason.LOST)
@@ -231,9 +231,8 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 10, keys)
     counters.miss(MissReason.SLOW, 7, [evicted])
-    counters.hit([Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)], [4], 64, [
-        Missing(MissReason.ABSENT, 0, [evicted])
-    ])  # fmt: skip
+    found = Entries([Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)])
+    counters.hit(found, [4], 64, [Missing(MissReason.ABSENT, 0, [evicted])])
     usage = report(counters)
     book = UsageBook().of("m")
     book.add(usage, journal, 10**12)
@@ -316,7 +315,7 @@ def test_a_report_of_an_older_client_still_adds_up() -> None:
 def test_tokens_count_only_where_they_are_known() -> None:
     """A look-up of raw keys knows how many tokens it found, but not how many it was for."""
     counters, entry = Counters(), Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)
-    counters.hit([entry], [4])
+    counters.hit(Entries([entry]), [4])
     counters.looked([Tier.RAM, -1], 3, 0, Missing(MissReason.ABSENT, 0, [KEY]))
     usage = report(counters)
     assert (usage.lookups, usage.hits, usage.lookup_tokens) == (2, 2, 0)
@@ -327,7 +326,7 @@ def test_tokens_count_only_where_they_are_known() -> None:
     }
     counters.looked([Tier.RAM, Tier.DISK], 3, 50, Missing(MissReason.ABSENT, 0, [KEY]))
     counters.looked([Tier.RAM, Tier.DISK, Tier.DISK], 3, 50, None)
-    counters.hit([entry], [4], 5)
+    counters.hit(Entries([entry]), [4], 5)
     usage = report(counters)
     assert usage.lookup_tokens == 105
     assert dict(usage.missed_tokens) == {"absent": 18, "partial_block": 1}
