@@ -38,6 +38,8 @@ from .trace_context import TRACEPARENT
 _AHEAD_BYTES: Final = 16 * 2**10
 #: Received or sent between two checks of the deadline, and checksummed while in the CPU cache.
 _PIECE_BYTES: Final = 2**20
+#: Sends of so few bytes are tried without waiting first.
+_SMALL_BYTES: Final = 16 * 2**10
 #: Buffers that one system call takes.
 _GATHER: Final = 64
 _KEEPALIVE_S: Final = 30
@@ -76,6 +78,11 @@ class Wire:
         """Send some of the bytes; returns how many. `until_s`: on the monotonic clock. Raises
         TimeoutError at the deadline, OSError."""
         send = self._socket.sendmsg
+        if len(buffers) == 1 and len(buffers[0]) <= _SMALL_BYTES:
+            try:  # nearly always there is room, and no timeout need be set
+                return send(buffers, (), socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
         return self._by(until_s, socket.SO_SNDTIMEO, lambda flags: send(buffers, (), flags))
 
     def receive(self, room: memoryview, until_s: float, *, whole: bool) -> int:
