@@ -62,8 +62,9 @@ _ARENAS: Final[dict[int, str]] = {
 HAND_OVER_S: Final = 0.5
 #: After a failed hand-over, the next attempt waits this long.
 RETRY_HAND_OVER_S: Final = 5.0
-#: Reads are reported with the next save or heartbeat. This many are reported at once.
-MAX_PENDING_TOUCHES: Final = 512
+#: Reads are reported with the next save or heartbeat. This many are reported at once: a report
+#: wakes three threads here, and the daemon takes 2 ms for it.
+MAX_PENDING_TOUCHES: Final = 2048
 
 
 class LocalTransport:
