@@ -19,6 +19,9 @@ _CALL_BYTES: Final = 64 * 2**10
 _SESSION_BYTES: Final = 16 * 2**10
 #: A key that a claim or an unfinished save holds, with what the tables note of it.
 _HELD_KEY_BYTES: Final = 100
+#: The keys that an engine is known to have (`sharing.link.MAX_KNOWN`).
+_KNOWN_KEYS: Final = 262_144
+_KNOWN_KEY_BYTES: Final = 200
 
 
 def memory_parts(plan: Plan) -> dict[str, int]:
@@ -46,6 +49,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
         "sessions.max_held_keys": sessions.max_held_keys * _HELD_KEY_BYTES,
         "watch.history": watch.history_bytes if watch.max_watchers else 0,
         "shared.memory": config.shared.memory_bytes * _copies(config.shared),
+        "shared.engine": _known_keys(config.shared) * _KNOWN_KEY_BYTES,
         "entries": entries * _ENTRY_BYTES,
         "the daemon itself": _BASE_BYTES,
     }
@@ -58,6 +62,13 @@ def _copies(shared: Shared) -> int:
     if not shared.engine:
         return 0
     return 2 if shared.capacity or shared.engine.startswith("s3:") else 1
+
+
+def _known_keys(shared: Shared) -> int:
+    """A bucket behind the engine has a list of its own, and one of what it has in part."""
+    if not shared.engine:
+        return 0
+    return _KNOWN_KEYS * (3 if shared.capacity else 1)
 
 
 def describe(plan: Plan) -> str:

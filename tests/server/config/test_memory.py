@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from prefixd.server.config import memory
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.memory import describe, memory_parts
+from prefixd.server.sharing.link import MAX_KNOWN
 from tests.support.running import MACHINE
 
 MIB = 2**20
@@ -33,6 +35,20 @@ def test_each_option_adds_what_it_allows() -> None:
         assert after[name] - before[name] == more_bytes, flag
     assert parts("--tcp=127.0.0.1:0")["server.max_local"] == 512 * MIB
     assert "watch.history" not in parts("--watch.max_watchers=0")
+
+
+def test_an_engine_is_remembered_and_a_bucket_twice_more() -> None:
+    assert "shared.engine" not in parts()
+    engine = "--shared.engine=redis://10.0.0.5"
+    alone = parts(engine)
+    assert alone["shared.engine"] == 50 * MIB
+    both = parts(engine, "--shared.capacity=s3://bucket/prefix")
+    assert both["shared.engine"] == 150 * MIB
+    assert both["shared.memory"] == 2 * alone["shared.memory"]
+
+
+def test_as_many_keys_are_known_as_the_sum_says() -> None:
+    assert memory._KNOWN_KEYS == MAX_KNOWN
 
 
 def test_the_sum_is_described_with_its_largest_parts() -> None:
