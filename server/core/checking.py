@@ -186,7 +186,7 @@ class Recount:
     def _visits(self) -> Iterator[int]:
         """Visit everything once. Yields the number of items visited; a step may end there."""
         t = self._t
-        timed, unpinning = {timer: list(t.timed(timer)) for timer in Timer}, list(t.unpinning)
+        timed, unpinning = {timer: list(t.timed[timer]) for timer in Timer}, list(t.unpinning)
         if not t.old_timers and len(t.timers) > t.max_timers:
             self._say(f"{len(t.timers)} timers are kept, at most {t.max_timers} are of use")
         yield sum(map(len, timed.values()))
@@ -370,7 +370,7 @@ class Recount:
     def _has_deadline(self, timer: Timer, number: int) -> bool:
         """Whether it needs a timer of its own. Claims of an ending session don't, nor do
         reservations that are being committed or are lost already."""
-        alive = self._t.timed(timer).get(number)
+        alive = self._t.timed[timer].get(number)
         if isinstance(alive, Reservation):
             return alive.stage in (Stage.RESERVED, Stage.WRITING)
         if isinstance(alive, Claim):

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Protocol, TypeAlias, assert_never
+from typing import Protocol, TypeAlias
 
 from ...proto import limits
 from ...proto.keys import Key
@@ -281,19 +281,10 @@ class Tables:
         ages_ns = [max(0, now_ns - entry.last_used_ns) for entry in entries]
         self.eviction_ages[tier, cause].observe_all(ages_ns)
 
-    def timed(self, timer: Timer) -> Mapping[int, object]:
-        """The table that a kind of timer refers to, by number."""
-        match timer:
-            case Timer.SESSION:
-                return self.sessions
-            case Timer.CLAIM:
-                return self.claims
-            case Timer.RESERVATION:
-                return self.reservations
-            case Timer.WAITING:
-                return self.waiting
-            case _:
-                assert_never(timer)
+    @property
+    def timed(self) -> tuple[Mapping[int, object], ...]:
+        """The tables that timers refer to by number, in the order of `Timer`."""
+        return self.sessions, self.claims, self.reservations, self.waiting
 
     @property
     def max_timers(self) -> int:
@@ -332,10 +323,14 @@ class Tables:
         because claims are released long before their leases end."""
         if not self.old_timers and len(self.timers) > self.max_timers:
             self.old_timers, self.timers = self.timers, []
+        old = self.old_timers
+        if not old:
+            return
+        timed = self.timed
         # Taken from the end, so that the rest stays a heap.
-        for _ in range(min(steps, len(self.old_timers))):
-            timer = self.old_timers.pop()
-            if timer[2] in self.timed(timer[1]):
+        for _ in range(min(steps, len(old))):
+            timer = old.pop()
+            if timer[2] in timed[timer[1]]:
                 heapq.heappush(self.timers, timer)
 
     def stamp(self, now_ns: int) -> int:

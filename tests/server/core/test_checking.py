@@ -446,7 +446,7 @@ def test_a_step_is_as_much_as_it_may_be() -> None:
     claims, sessions, waits = t.claims.values(), t.sessions.values(), t.waiting.values()
     items = (
         3 * len(t.timers)
-        + 2 * sum(len(t.timed(timer)) for timer in Timer)
+        + 2 * sum(len(t.timed[timer]) for timer in Timer)
         + sum(len(claim.entries) for claim in claims)
         + len({entry for claim in claims for entry in claim.entries})
         + len(t.reservations)

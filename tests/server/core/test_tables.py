@@ -24,7 +24,7 @@ def test_a_stamp_is_never_given_out_twice_whatever_the_clock_does() -> None:
 
 def test_every_kind_of_timer_has_its_table() -> None:
     t = tables()
-    held = [t.timed(timer) for timer in Timer]
+    held = [t.timed[timer] for timer in Timer]
     assert [id(one) for one in held] == [
         id(t.sessions),
         id(t.claims),
