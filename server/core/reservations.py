@@ -125,8 +125,9 @@ def _observe(
         ]
     if items:
         keys, payloads_bytes, token_counts, _, token_ids = zip(*items, strict=True)
-        sizes = zip(payloads_bytes, map(len, token_ids), strict=True)
-        transition.observe(asked.tier, keys, token_counts, [footprint(*each) for each in sizes])
+        sizes = list(zip(payloads_bytes, map(len, token_ids), strict=True))
+        stored_bytes = {size: footprint(*size) for size in set(sizes)}  # mostly one
+        transition.observe(asked.tier, keys, token_counts, [stored_bytes[size] for size in sizes])
     if not saved:
         there = transition.tables.entries.find_all([item.key for item in asked.items])
         transition.observe_entries([entry for entry in there if entry is not None])

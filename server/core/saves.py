@@ -6,9 +6,11 @@ requests that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from operator import attrgetter
+from typing import Final, cast
 
 from ...proto.errors import UnknownReservation
 from ...proto.keys import Key
@@ -23,6 +25,7 @@ from .effects import (
     TellReservationLost,
     WriteOrder,
 )
+from .entries import Entry
 from .journal import Happening
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Session, Signal, Stage
 from .transition import Refusal, Transition
@@ -33,6 +36,8 @@ _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
 
 _batch_of = attrgetter("batch")
+#: `IndexPut._make` without a Python call.
+_listed: Final = cast("Callable[[tuple[Entry, bytes]], IndexPut]", partial(tuple.__new__, IndexPut))
 
 
 def advance(reservation: Reservation, signal: Signal) -> Stage:
@@ -141,7 +146,7 @@ def _publish_all(transition: Transition, reservations: Sequence[Reservation]) ->
 def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Reservation]) -> None:
     """Publish entries of one batch, which are of one tier and one session."""
     # With few calls, because it runs for every block that is saved.
-    t, now_ns, effects = transition.tables, transition.now_ns, transition.effects
+    t, now_ns = transition.tables, transition.now_ns
     if t.overtaken:
         for reservation in reservations:
             _replace_overtaken(transition, reservation.key)
@@ -162,10 +167,11 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
         saved_bytes += entry.payload_bytes
         stored_bytes += entry.stored_bytes
         del t.reservations[reservation.token], in_flight[entry.key]
-        effects.append(IndexPut(entry, reservation.parent))
         if reservation.waiters:
             transition.wake(reservation, saved=True)
     t.stamp_ns = stamp_ns
+    parents = [reservation.parent for reservation in reservations]
+    transition.effects += map(_listed, zip(entries, parents, strict=True))
     unsettled.difference_update(tokens)
     counters = t.tier_counters[tier]
     counters.saves += len(entries)
@@ -177,7 +183,7 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
         session.saves += len(entries)
         session.saved_bytes += saved_bytes
     transition.enter(entries)
-    effects.append(SaveEnded(tokens, _SAVED, ""))
+    transition.effects.append(SaveEnded(tokens, _SAVED, ""))
     _used_as_a_whole(transition, batch, session)
 
 
