@@ -324,12 +324,11 @@ class Ledger:
 
     def publish(self, residents: Sequence[Resident]) -> None:
         """Turn reservations into entries: unpinned and most recent, the last one most of all."""
-        for resident in residents:
-            stored_bytes = resident.stored_bytes
-            self.reserved_bytes -= stored_bytes
-            self.reservations -= 1
-            self.published_bytes += stored_bytes
-            self.entries += 1
+        stored_bytes = sum([resident.stored_bytes for resident in residents])
+        self.reserved_bytes -= stored_bytes
+        self.reservations -= len(residents)
+        self.published_bytes += stored_bytes
+        self.entries += len(residents)
         self.policy.unpin_all(residents)
 
     def adopt(self, resident: Resident) -> None:

@@ -87,21 +87,21 @@ class EntryTable(MutableMapping[Key, Entry]):
         shards = self.shards
         return [shards[hash(key) >> _SHIFT & _MASK].get(key) for key in keys]
 
-    def add(self, entries: Iterable[Entry]) -> None:
+    def add(self, entries: Sequence[Entry]) -> None:
         """Add entries whose keys are not in the table."""
         shards = self.shards
         for entry in entries:
             key = entry.key
             shards[hash(key) >> _SHIFT & _MASK][key] = entry
-            self._count += 1
+        self._count += len(entries)
 
-    def drop(self, entries: Iterable[Entry]) -> None:
+    def drop(self, entries: Sequence[Entry]) -> None:
         """Remove entries that are in the table."""
         shards = self.shards
         for entry in entries:
             key = entry.key
             del shards[hash(key) >> _SHIFT & _MASK][key]
-            self._count -= 1
+        self._count -= len(entries)
 
     def __contains__(self, key: object) -> bool:
         return key in self.shards[hash(key) >> _SHIFT & _MASK]
