@@ -443,12 +443,13 @@ class ArenaWriter(EntryWriter):
             starts.append(location[0])
         mine = cast("Sequence[ArenaWriter]", writers)
         try:
-            for one in mine:
-                one._begin()
+            mine[0]._before_first_byte()  # once for all: they are of one arena
         except StoreError:
             return None  # to be met again, by each of them alone
+        failed_syncs = arena.failed_syncs
         crcs: list[int] = arena.put_all(starts, payloads)
         for one, payload, crc in zip(mine, payloads, crcs, strict=True):
+            one.failed_syncs = failed_syncs
             one._crc = crc
             one._written_bytes = one._used_bytes = len(payload)
             if not one._token_ids:
