@@ -10,6 +10,7 @@ from itertools import chain
 from typing import Any, Final, Protocol, TypeVar, cast
 
 import grpc
+from google.protobuf.message import Message
 from grpc.experimental import ChannelOptions
 
 from ...proto import prefixd_pb2 as pb
@@ -41,13 +42,11 @@ _FRAMING_BYTES: Final = 64 * 2**10
 
 
 class Calls(Protocol):
-    """Calls with one small message each way. They raise PrefixdError or grpc.RpcError."""
+    """Makes calls with one small message each way."""
 
-    def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse: ...
-    def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse: ...
-    def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse: ...
-    def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse: ...
-    def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse: ...
+    def call(self, rpc: str, request: Message, response: type[T], timeout_s: float, /) -> T:
+        """Call an rpc of the service Cache, and return its response, which is of type `response`.
+        Raises PrefixdError, grpc.RpcError."""
 
 
 class _Rpc(Protocol[RequestT_contra, T]):
@@ -104,20 +103,12 @@ class Connection:
 
     # ---- Calls
 
-    def Lookup(self, request: pb.LookupRequest, *, timeout: float) -> pb.LookupResponse:
-        return self._result(self.stub.Lookup, request, timeout)
-
-    def Claim(self, request: pb.ClaimRequest, *, timeout: float) -> pb.ClaimResponse:
-        return self._granted(self.stub.Claim, request, timeout, self._release)
-
-    def Release(self, request: pb.ReleaseRequest, *, timeout: float) -> pb.ReleaseResponse:
-        return self._result(self.stub.Release, request, timeout)
-
-    def Reserve(self, request: pb.ReserveRequest, *, timeout: float) -> pb.ReserveResponse:
-        return self._granted(self.stub.Reserve, request, timeout, self._cancel)
-
-    def Cancel(self, request: pb.CancelRequest, *, timeout: float) -> pb.CancelResponse:
-        return self._result(self.stub.Cancel, request, timeout)
+    def call(self, rpc: str, request: Message, _response: type[T], timeout_s: float, /) -> T:
+        method: _Rpc[Message, T] = getattr(self.stub, rpc)
+        give_back = _GIVE_BACK.get(rpc)
+        if give_back is None:
+            return self._result(method, request, timeout_s)
+        return self._granted(method, request, timeout_s, partial(give_back, self))
 
     # ---- payloads
 
@@ -232,6 +223,13 @@ class Connection:
             raise DaemonUnavailable("the connection was closed") from None
         finally:
             self._ended(call)
+
+
+#: How to give back what a call granted after its caller gave up, of rpcs that grant something.
+_GIVE_BACK: Final[dict[str, Callable[[Connection, Any, Any], None]]] = {
+    "Claim": Connection._release,
+    "Reserve": Connection._cancel,
+}
 
 
 def _options(connect_timeout_ms: int) -> list[tuple[str, int]]:

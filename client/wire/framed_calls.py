@@ -228,9 +228,11 @@ class FramedCalls:
         for connection in idle:
             connection.close()
 
-    def _call(self, name: str, request: Any, _response: type[T], timeout_s: float) -> T:
+    # ---- connection.Calls
+
+    def call(self, rpc: str, request: Any, response_type: type[T], timeout_s: float, /) -> T:
         until_s = time.monotonic() + timeout_s
-        kind = name.lower()
+        kind = rpc.lower()
         try:
             connection = self._take(timeout_s)
             # Not `with self.connection`, which takes a tenth of the time of a small call.
@@ -243,25 +245,8 @@ class FramedCalls:
             self._put_back(connection)
         except NoConnection:
             left_s = Deadline((until_s - time.monotonic()) * 1e3).left_s()
-            response = getattr(self._fallback, name)(request, timeout=left_s)
+            response = self._fallback.call(rpc, request, response_type, left_s)
         return response
-
-    # ---- connection.Calls
-
-    def Lookup(self, request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-        return self._call("Lookup", request, pb.LookupResponse, timeout)
-
-    def Claim(self, request: pb.ClaimRequest, timeout: float) -> pb.ClaimResponse:
-        return self._call("Claim", request, pb.ClaimResponse, timeout)
-
-    def Release(self, request: pb.ReleaseRequest, timeout: float) -> pb.ReleaseResponse:
-        return self._call("Release", request, pb.ReleaseResponse, timeout)
-
-    def Reserve(self, request: pb.ReserveRequest, timeout: float) -> pb.ReserveResponse:
-        return self._call("Reserve", request, pb.ReserveResponse, timeout)
-
-    def Cancel(self, request: pb.CancelRequest, timeout: float) -> pb.CancelResponse:
-        return self._call("Cancel", request, pb.CancelResponse, timeout)
 
     # ---- payloads
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeAlias, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import UNIX_SCHEME, default_addresses, normalize_address
@@ -42,7 +43,7 @@ from .holdings import Holding
 from .link import Link
 from .security import Security
 from .session import Backoff, Recorders, SessionKeeper, check_answering, hello_of
-from .trace_context import CallSpans, trace_metadata
+from .trace_context import CallSpans
 from .transport import (
     SOME_TIER,
     Claimed,
@@ -200,7 +201,7 @@ class RemoteTransport(Transport):
                 ]
         return found
 
-    def exist(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def exist(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         found: list[int] = []
         for batch in self._batches(keys):
             response = self._lookup(pb.LookupRequest(keys=batch, brief=True), deadline)
@@ -208,7 +209,7 @@ class RemoteTransport(Transport):
             found += [SOME_TIER if there else 0 for there in present]
         return found
 
-    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> list[int]:
+    def leading_run(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         run = 0
         for batch in self._batches(keys):
             request = pb.LookupRequest(keys=batch, stop_at_first_absent=True, brief=True)
@@ -222,7 +223,7 @@ class RemoteTransport(Transport):
 
     def _lookup(self, request: pb.LookupRequest, deadline: Deadline) -> pb.LookupResponse:
         def ask(link: Link, timeout_s: float) -> pb.LookupResponse:
-            return link.calls.Lookup(request, timeout=timeout_s)
+            return link.calls.call("Lookup", request, pb.LookupResponse, timeout_s)
 
         return self._call("Lookup", deadline, ask)[1]
 
@@ -232,9 +233,7 @@ class RemoteTransport(Transport):
         request = pb.ClaimRequest(
             keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms, lease_ms=lease_ms
         )
-        link, response = self._call_as_session(
-            "Claim", deadline, request, lambda link: link.calls.Claim
-        )
+        link, response = self._call_as_session("Claim", request, pb.ClaimResponse, deadline)
         number = response.claim_id
         holding = link.claims.hold(link, number) if number else None
         try:
@@ -256,9 +255,7 @@ class RemoteTransport(Transport):
             lease_ms=lease_ms,
             brief=True,
         )
-        link, response = self._call_as_session(
-            "Claim", deadline, request, lambda link: link.calls.Claim
-        )
+        link, response = self._call_as_session("Claim", request, pb.ClaimResponse, deadline)
         if not response.claim_id:
             return None
         holding = link.claims.hold(link, response.claim_id)
@@ -337,10 +334,7 @@ class RemoteTransport(Transport):
         outcomes: dict[int, int] = {}
         for numbers in self._batches([claim.number for claim in held]):
             request = pb.ReleaseRequest(session=link.ref, claim_ids=numbers)
-            timeout_s = deadline.left_s()
-            response = self._call_held(
-                "Release", link, partial(link.calls.Release, request, timeout=timeout_s)
-            )
+            response = self._call_as_holder("Release", request, pb.ReleaseResponse, link, deadline)
             with messages.understanding():
                 outcomes.update(zip(numbers, response.results, strict=True))
         return [
@@ -366,11 +360,9 @@ class RemoteTransport(Transport):
         reservation.link.send(pb.SessionRequest(give_back=give_back))
 
     def delete(self, keys: Sequence[Key], deadline: Deadline) -> list[DeleteStatus]:
+        request = pb.DeleteRequest(keys=keys)
         _, response = self._call_as_session(
-            "Delete",
-            deadline,
-            pb.DeleteRequest(keys=keys),
-            lambda link: partial(link.connection.stub.Delete, metadata=trace_metadata()),
+            "Delete", request, pb.DeleteResponse, deadline, over_grpc=True
         )
         with messages.understanding():
             return [DeleteStatus(status) for _, status in zip(keys, response.results, strict=True)]
@@ -381,11 +373,9 @@ class RemoteTransport(Transport):
         return link is not None and link.welcome.shares
 
     def pull(self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, deadline: Deadline) -> int:
+        request = pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms)
         _, response = self._call_as_session(
-            "Pull",
-            deadline,
-            pb.PullRequest(keys=keys, mode=pb.ClaimMode.ValueType(mode), wait_ms=wait_ms),
-            lambda link: partial(link.connection.stub.Pull, metadata=trace_metadata()),
+            "Pull", request, pb.PullResponse, deadline, over_grpc=True
         )
         return response.pulled
 
@@ -412,7 +402,7 @@ class RemoteTransport(Transport):
 
         def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:
             request.header.session.CopyFrom(link.ref)
-            return link.calls.Reserve(request, timeout=timeout_s)
+            return link.calls.call("Reserve", request, pb.ReserveResponse, timeout_s)
 
         link, response = self._call("Reserve", deadline, ask)
         with messages.understanding():
@@ -427,10 +417,7 @@ class RemoteTransport(Transport):
         if not held or link is None:
             return [False] * len(reservations)
         request = pb.CancelRequest(session=link.ref, tokens=[each.number for each in held])
-        timeout_s = deadline.left_s()
-        response = self._call_held(
-            "Cancel", link, lambda: link.calls.Cancel(request, timeout=timeout_s)
-        )
+        response = self._call_as_holder("Cancel", request, pb.CancelResponse, link, deadline)
         with messages.understanding():
             cancelled = dict(zip((each.number for each in held), response.cancelled, strict=True))
         return [each.link is link and cancelled[each.number] for each in reservations]
@@ -554,17 +541,30 @@ class RemoteTransport(Transport):
     def _call_as_session(
         self,
         name: str,
-        deadline: Deadline,
         request: Any,
-        method: Callable[[Link], Callable[..., T]],
+        response: type[T],
+        deadline: Deadline,
+        *,
+        over_grpc: bool = False,
     ) -> tuple[Link, T]:
-        """`_call` with a request that names its session."""
+        """`_call` with a request that names its session. `over_grpc`: the framed protocol does not
+        have this rpc."""
 
         def ask(link: Link, timeout_s: float) -> T:
             request.session.CopyFrom(link.ref)
-            return method(link)(request, timeout=timeout_s)
+            calls = link.connection if over_grpc else link.calls
+            return calls.call(name, request, response, timeout_s)
 
         return self._call(name, deadline, ask)
+
+    def _call_as_holder(
+        self, name: str, request: Message, response: type[T], link: Link, deadline: Deadline
+    ) -> T:
+        """Make a call about what only this session can hold. Raises PrefixdError."""
+        timeout_s = deadline.left_s()
+        return self._call_held(
+            name, link, lambda: link.calls.call(name, request, response, timeout_s)
+        )
 
     def _call_held(self, name: str, link: Link, ask: Callable[[], T]) -> T:
         """Make a call that only this session can make. Raises PrefixdError."""

@@ -64,10 +64,11 @@ def calls(rounds: int) -> None:
         assert isinstance(transport, LocalTransport)
         link = transport._remote.current
         assert link is not None
-        ways: dict[str, Calls] = {"local": link.calls, "grpc": link.connection.stub}
+        ways: dict[str, Calls] = {"local": link.calls, "grpc": link.connection}
         assert ways["local"] is not ways["grpc"]
         cases = {
-            name: lambda way=way: way.Lookup(request, timeout=60) for name, way in ways.items()
+            name: lambda way=way: way.call("Lookup", request, pb.LookupResponse, 60)
+            for name, way in ways.items()
         }
         report("call", by_turns(cases, rounds), "local")
 

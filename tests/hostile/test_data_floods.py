@@ -127,7 +127,7 @@ def reserved(link: Link, count: int) -> list[bytes]:
         keys=keys,
         payload_bytes=[1] * len(keys),
     )
-    link.calls.Reserve(pb.ReserveRequest(header=header), timeout=60)
+    link.calls.call("Reserve", pb.ReserveRequest(header=header), pb.ReserveResponse, 60)
     return keys
 
 

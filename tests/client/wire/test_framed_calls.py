@@ -6,11 +6,11 @@ from __future__ import annotations
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -30,7 +30,7 @@ from prefixd.proto.errors import (
     PrefixdError,
     UnknownSession,
 )
-from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
+from prefixd.proto.limits import KEY_BYTES, MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
 from tests.support.daemon import eventually
 from tests.support.fakes_local import (
     PATIENCE_S,
@@ -44,6 +44,8 @@ from tests.support.fakes_local import (
     room_for,
 )
 
+T = TypeVar("T")
+
 SESSION = pb.SessionRef(incarnation=b"i" * 16, session_id=7, secret=b"s" * 16)
 
 
@@ -53,12 +55,10 @@ class Fallback:
     def __init__(self) -> None:
         self.asked: list[tuple[str, Any, float]] = []
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(request: Any, *, timeout: float) -> Any:
-            self.asked.append((name, request, timeout))
-            return ANSWERS[name]
-
-        return call
+    def call(self, rpc: str, request: object, _response: type[T], timeout_s: float) -> T:
+        self.asked.append((rpc, request, timeout_s))
+        answer: T = ANSWERS[rpc]
+        return answer
 
 
 KINDS: dict[str, tuple[str, Any, Any]] = {
@@ -121,7 +121,7 @@ def calls(daemon: Daemon, fallback: Fallback) -> Iterator[FramedCalls]:
 def lookup(calls: FramedCalls, keys: int = 1, timeout_s: float = PATIENCE_S) -> int:
     """Make a look-up. Returns how many results came."""
     request = pb.LookupRequest(keys=[bytes(32)] * keys)
-    return len(calls.Lookup(request, timeout=timeout_s).results)
+    return len(calls.call("Lookup", request, pb.LookupResponse, timeout_s).results)
 
 
 # ---- calls
@@ -141,7 +141,7 @@ def test_a_call_is_one_request_and_its_answer(
         assert peer.attached == SESSION
 
     daemon.serve = serve
-    assert getattr(calls, name)(request, timeout=PATIENCE_S) == answer
+    assert calls.call(name, request, type(answer), PATIENCE_S) == answer
     assert asked == [pb.FramedRequest(**{kind: request})]
     assert fallback.asked == []
 
@@ -181,7 +181,7 @@ def test_without_a_connection_the_call_goes_over_grpc(
         calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
         _, request, answer = KINDS[name]
         before = open_descriptors(path)
-        assert getattr(calls, name)(request, timeout=2.5) == answer
+        assert calls.call(name, request, type(answer), 2.5) == answer
         ((asked, message, left_s),) = fallback.asked
         assert (asked, message) == (name, request)
         assert 0 < left_s <= 2.5, "what connecting has left of the time"
@@ -375,7 +375,7 @@ def test_who_is_hung_up_on_says_why(daemon: Daemon) -> None:
 def test_a_message_above_the_most_is_not_sent(calls: FramedCalls) -> None:
     """The daemon would hang up before it has read it, which would look like no daemon."""
     with pytest.raises(InvalidSize, match=f"{MAX_MESSAGE_BYTES} is the most"):
-        calls.Lookup(pb.LookupRequest(keys=[bytes(MAX_MESSAGE_BYTES)]), timeout=PATIENCE_S)
+        lookup(calls, MAX_MESSAGE_BYTES // KEY_BYTES)
     assert lookup(calls) == 1
 
 

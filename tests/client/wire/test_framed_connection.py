@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Final, cast
+from typing import Any, Final, TypeVar, cast
 
 import pytest
 
@@ -40,6 +40,8 @@ from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from tests.support.daemon import eventually, private_daemon, tcp_address, tcp_daemon
 from tests.support.fakes import PATIENCE_S
+
+T = TypeVar("T")
 
 PAYLOAD: Final = os.urandom(3 * 2**20 + 5)
 REF: Final = pb.SessionRef(session_id=1, secret=bytes(16))
@@ -305,9 +307,9 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
     asked: list[float] = []
 
     class Grpc:
-        def Lookup(self, _request: pb.LookupRequest, timeout: float) -> pb.LookupResponse:
-            asked.append(timeout)
-            return pb.LookupResponse()
+        def call(self, _rpc: str, _request: object, response: type[T], timeout_s: float) -> T:
+            asked.append(timeout_s)
+            return response()
 
     with socket.create_server(("127.0.0.1", 0), backlog=0) as listening, ExitStack() as full:
         address = listening.getsockname()
@@ -316,9 +318,9 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
             blocked.setblocking(False)
             blocked.connect_ex(address)
         counters = Counters()
-        calls = FramedCalls(place(address[1]), Grpc(), counters)  # type: ignore[arg-type]  # no other call is made
-        calls.Lookup(pb.LookupRequest(), SOON_S)
-        calls.Lookup(pb.LookupRequest(), SOON_S)
+        calls = FramedCalls(place(address[1]), Grpc(), counters)
+        calls.call("Lookup", pb.LookupRequest(), pb.LookupResponse, SOON_S)
+        calls.call("Lookup", pb.LookupRequest(), pb.LookupResponse, SOON_S)
     assert 0 < asked[0] <= SOON_S / 2
     assert asked[1] > asked[0], "it does not try to connect again at once"
     assert counters.snapshot()["data_fallbacks"] == 2
@@ -331,7 +333,7 @@ def test_calls_under_way_fail_with_their_session() -> None:
 
         def ask() -> None:
             try:
-                calls.Claim(pb.ClaimRequest(), PATIENCE_S)
+                calls.call("Claim", pb.ClaimRequest(), pb.ClaimResponse, PATIENCE_S)
             except Exception as problem:
                 raised.append(problem)
 
