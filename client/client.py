@@ -158,7 +158,8 @@ class Client(Lookups):
             from .local.local_transport import LocalTransport
             from .wire.remote_transport import RemoteTransport
 
-            transport = remote = RemoteTransport(
+            kind = LocalTransport if local else RemoteTransport
+            transport = remote = kind(
                 address,
                 name,
                 label=label,
@@ -167,8 +168,6 @@ class Client(Lookups):
                 recorders=recorders,
             )
             remote.spans = spans
-            if local:
-                transport = LocalTransport(remote)
         self._transport = transport
         self._context = context = CallContext(transport, counters, deadline_ms)
         self._calls = CallQueue(MAX_PENDING_CALLS, threads=CALL_THREADS, name="call")

@@ -200,7 +200,7 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
     """A client on the daemon's host, and two as on another host: one with the daemon's data socket,
     one with gRPC only."""
     counters = Counters()
-    in_place = LocalTransport(RemoteTransport(address, "bench", counters=counters))
+    in_place = LocalTransport(address, "bench", counters=counters)
     with ExitStack() as stack:
         local = stack.enter_context(_client(in_place, counters, plan.verify))
         counters = Counters()

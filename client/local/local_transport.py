@@ -1,7 +1,7 @@
-"""The transport for a daemon on the same host, on top of a remote transport.
+"""The transport for a daemon on the same host: a remote transport that uses shared memory, too.
 
 Look-ups, reads and the payloads of saves use the memory that the daemon handed over
-(`node.LocalNode`). Everything else goes through the remote transport. When the daemon refuses the
+(`node.LocalNode`). Everything else is done as by the remote transport. When the daemon refuses the
 hand-over, or a part of it, that part goes over gRPC as well, with the same results.
 """
 
@@ -23,14 +23,17 @@ from ...proto.errors import (
     UnreadableMemory,
 )
 from ...proto.keys import Key
+from ...proto.limits import DEFAULT_CONNECT_TIMEOUT_MS
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence, Tier
+from ..counters import Counters
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
 from ..wire.holdings import Holding
 from ..wire.link import Link
 from ..wire.remote_transport import RemoteTransport, Stage
+from ..wire.session import Recorders
 from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
@@ -67,23 +70,20 @@ RETRY_HAND_OVER_S: Final = 5.0
 MAX_PENDING_TOUCHES: Final = 2048
 
 
-class LocalTransport:
+class LocalTransport(RemoteTransport):
     """`transport.Transport` that uses shared memory where it can. Thread-safe."""
 
-    def __init__(self, remote: RemoteTransport) -> None:
-        """Takes over `remote`."""
-        self._remote = remote
-        # As the remote transport does it.
-        self.wait = remote.wait
-        self.share = remote.share
-        self.fetch = remote.fetch
-        self.forget = remote.forget
-        self.forget_reservation = remote.forget_reservation
-        self.delete = remote.delete
-        self.pull = remote.pull
-        self.suspect = remote.suspect
-        self.announce = remote.announce
-        self.cancel = remote.cancel
+    def __init__(
+        self,
+        address: str | None = None,
+        name: str | None = None,
+        *,
+        label: str | None = None,
+        counters: Counters,
+        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
+        recorders: Recorders | None = None,
+    ) -> None:
+        """See `RemoteTransport`."""
         self._lock = threading.Lock()
         #: The session that `_node` was handed to.
         self._link: Link | None = None
@@ -98,7 +98,16 @@ class LocalTransport:
         # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
         self._pending_touches: list[Key] = []
-        remote.when_renewed = self._let_go
+        self.when_renewed = self._let_go
+        # Last, because the session may open before it returns.
+        super().__init__(
+            address,
+            name,
+            label=label,
+            counters=counters,
+            connect_timeout_ms=connect_timeout_ms,
+            recorders=recorders,
+        )
 
     # ---- the node
 
@@ -112,7 +121,7 @@ class LocalTransport:
         link = self._link
         if link is None or link.why_ended:
             if deadline is not None:
-                self._remote.link(deadline)
+                self.link(deadline)
             self._switch(deadline, saving=saving)
         return self._node
 
@@ -173,7 +182,7 @@ class LocalTransport:
     def _switch(self, deadline: Deadline | None, *, saving: bool) -> None:
         """Take the node of the current session. While there is no session the last node stays: what
         it validates is right even after the daemon has died. Raises DeadlineExceeded."""
-        link = self._remote.current
+        link = self.current
         if link is None or link is self._link:
             return
         within_s = HAND_OVER_S if deadline is None else min(HAND_OVER_S, deadline.left_s())
@@ -219,7 +228,7 @@ class LocalTransport:
         if now_s < (self._save_not_before_s if saving else self._not_before_s):
             return
         try:
-            calls = self._remote.local_calls(link)
+            calls = self.local_calls(link)
             node = None if calls is None else _hand_over(link, calls, until_s - now_s, self._reads)
         except DeadlineExceeded:
             logger.info("no local fast path yet: the daemon took too long to hand it over")
@@ -253,7 +262,7 @@ class LocalTransport:
     def exist(self, keys: Sequence[Key], deadline: Deadline) -> Sequence[int]:
         node = self._indexed(deadline)
         index = None if node is None else node.index
-        return self._remote.exist(keys, deadline) if index is None else index.tiers(keys)
+        return super().exist(keys, deadline) if index is None else index.tiers(keys)
 
     def peek(self, keys: Sequence[Key]) -> Sequence[int] | None:
         link, node = self._link, self._node
@@ -272,14 +281,14 @@ class LocalTransport:
         node = self._indexed(deadline)
         index = None if node is None else node.index
         if index is None:
-            return self._remote.leading_run(keys, deadline)
+            return super().leading_run(keys, deadline)
         tiers = index.tiers(keys, stop_at=False)
         return tiers if all(tiers) else tiers[:-1]
 
     @property
     def shares(self) -> bool:
         link = self._link  # without a lock, because every search reads this
-        return (self._remote if link is None or link.why_ended else link.welcome).shares
+        return super().shares if link is None or link.why_ended else link.welcome.shares
 
     def copy(
         self,
@@ -318,10 +327,10 @@ class LocalTransport:
                 return
             # Report them here, so that a save never has more than it may report.
             reported, self._pending_touches = self._pending_touches, []
-        self._remote.touch(reported)
+        super().touch(reported)
 
     def _report_touches(self) -> None:
-        self._remote.touch(self._take_touches())
+        super().touch(self._take_touches())
 
     def _take_touches(self) -> list[Key]:
         with self._touches_lock:
@@ -329,18 +338,6 @@ class LocalTransport:
             return taken
 
     # ---- the read side
-
-    @property
-    def max_batch_keys(self) -> int:
-        return self._remote.max_batch_keys
-
-    @property
-    def connected(self) -> bool:
-        return self._remote.connected
-
-    @property
-    def under_pressure(self) -> bool:
-        return self._remote.under_pressure
 
     def lookup(self, keys: Sequence[Key], wait_ms: int, deadline: Deadline) -> list[Found]:
         """In place, unless it has to wait: the index does not show saves in flight."""
@@ -351,7 +348,7 @@ class LocalTransport:
                 for position, entry in zip(looked.positions, looked.entries, strict=True):
                     results[position] = Found(Presence.PRESENT, entry)
                 return results
-        return self._remote.lookup(keys, wait_ms, deadline)
+        return super().lookup(keys, wait_ms, deadline)
 
     def claim(
         self, keys: Sequence[Key], mode: ClaimMode, wait_ms: int, lease_ms: int, deadline: Deadline
@@ -362,15 +359,15 @@ class LocalTransport:
             positions, entries = node.find(keys, mode)
             if not entries:
                 return Claimed(None, [], entries, in_flight=False)
-            holding = self._remote.claim_known(entries, lease_ms, deadline)
+            holding = self.claim_known(entries, lease_ms, deadline)
             if holding is not None:
                 holding.in_place = entries.in_place
                 return Claimed(holding, positions, entries, in_flight=False)
-        return self._remote.claim(keys, mode, wait_ms, lease_ms, deadline)
+        return super().claim(keys, mode, wait_ms, lease_ms, deadline)
 
     def streams(self, payload_bytes: int) -> int:
         """One where payloads are read in place; over TCP as many as the way asks for."""
-        return 1 if self._indexed() is not None else self._remote.streams(payload_bytes)
+        return 1 if self._indexed() is not None else super().streams(payload_bytes)
 
     def read(self, claim: Holding, ranges: Sequence[Range], sink: Sink, deadline: Deadline) -> None:
         """Read parts of payloads in place where that is possible, the rest with a call."""
@@ -387,7 +384,7 @@ class LocalTransport:
                 sink(number, 0, data)
         if rest:
             remaining = [ranges[number] for number in rest]
-            self._remote.read(claim, remaining, renumbered(sink, rest), deadline)
+            super().read(claim, remaining, renumbered(sink, rest), deadline)
 
     def fetch_found(
         self,
@@ -400,7 +397,7 @@ class LocalTransport:
         """Only without an index: with one, reading takes no call at all."""
         if self._indexed(deadline) is not None:
             return False
-        return self._remote.fetch_found(keys, mode, room_bytes, begin, deadline)
+        return super().fetch_found(keys, mode, room_bytes, begin, deadline)
 
     def release(self, claims: Sequence[Holding], deadline: Deadline) -> list[bool]:
         """If the rows of a claim are known, this needs no call: what was viewed under the claim is
@@ -415,7 +412,7 @@ class LocalTransport:
         self._give_back([claim for claim in claims if isinstance(claim.in_place, InPlace)])
         others = [n for n, claim in enumerate(claims) if not isinstance(claim.in_place, InPlace)]
         if others:
-            released = self._remote.release([claims[n] for n in others], deadline)
+            released = super().release([claims[n] for n in others], deadline)
             for number, result in zip(others, released, strict=True):
                 results[number] = result
         return results
@@ -428,14 +425,14 @@ class LocalTransport:
         try:
             node.calls.give_back(node.ref, [claim.number for claim in current])
         except (PrefixdError, OSError):
-            self._remote.give_back(current)
+            self.give_back(current)
 
     # ---- the write side
 
     def reserve(
         self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
     ) -> list[Granted]:
-        return self._remote.reserve(items, self._with_touches(terms), deadline)
+        return super().reserve(items, self._with_touches(terms), deadline)
 
     def write(
         self,
@@ -446,11 +443,11 @@ class LocalTransport:
         staged = self._staged(
             payloads,
             deadline,
-            lambda node, stage: self._remote.write_staged(
+            lambda node, stage: self.write_staged(
                 stage, node.ref, reservations, payloads, deadline
             ),
         )
-        return staged or self._remote.write(reservations, payloads, deadline)
+        return staged or super().write(reservations, payloads, deadline)
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
@@ -459,9 +456,9 @@ class LocalTransport:
         staged = self._staged(
             [saving.payload for saving in items],
             deadline,
-            lambda node, stage: self._remote.save_staged(stage, node.ref, items, terms, deadline),
+            lambda node, stage: self.save_staged(stage, node.ref, items, terms, deadline),
         )
-        return staged or self._remote.save(items, terms, deadline)
+        return staged or super().save(items, terms, deadline)
 
     def _staged(
         self,
@@ -505,7 +502,7 @@ class LocalTransport:
         # Without the lock: a call that is taking a node checks `_closed` when it has it.
         self._closed = True
         self._report_touches()
-        self._remote.close(within_s)
+        super().close(within_s)
         self._reads.close()
         self._node = self._link = None
 

@@ -62,7 +62,7 @@ def calls(rounds: int) -> None:
         client.exists([bytes(32)])  # completes the handover of descriptors
         transport = client._transport
         assert isinstance(transport, LocalTransport)
-        link = transport._remote.current
+        link = transport.current
         assert link is not None
         ways: dict[str, Calls] = {"local": link.calls, "grpc": link.connection}
         assert ways["local"] is not ways["grpc"]

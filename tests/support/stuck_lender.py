@@ -65,7 +65,7 @@ def main() -> None:
         assert client.wait_connected()
         transport = client._transport
         assert isinstance(transport, LocalTransport)
-        link = transport._remote.link(Deadline(PATIENCE_S * 1e3))
+        link = transport.link(Deadline(PATIENCE_S * 1e3))
         page = page_that_never_comes()
         held = []
         for _ in range(connections):

@@ -110,18 +110,18 @@ def test_staging_of_a_session_that_ended_is_not_used(
         memory_of(client)
         transport = client._transport
         assert isinstance(transport, LocalTransport)
-        staged = transport._remote.save_staged
+        staged = transport.save_staged
         sessions = client.counters["sessions"]
 
         def lose_it_first(*args: object) -> object:
-            link = transport._remote.current
+            link = transport.current
             assert link is not None
-            transport._remote._keeper.renew(link, "a test lost it")
+            transport._keeper.renew(link, "a test lost it")
             assert client.wait_connected(deadline_ms=60_000)
             return staged(*args)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
-            patch.setattr(transport._remote, "save_staged", lose_it_first)
+            patch.setattr(transport, "save_staged", lose_it_first)
             keys = save_patiently(client, ["lost session"])
         assert client.counters["sessions"] == sessions + 1  # type: ignore[operator]
         assert restore(client.longest_run(keys, claim=False))[1] == [

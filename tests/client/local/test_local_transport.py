@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import patch
 
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
+from prefixd.client.counters import Counters
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import local_transport
 from prefixd.client.local.local_transport import LocalTransport
@@ -63,7 +64,7 @@ def transport_of(client: Client) -> LocalTransport:
 
 
 def link_of(client: Client) -> Link:
-    link = transport_of(client)._remote.current
+    link = transport_of(client).current
     assert link is not None
     return link
 
@@ -416,7 +417,7 @@ def test_what_a_daemon_that_died_has_left_is_restored_in_place() -> None:
         hit = client.claim(keys)
         transport = transport_of(client)
         daemon.kill()
-        eventually(lambda: transport._remote.current is None)
+        eventually(lambda: transport.current is None)
         result, restored = restore(hit)
         assert (result.run, restored) == (3, [payload_of(key, 5_000) for key in keys])
         assert client.exists(keys) == [False] * 3, "no look-up goes there"
@@ -532,14 +533,15 @@ class _Session:
 
 
 def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
-    next_session = Mock(RemoteTransport, shares=True)
-    transport = LocalTransport(next_session)
-    assert transport.shares
-    session = _Session()
-    transport._link = session  # type: ignore[assignment]
-    assert not transport.shares
-    session.why_ended = "the daemon stopped"
-    assert transport.shares
+    transport = LocalTransport("unix:/nowhere", counters=Counters())
+    with patch.object(RemoteTransport, "shares", True):  # as the next session has it
+        assert transport.shares
+        session = _Session()
+        transport._link = session  # type: ignore[assignment]
+        assert not transport.shares
+        session.why_ended = "the daemon stopped"
+        assert transport.shares
+    transport.close(0)
 
 
 def test_an_idle_client_lets_the_memory_of_a_dead_daemon_go() -> None:
