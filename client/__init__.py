@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .results import RestoreResult as RestoreResult
     from .results import SaveOutcome as SaveOutcome
     from .saves import Reservation as Reservation
+    from .saves import ReserveItem as ReserveItem
     from .saves import SaveItem as SaveItem
     from .watch import AsyncWatch as AsyncWatch
     from .watch import Cleared as Cleared
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from .watch import ResidentKeys as ResidentKeys
     from .watch import Synced as Synced
     from .watch import Watch as Watch
-    from .wire.transport import ReserveItem as ReserveItem
 
 #: The module that each name comes from.
 _HOMES = {
@@ -60,9 +60,8 @@ _HOMES = {
         ".identity": "Dimension Part StateIdentity",
         ".policy": "SavePolicy",
         ".results": "Entry RestoreResult SaveOutcome",
-        ".saves": "Reservation SaveItem",
+        ".saves": "Reservation ReserveItem SaveItem",
         ".watch": "AsyncWatch Cleared Disconnected Evicted Published ResidentKeys Synced Watch",
-        ".wire.transport": "ReserveItem",
     }.items()
     for name in names.split()
 }

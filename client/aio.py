@@ -39,10 +39,9 @@ from .hits import Hit
 from .identity import StateIdentity
 from .policy import LoadSpeeds, SavePolicy
 from .results import ReserveStatus, SaveOutcome
-from .saves import Reservation
+from .saves import Reservation, ReserveItem
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment
-from .wire.transport import ReserveItem
 
 if TYPE_CHECKING:
     from ..proto.extras import Extras

@@ -39,11 +39,11 @@ from .policy import LoadSpeeds, MinBenefit, SavePolicy
 from .recording import FolderRecorder, Recorders, RecordOptions
 from .restores import VERIFY_CHOICES, Verify
 from .results import SaveOutcome
-from .saves import Reservation, SaveItem, Writer
+from .saves import Reservation, ReserveItem, SaveItem, Writer
 from .search import Searcher
 from .thread_pool import CallQueue
 from .wire.trace_context import CallSpans
-from .wire.transport import ReserveItem, SaveTerms, Transport
+from .wire.transport import SaveTerms, Transport
 
 if TYPE_CHECKING:
     from ..proto.tokens import Tokens

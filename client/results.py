@@ -7,24 +7,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, overload
 
+from ..proto.entry import Content, HasContent
 from ..proto.keys import Key
 from ..proto.vocabulary import Labelled, MissReason, Presence, SaveReason, SaveStatus, Tier
 
 
-class Entry(NamedTuple):
-    """A published entry."""
-
+class _EntryFields(NamedTuple):
     key: Key
     tier: Tier
-    payload_bytes: int
-    #: 0: it was saved without a count.
-    token_count: int
+    #: What its client said at the save. Its fields are attributes of the entry, too.
+    content: Content
     payload_crc32c: int
-    #: Layers of `payload_bytes / layer_count` bytes each; 0: no layers.
-    layer_count: int
-    token_ids_bytes: int
     generation: int
     reason: SaveReason
+
+
+class Entry(_EntryFields, HasContent):
+    """A published entry."""
+
+    __slots__ = ()
 
     def __repr__(self) -> str:
         size = f"{self.payload_bytes} bytes, {self.token_count} tokens"

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from types import NoneType
-from typing import TYPE_CHECKING, ClassVar, Final, TypeVar, cast
+from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, TypeVar, cast
 
+from ..proto.entry import Content, check_content, contents_of
 from ..proto.errors import CallerError, InvalidBatch, InvalidSize, UnknownReason, UnknownTier
 from ..proto.keys import Key, check_key
 from ..proto.limits import (
@@ -20,7 +21,7 @@ from ..proto.limits import (
     MAX_TOKEN_IDS_BYTES,
     MAX_WAIT_MS,
 )
-from ..proto.payload import FlatBytes, check_layout, check_token_ids
+from ..proto.payload import FlatBytes
 from ..proto.tokens import token_bytes
 from ..proto.vocabulary import SaveReason, SaveStatus, Tier
 from .arguments import checked_keys, instances, whole
@@ -30,7 +31,7 @@ from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.holdings import Holding
-from .wire.transport import Granted, ReserveItem, SaveTerms, Saving, Share
+from .wire.transport import Granted, Item, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:
     from ..proto.tokens import Tokens
@@ -62,6 +63,27 @@ class SaveItem:
     def __repr__(self) -> str:
         key = bytes(self.key).hex()[:16] if isinstance(self.key, bytes) else repr(self.key)
         return f"<SaveItem {key}: a {type(self.payload).__name__}, {self.token_count} tokens>"
+
+
+def item_of(key: Key, payload: Payload, content: Content, token_ids: bytes) -> SaveItem:
+    """What saves an entry again as it was found."""
+    token_count = content.token_count or None
+    return SaveItem(key, payload, token_count, content.layer_count, token_ids or None)
+
+
+class ReserveItem(NamedTuple):
+    """A key to reserve room for.
+
+    `token_count`: at least 1; None: unknown. `layer_count`: 0, or a divisor of
+    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
+    (`tokens.token_bytes`), for verifying reads.
+    """
+
+    key: Key
+    payload_bytes: int
+    token_count: int | None = None
+    layer_count: int = 0
+    token_ids: bytes = b""
 
 
 class Reservation:
@@ -241,17 +263,16 @@ class Writer:
             item._replace(key=check_key(item.key))
             for item in instances("items", items, ReserveItem)
         ]
-        for item in items:
-            size_bytes = whole("payload_bytes", item.payload_bytes)
-            check_layout(size_bytes, whole("layer_count", item.layer_count))
-            check_token_ids(len(item.token_ids))
-            _check_tokens(item.token_count)
+        asked = [Item(item.key, _reserved_content(item), item.token_ids) for item in items]
         terms = _checked_terms(terms)
         deadline = self._context.deadline(deadline_ms, wait_ms=terms.wait_ms)
         reservations: list[Reservation] = []
-        for batch, batch_terms in self._batches(items, items, terms):
+        for batch, batch_terms in self._batches(items, asked, terms):
+            start = len(reservations)
             try:
-                granted = self._transport.reserve(batch, batch_terms, deadline)
+                granted = self._transport.reserve(
+                    asked[start : start + len(batch)], batch_terms, deadline
+                )
             except Exception as problem:
                 self._failures.reason(problem)
                 granted = [Granted(ReserveStatus.FAILED, message=str(problem))] * len(batch)
@@ -351,7 +372,7 @@ class Writer:
     def _batches(
         self,
         things: Sequence[T],
-        items: Sequence[ReserveItem],
+        items: Sequence[Item],
         terms: SaveTerms,
         share: Share | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
@@ -365,7 +386,8 @@ class Writer:
             return
         start = 0
         # Most items are as large as the one before, so that its stored size is kept.
-        sized, stored_bytes = (-1, -1), 0
+        sized: Content | None = None
+        stored_bytes = 0
         while start < len(items):
             stop, room_bytes = start, _BATCH_TOKEN_IDS_BYTES
             share_bytes = share.stored_bytes if share else 0
@@ -377,9 +399,9 @@ class Writer:
                 if key in keys or (keys and room_bytes < 0):
                     break
                 if share:
-                    if sized != (item.payload_bytes, token_ids_bytes):
-                        sized = item.payload_bytes, token_ids_bytes
-                        stored_bytes = share.stored_bytes_of(item)
+                    if sized != item.content:
+                        sized = item.content
+                        stored_bytes = share.stored_bytes_of(sized)
                     share_bytes -= stored_bytes
                     if keys and share_bytes < 0:
                         break
@@ -403,17 +425,17 @@ def _size_of(savings: Sequence[Saving]) -> int:
     return sum(len(saving.payload) for saving in savings)
 
 
-def _fit_together(items: Sequence[ReserveItem], max_keys: int, share: Share | None) -> bool:
+def _fit_together(items: Sequence[Item], max_keys: int, share: Share | None) -> bool:
     """Whether one call takes all of these items for sure, as nearly always."""
     if not items or len(items) > max_keys:
         return False
-    keys, sizes_bytes, _, _, token_ids = zip(*items, strict=True)
+    keys, contents, token_ids = zip(*items, strict=True)
     if any(token_ids) or len(set(keys)) < len(keys):
         return False
     if share is None:
         return True
-    largest = items[sizes_bytes.index(max(sizes_bytes))]
-    return len(items) * share.stored_bytes_of(largest) <= share.stored_bytes
+    # The first field is the size.
+    return len(items) * share.stored_bytes_of(max(contents)) <= share.stored_bytes
 
 
 def _usual_savings(items: Sequence[SaveItem], payloads: Sequence[FlatBytes]) -> list[Saving] | None:
@@ -431,43 +453,51 @@ def _usual_savings(items: Sequence[SaveItem], payloads: Sequence[FlatBytes]) -> 
         and set(map(type, layers)) == {int}
         and not any(layers)
         and set(map(type, counts)) <= {int, NoneType}
-        and 0 < min(sizes_bytes) <= max(sizes_bytes) <= MAX_PAYLOAD_BYTES
-        and all(count is None or 0 < count < 2**32 for count in set(counts))
+        and 0 < (least_bytes := min(sizes_bytes)) <= (most_bytes := max(sizes_bytes))
+        and most_bytes <= MAX_PAYLOAD_BYTES
+        and (different := set(counts))
+        and all(count is None or 0 < count < 2**32 for count in different)
         and all(item.token_ids is None for item in items)
     )
     if not usual:
         return None
-    columns = zip(keys, sizes_bytes, counts, layers, repeat(b""), strict=False)
+    contents = contents_of(
+        len(items),
+        least_bytes if least_bytes == most_bytes else sizes_bytes,
+        (counts[0] or 0) if len(different) == 1 else [count or 0 for count in counts],
+        0,
+        0,
+    )
+    columns = zip(keys, contents, repeat(b""), strict=False)
     return list(map(_made_saving, zip(map(_made_item, columns), payloads, strict=True)))
 
 
 #: `_make` of the two in a third of its time, for every block.
-_made_item = cast(
-    "Callable[[tuple[object, ...]], ReserveItem]", partial(tuple.__new__, ReserveItem)
-)
+_made_item = cast("Callable[[tuple[object, ...]], Item]", partial(tuple.__new__, Item))
 _made_saving = cast("Callable[[tuple[object, ...]], Saving]", partial(tuple.__new__, Saving))
 
 
 def _saving(item: SaveItem, payload: FlatBytes) -> Saving:
-    layer_count, token_count = item.layer_count, item.token_count
     token_ids = b"" if item.token_ids is None else item.token_ids
     if not isinstance(token_ids, bytes):
         token_ids = bytes(token_bytes(token_ids))
-    payload_bytes = len(payload)
-    check_layout(payload_bytes, whole("layer_count", layer_count))
-    if token_ids:
-        check_token_ids(len(token_ids))
-    _check_tokens(token_count)
-    return Saving(
-        ReserveItem(check_key(item.key), payload_bytes, token_count, layer_count, token_ids),
-        payload,
-    )
+    content = _content(len(payload), item, len(token_ids))
+    return Saving(Item(check_key(item.key), content, token_ids), payload)
 
 
-def _check_tokens(token_count: int | None) -> None:
+def _reserved_content(item: ReserveItem) -> Content:
+    return _content(whole("payload_bytes", item.payload_bytes), item, len(item.token_ids))
+
+
+def _content(payload_bytes: int, item: SaveItem | ReserveItem, token_ids_bytes: int) -> Content:
+    """What a caller says of an entry. Raises InvalidSize, CallerError."""
+    layer_count, token_count = whole("layer_count", item.layer_count), item.token_count
     # 0 is refused: a count that is not known is None.
     if token_count is not None:
         whole("token_count (or None)", token_count, 1, 2**32 - 1)
+    content = Content(payload_bytes, token_count or 0, token_ids_bytes, layer_count)
+    check_content(*content)
+    return content
 
 
 def _checked_writes(

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
     from ..proto.keys import Key
     from .buffers import Payload
     from .results import RestoreResult, SaveOutcome
+    from .saves import ReserveItem
     from .wire.deadline import Deadline
-    from .wire.transport import Range, ReserveItem, SaveTerms, Saving
+    from .wire.transport import Range, SaveTerms, Saving
 
 T = TypeVar("T")
 

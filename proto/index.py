@@ -84,6 +84,7 @@ from collections.abc import Iterable, Sequence
 from mmap import mmap
 from typing import Final, Literal, NamedTuple, TypeAlias, overload
 
+from .entry import Content, HasContent, content_of, contents_of
 from .entry import Listed as Listed
 from .errors import RecordError
 from .keys import Key
@@ -137,6 +138,10 @@ Placed: TypeAlias = "tuple[int, bytes]"
 
 _HEADER: Final = struct.Struct(f"<8sIII{INCARNATION_BYTES}s{MULTIPLIER_BYTES}s")
 _ENTRY: Final = struct.Struct("<32sQQQQIIIHBBII")
+#: The fields of a content, in its order.
+_CONTENT: Final = struct.Struct("<40xQ16xI4xIH")
+#: The others but for the location: key, generation, CRC32C of the payload, tier, reason.
+_REST: Final = struct.Struct("<32sQ28xI6xBB")
 #: Generation, offset, length, tier and number of extents.
 _PLACE: Final = struct.Struct("<32xQ8xQQ14xBxI")
 _CONTINUATION: Final = struct.Struct(f"<{WORDS_PER_ROW}QQII")
@@ -146,19 +151,20 @@ _pack_entry: Final = _ENTRY.pack
 _pack_u32: Final = _U32.pack
 
 
-class IndexRow(NamedTuple):
-    """An unpacked row, see the table above. `tier` and `reason` are numbers of the vocabulary."""
-
+class _RowFields(NamedTuple):
     key: Key
     generation: int
-    payload_bytes: int
-    token_count: int
+    content: Content
     payload_crc32c: int
-    token_ids_bytes: int
-    layer_count: int
     tier: int
     reason: int
     location: tuple[int, ...]
+
+
+class IndexRow(_RowFields, HasContent):
+    """An unpacked row, see the table above. `tier` and `reason` are numbers of the vocabulary."""
+
+    __slots__ = ()
 
 
 class Layout(NamedTuple):
@@ -216,16 +222,17 @@ def pack_row(entry: Listed, location: tuple[int, ...], continuation: int = 0) ->
     """The row of an entry without its link. `location` is that of the entry, which takes a call to
     look up. Raises struct.error for a number that does not fit."""
     offset, length = location[:2] or (0, 0)
+    payload_bytes, token_count, token_ids_bytes, layer_count = entry.content
     fields = _pack_entry(
         entry.key,
         entry.generation,
-        entry.payload_bytes,
+        payload_bytes,
         offset,
         length,
-        entry.token_count,
+        token_count,
         entry.payload_crc32c,
-        entry.token_ids_bytes,
-        entry.layer_count,
+        token_ids_bytes,
+        layer_count,
         entry.tier,
         entry.reason,
         len(location) // 2,
@@ -248,16 +255,14 @@ def unpack_row(row: bytes) -> IndexRow:
     """Unpack a row as `IndexReader` returns it. Raises RecordError if its length is wrong."""
     if len(row) < CHECKED_BYTES:
         raise RecordError(f"an index row of {len(row)} bytes")
-    key, generation, payload, offset, length, tokens, crc, ids, layers, tier, reason, extents, _ = (
-        _ENTRY.unpack_from(row)
-    )
+    _, offset, length, _, extents = _PLACE.unpack_from(row)
     location: tuple[int, ...] = (offset, length) if extents else ()
     rest = 2 * (extents - 1) if extents > 1 else 0
     if len(row) != CHECKED_BYTES + 8 * rest:
         raise RecordError(f"an index row of {len(row)} bytes for {extents} extents")
     if rest:
         location += struct.unpack_from(f"<{rest}Q", row, CHECKED_BYTES)
-    return IndexRow(key, generation, payload, tokens, crc, ids, layers, tier, reason, location)
+    return IndexRow(*entry_of(row), location)
 
 
 def place_of(row: bytes) -> tuple[int, int, tuple[int, ...]]:
@@ -268,9 +273,11 @@ def place_of(row: bytes) -> tuple[int, int, tuple[int, ...]]:
     return generation, tier, unpack_row(row).location
 
 
-#: The fields of a row without its location: key, generation, payload bytes, token count, CRC32C of
-#: the payload, bytes of token ids, layer count, tier, reason.
-entry_of: Final = struct.Struct("<32sQQ16xIIIHBB").unpack_from
+def entry_of(row: bytes) -> tuple[Key, int, Content, int, int, int]:
+    """The fields of a row without its location: key, generation, content, CRC32C of the payload,
+    tier, reason."""
+    key, generation, crc, tier, reason = _REST.unpack_from(row)
+    return key, generation, content_of(_CONTENT.unpack_from(row)), crc, tier, reason
 
 
 def generation_of(row: bytes) -> int:
@@ -336,12 +343,12 @@ class PackedRows(Sequence["Placed"]):
         return self._column("I", 68)
 
     @property
-    def token_ids_bytes(self) -> list[int]:
-        return self._column("I", 72)
-
-    @property
-    def layer_counts(self) -> list[int]:
-        return self._column("H", 76)
+    def contents(self) -> Iterable[Content]:
+        """The content of each, one object where all are alike."""
+        ids_bytes, layer_counts = self._column("I", 72), self._column("H", 76)
+        return contents_of(
+            len(self), self.payload_bytes, self.token_counts, ids_bytes, layer_counts
+        )
 
     @property
     def tiers(self) -> Sequence[int]:

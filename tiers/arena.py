@@ -396,7 +396,7 @@ class ArenaWriter(EntryWriter):
         token_ids: bytes,
         before_first_byte: Callable[[], None],
     ) -> None:
-        if len(token_ids) != entry.token_ids_bytes:
+        if len(token_ids) != entry.content.token_ids_bytes:
             raise ValueError(f"{len(token_ids)} bytes of token ids, not {entry.token_ids_bytes}")
         self.entry = entry
         #: `arena.failed_syncs` when the first byte was written.
@@ -477,7 +477,7 @@ class ArenaWriter(EntryWriter):
             self._used_bytes = 0
 
     def seal(self) -> int:
-        if self._written_bytes != self.entry.payload_bytes:
+        if self._written_bytes != self.entry.content.payload_bytes:
             raise ValueError(f"{self._written_bytes} bytes of {self.entry.payload_bytes}")
         if not self.sealed:
             if self._token_ids:

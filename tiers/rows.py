@@ -60,10 +60,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..proto.entry import EntryRecord, Location, Recorded, content_bytes
+from ..proto.entry import (
+    EntryRecord,
+    Location,
+    Recorded,
+    check_content,
+    content_bytes,
+    content_of,
+)
 from ..proto.errors import InvalidSize
 from ..proto.keys import Key
-from ..proto.payload import check_layout, check_token_ids, crc32c
+from ..proto.payload import crc32c
 from ..proto.vocabulary import SaveReason, Tier
 from .files import (
     check_linked,
@@ -115,6 +122,7 @@ def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
     """The rows of an entry with their slabs: the continuations, then the entry's own row."""
     slabs = tuple(number // slab_bytes for number in entry.location)
     count = len(slabs) // 2
+    payload_bytes, token_count, token_ids_bytes, layer_count = entry.content
     own = _ENTRY.pack(
         _ENTRY_MAGIC,
         _VERSION,
@@ -123,12 +131,12 @@ def encode_rows(entry: Recorded, slab_bytes: int) -> list[tuple[int, bytes]]:
         slab_bytes.bit_length() - 1,
         entry.generation,
         entry.key,
-        entry.payload_bytes,
+        payload_bytes,
         entry.created_ns,
-        entry.token_count,
+        token_count,
         entry.payload_crc32c,
-        entry.token_ids_bytes,
-        entry.layer_count,
+        token_ids_bytes,
+        layer_count,
         0,
         count,
         *_padded(slabs[: 2 * ENTRY_EXTENTS], ENTRY_EXTENTS),
@@ -156,8 +164,8 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     """The entry whose row lies at `slab`. Raises RowRefused with the reason."""
     head = _HEAD.unpack_from(row)
     magic, version, tier, reason, slab_shift, generation = head[:6]
-    token_ids_bytes, layer_count, flags, count, first_slab, first_slabs = head[-6:]
-    payload_bytes = head[7]
+    flags, count, first_slab, first_slabs = head[-4:]
+    payload_bytes, token_ids_bytes = head[7], head[11]
     if magic != _ENTRY_MAGIC:
         raise RowRefused(f"a record begins with {_ENTRY_MAGIC!r}, not with {magic!r}")
     if version != _VERSION:
@@ -173,8 +181,7 @@ def decode_entry(row: bytes, slab: int, slab_bytes: int, read_row: RowReader) ->
     if 1 << slab_shift != slab_bytes:
         raise RowRefused(f"the record is for slabs of 2**{slab_shift} bytes, not {slab_bytes}")
     try:
-        check_layout(payload_bytes, layer_count)
-        check_token_ids(token_ids_bytes)
+        check_content(payload_bytes, head[9], token_ids_bytes, head[12])
     except InvalidSize as problem:
         raise RowRefused(str(problem)) from None
     if first_slab != slab or not count:
@@ -205,8 +212,8 @@ def decode_checked(row: bytes, slab_bytes: int) -> EntryRecord:
 
 def _entry_record(head: tuple[Any, ...], location: Location) -> EntryRecord:
     """The entry of an unpacked row."""
-    tier, reason, _, generation, key, payload_bytes, created_ns = head[2:9]
-    token_count, payload_crc32c, token_ids_bytes, layer_count = head[9:13]
+    tier, reason, _, generation, key = head[2:7]
+    created_ns = head[8]
     # By position: by name it takes half a microsecond more, for every row.
     return EntryRecord(
         Key(key),
@@ -215,12 +222,9 @@ def _entry_record(head: tuple[Any, ...], location: Location) -> EntryRecord:
         generation,
         # The two are mostly equal, and then one object.
         generation if created_ns == generation else created_ns,
-        payload_bytes,
-        token_count,
-        layer_count,
-        token_ids_bytes,
+        content_of((head[7], head[9], head[11], head[12])),
         location,
-        payload_crc32c,
+        head[10],
     )
 
 

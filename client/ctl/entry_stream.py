@@ -7,15 +7,17 @@ token ids. Integers are little-endian.
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 4 | `pxe1`, or `pxe.` for the end record |
-| 4 | 4 | layers; 0 if there is no layer table |
-| 8 | 8 | payload bytes; in the end record: the number of entries |
-| 16 | 8 | tokens, 0 if not known; in the end record: the payload bytes of all entries |
+| 4 | 16 | the content (`proto.entry.pack_content`) |
+| 20 | 4 | zeros |
 | 24 | 4 | bytes of token ids |
 | 28 | 4 | save reason |
 | 32 | 4 | CRC32C of the payload when the entry was saved |
 | 36 | 4 | CRC32C of the token ids |
-| 40 | 32 | key; zeros in the end record |
+| 40 | 32 | key |
 | 72 | 4 | CRC32C of the 72 bytes before |
+
+The end record has the number of entries at offset 8, 8 bytes, and the payload bytes of all entries
+at 16, 8 bytes; the rest but its first and last 4 bytes are zeros.
 
 Nothing in it is trusted. A record that fails a check is refused, with its number and position,
 before any of it is used. But a payload does not prove its key: the writer of a stream can put any
@@ -29,20 +31,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import BinaryIO, Final
 
+from ...proto.entry import PACKED_BYTES, Content, pack_content, unpack_content
+from ...proto.errors import InvalidSize
 from ...proto.keys import Key
-from ...proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES, MAX_TOKEN_IDS_BYTES
 from ...proto.payload import crc32c
 from ...proto.vocabulary import SaveReason
 
 MAGIC: Final = b"prefixd entries 1\n"
 _ENTRY: Final = b"pxe1"
 _END: Final = b"pxe."
-_FIELDS: Final = struct.Struct("<4sIQQIIII32s")
+_FIELDS: Final = struct.Struct(f"<4s{PACKED_BYTES}sIIIII32s")
+_END_FIELDS: Final = struct.Struct("<4s4xQQ48x")
 _CHECK: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Payloads are read in pieces, so that a false length in a header allocates little.
 _PIECE_BYTES: Final = 16 * 2**20
-_MAX_TOKENS: Final = 2**32 - 1
 
 
 class BrokenStream(ValueError):
@@ -59,8 +62,7 @@ class Exported:
 
     key: Key
     reason: SaveReason
-    token_count: int
-    layer_count: int
+    content: Content
     payload: bytes | bytearray
     payload_crc32c: int
     token_ids: bytes
@@ -82,10 +84,10 @@ class StreamWriter:
     def put(self, entry: Exported) -> None:
         """Append an entry. Raises OSError."""
         self._header(
+            _FIELDS,
             _ENTRY,
-            entry.layer_count,
-            len(entry.payload),
-            entry.token_count,
+            pack_content(entry.content),
+            0,
             len(entry.token_ids),
             entry.reason,
             entry.payload_crc32c,
@@ -99,10 +101,10 @@ class StreamWriter:
 
     def end(self) -> None:
         """Append the end record. Raises OSError."""
-        self._header(_END, 0, self.entries, self.payload_bytes, 0, 0, 0, 0, bytes(32))
+        self._header(_END_FIELDS, _END, self.entries, self.payload_bytes)
 
-    def _header(self, *fields: object) -> None:
-        packed = _FIELDS.pack(*fields)
+    def _header(self, form: struct.Struct, *fields: object) -> None:
+        packed = form.pack(*fields)
         self._file.write(packed + _CHECK.pack(crc32c(packed)))
 
 
@@ -129,37 +131,32 @@ class StreamReader:
         fields = header[: _FIELDS.size]
         if _CHECK.unpack(header[_FIELDS.size :])[0] != crc32c(fields):
             raise self._broken("its header does not match its checksum")
-        magic, layers, size_bytes, tokens, ids_bytes, reason, crc, ids_crc, key = _FIELDS.unpack(
-            fields
-        )
+        magic, packed, zeros, ids_bytes, reason, crc, ids_crc, key = _FIELDS.unpack(fields)
         if magic == _END:
-            if (size_bytes, tokens) != (self.entries, self.payload_bytes):
-                raise self._broken(f"the stream ends with {size_bytes} records, and has others")
+            _, entries, payload_bytes = _END_FIELDS.unpack(fields)
+            if (entries, payload_bytes) != (self.entries, self.payload_bytes):
+                raise self._broken(f"the stream ends with {entries} records, and has others")
             if self._file.read(1):
                 raise self._broken("something follows the end of the stream")
             return None
         if magic != _ENTRY:
             raise self._broken("it is of no known kind")
-        if (
-            not 0 < size_bytes <= MAX_PAYLOAD_BYTES
-            or not ids_bytes <= MAX_TOKEN_IDS_BYTES
-            or ids_bytes % 4
-            or tokens > _MAX_TOKENS
-            or layers > MAX_LAYERS
-            or (layers and size_bytes % layers)
-            or reason not in SaveReason.__members__.values()
-        ):
+        try:
+            content = unpack_content(packed, ids_bytes)
+        except InvalidSize:
+            content = None
+        if content is None or zeros or reason not in SaveReason.__members__.values():
             raise self._broken("it says what no entry can be")
-        payload = self._take(size_bytes, "its payload")
+        payload = self._take(content.payload_bytes, "its payload")
         if crc32c(payload) != crc:
             raise self._broken("its payload does not match its checksum")
         token_ids = bytes(self._take(ids_bytes, "its token ids"))
         if crc32c(token_ids) != ids_crc:
             raise self._broken("its token ids do not match their checksum")
         self.entries += 1
-        self.payload_bytes += size_bytes
-        self.good_bytes += HEADER_BYTES + size_bytes + ids_bytes
-        return Exported(Key(key), SaveReason(reason), tokens, layers, payload, crc, token_ids)
+        self.payload_bytes += len(payload)
+        self.good_bytes += HEADER_BYTES + len(payload) + ids_bytes
+        return Exported(Key(key), SaveReason(reason), content, payload, crc, token_ids)
 
     def _take(self, length_bytes: int, what: str) -> bytearray:
         taken = bytearray()

@@ -207,8 +207,7 @@ def _put(hit: Hit, tier: Tier, writer: StreamWriter, moved: Moved) -> None:
             Exported(
                 entry.key,
                 entry.reason,
-                entry.token_count,
-                entry.layer_count,
+                entry.content,
                 payload,
                 entry.payload_crc32c,
                 token_ids,
@@ -275,7 +274,7 @@ def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -
     """Save entries in the order of the stream. An entry that found no room in its batch is saved
     again alone: single entries may fit where the whole batch exceeds its share of the tier."""
     from ...proto.vocabulary import SaveStatus
-    from ..saves import SaveItem
+    from ..saves import item_of
 
     present = client.exists([entry.key for entry in batch], counted=False)
     missing = [entry for entry, is_present in zip(batch, present, strict=True) if not is_present]
@@ -284,13 +283,7 @@ def _save(client: Client, batch: Sequence[Exported], tier: Tier, moved: Moved) -
     while groups:
         group = groups.pop(0)
         items = [
-            SaveItem(
-                entry.key,
-                entry.payload,
-                entry.token_count or None,
-                entry.layer_count,
-                entry.token_ids or None,
-            )
+            item_of(entry.key, entry.payload, entry.content, entry.token_ids)
             for entry in reversed(group)
         ]
         saved = client.save_many(items, tier=tier, reason=group[0].reason, deadline_ms=_CALL_MS)

@@ -39,9 +39,9 @@ from ..wire.transport import (
     Claimed,
     Copied,
     Granted,
+    Item,
     Looked,
     Range,
-    ReserveItem,
     SaveTerms,
     Saving,
     Sink,
@@ -429,9 +429,7 @@ class LocalTransport(RemoteTransport):
 
     # ---- the write side
 
-    def reserve(
-        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
-    ) -> list[Granted]:
+    def reserve(self, items: Sequence[Item], terms: SaveTerms, deadline: Deadline) -> list[Granted]:
         return super().reserve(items, self._with_touches(terms), deadline)
 
     def write(

@@ -402,11 +402,8 @@ class PackedEntries(Entries):
                 zip(
                     self.keys,
                     map(_TIERS.__getitem__, rows.tiers),
-                    rows.payload_bytes,
-                    rows.token_counts,
+                    rows.contents,
                     rows.payload_crc32c,
-                    rows.layer_counts,
-                    rows.token_ids_bytes,
                     rows.generations,
                     map(_REASONS.__getitem__, rows.reasons),
                     strict=True,
@@ -433,7 +430,7 @@ def _known(rows: PackedRows) -> bool:
 
 
 def _entry(row: bytes) -> Entry | None:
-    key, generation, size, tokens, crc, ids, layers, tier, reason = entry_of(row)
+    key, generation, content, payload_crc32c, tier, reason = entry_of(row)
     if tier not in _TIERS or reason not in _REASONS:
         return None
-    return Entry(key, _TIERS[tier], size, tokens, crc, layers, ids, generation, _REASONS[reason])
+    return Entry(key, _TIERS[tier], content, payload_crc32c, generation, _REASONS[reason])

@@ -16,6 +16,7 @@ from operator import is_
 from typing import Final, cast
 
 from ...proto import prefixd_pb2 as pb
+from ...proto.entry import Content, columns_of
 from ...proto.errors import InvalidBatch, PrefixdError
 from ...proto.keys import Key
 from ...proto.limits import MAX_BATCH_KEYS
@@ -24,7 +25,7 @@ from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
 from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
 from .holdings import Holding
 from .link import Link
-from .transport import Granted, Range, ReserveItem, SaveTerms, Saving
+from .transport import Granted, Item, Range, SaveTerms, Saving
 
 
 @contextmanager
@@ -47,11 +48,8 @@ def entry_of(key: Key, info: pb.EntryInfo) -> Entry:
     return Entry(
         key,
         _TIERS[info.tier],
-        info.payload_bytes,
-        info.token_count,
+        Content(info.payload_bytes, info.token_count, info.token_ids_bytes, info.layer_count),
         info.payload_crc32c,
-        info.layer_count,
-        info.token_ids_bytes,
         info.generation,
         _REASONS[info.reason],
     )
@@ -148,14 +146,15 @@ def reserved_of(
     )
 
 
-def header_of(items: Sequence[ReserveItem], terms: SaveTerms) -> pb.SaveHeader:
-    keys, sizes_bytes, token_counts, layer_counts, token_ids = zip(*items, strict=True)
+def header_of(items: Sequence[Item], terms: SaveTerms) -> pb.SaveHeader:
+    keys, contents, token_ids = zip(*items, strict=True)
+    sizes_bytes, token_counts, _, layer_counts = columns_of(contents)
     return pb.SaveHeader(
         tier=pb.Tier.ValueType(terms.tier),
         reason=pb.SaveReason.ValueType(terms.reason),
         keys=keys,
         payload_bytes=sizes_bytes,
-        token_counts=[count or 0 for count in token_counts],
+        token_counts=token_counts,
         # Columns without information are left out.
         layer_counts=layer_counts if any(layer_counts) else (),
         token_ids=token_ids if any(token_ids) else (),

@@ -48,8 +48,8 @@ from .transport import (
     SOME_TIER,
     Claimed,
     Granted,
+    Item,
     Range,
-    ReserveItem,
     SaveTerms,
     Saving,
     Share,
@@ -395,9 +395,7 @@ class RemoteTransport(Transport):
 
     # ---- write side
 
-    def reserve(
-        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
-    ) -> list[Granted]:
+    def reserve(self, items: Sequence[Item], terms: SaveTerms, deadline: Deadline) -> list[Granted]:
         request = pb.ReserveRequest(header=messages.header_of(items, terms))
 
         def ask(link: Link, timeout_s: float) -> pb.ReserveResponse:

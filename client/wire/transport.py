@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Final, NamedTuple, Protocol
 
-from ...proto.entry import content_bytes
+from ...proto.entry import Content, content_bytes
 from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
@@ -45,25 +45,18 @@ class Range(NamedTuple):
     token_ids: bool = False
 
 
-class ReserveItem(NamedTuple):
-    """A key to reserve room for.
-
-    `token_count`: at least 1; None: unknown. `layer_count`: 0, or a divisor of
-    `payload_bytes`, for readers that take single layers. `token_ids`: optional, u32 little-endian
-    (`tokens.token_bytes`), for verifying reads.
-    """
+class Item(NamedTuple):
+    """An entry to reserve room for. `content.token_ids_bytes` is the length of `token_ids`."""
 
     key: Key
-    payload_bytes: int
-    token_count: int | None = None
-    layer_count: int = 0
+    content: Content
     token_ids: bytes = b""
 
 
 class Saving(NamedTuple):
-    """A key with its payload as flat bytes, in one piece or several."""
+    """An entry with its payload as flat bytes, in one piece or several."""
 
-    item: ReserveItem
+    item: Item
     payload: FlatBytes
 
 
@@ -113,10 +106,10 @@ class Share(NamedTuple):
     stored_bytes: int
     slab_bytes: int
 
-    def stored_bytes_of(self, item: ReserveItem) -> int:
+    def stored_bytes_of(self, content: Content) -> int:
         """How much of it an entry takes."""
-        content = content_bytes(item.payload_bytes, len(item.token_ids))
-        return -(-content // self.slab_bytes) * self.slab_bytes
+        size_bytes = content_bytes(content.payload_bytes, content.token_ids_bytes)
+        return -(-size_bytes // self.slab_bytes) * self.slab_bytes
 
 
 class Granted(NamedTuple):
@@ -276,9 +269,7 @@ class Transport(Protocol):
     def suspect(self, keys: Sequence[Key]) -> None:
         """Report entries whose bytes did not match their checksum. Does not wait."""
 
-    def reserve(
-        self, items: Sequence[ReserveItem], terms: SaveTerms, deadline: Deadline
-    ) -> list[Granted]:
+    def reserve(self, items: Sequence[Item], terms: SaveTerms, deadline: Deadline) -> list[Granted]:
         """Ask for the exclusive right to save keys, and for the room."""
 
     def cancel(self, reservations: Sequence[Holding], deadline: Deadline) -> list[bool]:

@@ -746,14 +746,24 @@ static const struct field {
     const char *name;
     uint8_t offset, bytes;
 } fields[] = {
-    {"generation", GENERATION_OFFSET, 8}, {"payload_bytes", PAYLOAD_OFFSET, 8},
-    {"token_count", TOKENS_OFFSET, 4},    {"payload_crc32c", CRC_OFFSET, 4},
-    {"token_ids_bytes", IDS_OFFSET, 4},   {"layer_count", LAYERS_OFFSET, 2},
-    {"tier", TIER_OFFSET, 1},             {"reason", REASON_OFFSET, 1},
+    {"generation", GENERATION_OFFSET, 8},
+    {"payload_crc32c", CRC_OFFSET, 4},
+    {"tier", TIER_OFFSET, 1},
+    {"reason", REASON_OFFSET, 1},
 };
-enum { FIELDS = sizeof fields / sizeof *fields };
-/* The names of the fields, of the key and of the location. */
-static PyObject *field_names[FIELDS + 2];
+/* The same of the fields of its content (proto/entry.py), which is a tuple of these. */
+static const struct field content_fields[] = {
+    {"payload_bytes", PAYLOAD_OFFSET, 8},
+    {"token_count", TOKENS_OFFSET, 4},
+    {"token_ids_bytes", IDS_OFFSET, 4},
+    {"layer_count", LAYERS_OFFSET, 2},
+};
+enum {
+    FIELDS = sizeof fields / sizeof *fields,
+    CONTENT_FIELDS = sizeof content_fields / sizeof *content_fields,
+};
+/* The names of the fields, of the key, of the location and of the content. */
+static PyObject *field_names[FIELDS + 3];
 
 /* Write a number to a row. -1: it does not fit; there may be an error. */
 static int put_number(PyObject *number, uint8_t *at, int bytes) {
@@ -771,8 +781,10 @@ static int row_of(PyObject *entry, uint8_t *row) {
     int right = 0;
     PyObject *name = PyObject_GetAttr(entry, field_names[FIELDS]);
     PyObject *location = PyObject_GetAttr(entry, field_names[FIELDS + 1]);
+    PyObject *content = PyObject_GetAttr(entry, field_names[FIELDS + 2]);
     memset(row, 0, CHECKED_BYTES);
-    if (name && location && PyTuple_Check(location) && PyTuple_Size(location) == 2 &&
+    if (name && location && content && PyTuple_Check(location) && PyTuple_Size(location) == 2 &&
+        PyTuple_Check(content) && PyTuple_Size(content) == CONTENT_FIELDS &&
         !PyBytes_AsStringAndSize(name, &key, &key_bytes) && key_bytes == KEY_BYTES &&
         !put_number(PyTuple_GetItem(location, 0), row + OFFSET_OFFSET, 8) &&
         !put_number(PyTuple_GetItem(location, 1), row + LENGTH_OFFSET, 8)) {
@@ -784,9 +796,13 @@ static int row_of(PyObject *entry, uint8_t *row) {
             right = !put_number(number, row + fields[i].offset, fields[i].bytes);
             Py_XDECREF(number);
         }
+        for (int i = 0; right && i < CONTENT_FIELDS; i++)
+            right = !put_number(PyTuple_GetItem(content, i), row + content_fields[i].offset,
+                                content_fields[i].bytes);
     }
     Py_XDECREF(name);
     Py_XDECREF(location);
+    Py_XDECREF(content);
     return right ? 0 : -1;
 }
 
@@ -1097,8 +1113,9 @@ static PyMethodDef methods[] = {
 };
 
 static int begin(PyObject *module) {
-    for (int i = 0; i < FIELDS + 2; i++) {
-        const char *name = i < FIELDS ? fields[i].name : i == FIELDS ? "key" : "location";
+    static const char *const others[] = {"key", "location", "content"};
+    for (int i = 0; i < FIELDS + 3; i++) {
+        const char *name = i < FIELDS ? fields[i].name : others[i - FIELDS];
         if (!field_names[i]) field_names[i] = PyUnicode_InternFromString(name);
         if (!field_names[i]) return -1;
     }

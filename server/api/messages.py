@@ -16,6 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
+from ...proto.entry import Column, contents_of
 from ...proto.errors import (
     InvalidBatch,
     InvalidKey,
@@ -198,15 +199,24 @@ def items_of(header: pb.SaveHeader) -> tuple[SaveItem, ...]:
     layer_counts = _column("layer_counts", header.layer_counts, keys, 0)
     token_ids = _column("token_ids", header.token_ids, keys, b"")
     # Checked all at once: nearly always all are right.
-    if not (min(sizes_bytes) > 0 and max(sizes_bytes) <= limits.MAX_PAYLOAD_BYTES):
+    least_bytes, most_bytes = min(sizes_bytes), max(sizes_bytes)
+    if not (least_bytes > 0 and most_bytes <= limits.MAX_PAYLOAD_BYTES):
         raise _wrong_size(sizes_bytes)
     if any(layer_counts):
         _check_layers(sizes_bytes, layer_counts)
+    ids_bytes: Column = 0
     if any(token_ids):
         _check_token_ids(token_ids)
+        ids_bytes = tuple(map(len, token_ids))
     token_counts = _column("token_counts", header.token_counts, keys, 0)
-    columns = zip(keys, sizes_bytes, token_counts, layer_counts, token_ids, strict=True)
-    return tuple(map(_item, columns))
+    contents = contents_of(
+        len(keys),
+        most_bytes if least_bytes == most_bytes else sizes_bytes,
+        token_counts,
+        ids_bytes,
+        layer_counts if any(layer_counts) else 0,
+    )
+    return tuple(map(_item, zip(keys, contents, token_ids, strict=True)))
 
 
 #: `SaveItem._make` in a third of its time, for every block.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Final
 
+from ...proto.entry import Content, HasContent
 from ...proto.keys import Key
 from ...proto.vocabulary import SaveReason, Tier
 from ...tiers.order import Resident
@@ -24,7 +25,7 @@ _SHIFT: Final = 48
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Resident):
+class Entry(Resident, HasContent):
     """A key that is published, or is being saved.
 
     `generation` and `last_used_ns` are stamps: the time of an event in nanoseconds, made unique and
@@ -36,18 +37,15 @@ class Entry(Resident):
     reason: SaveReason
     generation: int
     last_used_ns: int
-    payload_bytes: int
-    token_count: int
+    content: Content
     payload_crc32c: int
-    layer_count: int
-    token_ids_bytes: int
     hits: int = 0
     #: Claims that pin it.
     pins: int = 0
     #: False until it is published, and again after it has left the table.
     published: bool = True
-    #: The label of the client that saved it; empty if an earlier start did. All entries of a label
-    #: share one object, and the field takes no memory: the allocator rounds up without it, too.
+    #: The label of the client that saved it, one object for all entries of a label; empty if an
+    #: earlier start did.
     label: str = ""
 
     @property

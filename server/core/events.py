@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from ...proto.entry import Content
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, Labelled, SaveReason, SaveStatus, Tier
 from ...tiers.store import Location, StoredEntry
@@ -34,9 +35,8 @@ class SaveItem(NamedTuple):
     """One key of a save."""
 
     key: Key
-    payload_bytes: int
-    token_count: int
-    layer_count: int = 0
+    #: Its `token_ids_bytes` is the length of `token_ids`.
+    content: Content
     token_ids: bytes = b""
 
 

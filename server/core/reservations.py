@@ -8,6 +8,7 @@ from itertools import repeat
 from operator import itemgetter
 from typing import Final, cast
 
+from ...proto.entry import shared
 from ...proto.errors import LimitReached, UnknownSession, UnknownTier
 from ...proto.vocabulary import ClaimMode, SaveStatus, Tier
 from ...tiers.eviction.base import NotYet
@@ -124,10 +125,13 @@ def _observe(
             if isinstance(result, WriteOrder | Closed | OverShare) or result is SaveStatus.NO_ROOM
         ]
     if items:
-        keys, payloads_bytes, token_counts, _, token_ids = zip(*items, strict=True)
-        sizes = list(zip(payloads_bytes, map(len, token_ids), strict=True))
-        stored_bytes = {size: footprint(*size) for size in set(sizes)}  # mostly one
-        transition.observe(asked.tier, keys, token_counts, [stored_bytes[size] for size in sizes])
+        keys, contents, _ = zip(*items, strict=True)
+        # Mostly one.
+        sizes = {
+            each: footprint(each.payload_bytes, each.token_ids_bytes) for each in set(contents)
+        }
+        token_counts = [each.token_count for each in contents]
+        transition.observe(asked.tier, keys, token_counts, [sizes[each] for each in contents])
     if not saved:
         there = transition.tables.entries.find_all([item.key for item in asked.items])
         transition.observe_entries([entry for entry in there if entry is not None])
@@ -163,7 +167,8 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
             job.coming = None
             at += 1
             continue
-        stored_bytes = footprint(item.payload_bytes, len(item.token_ids))
+        content = item.content
+        stored_bytes = footprint(content.payload_bytes, content.token_ids_bytes)
         entry = job.coming or _entries(job, (item,), stored_bytes)[0]
         refusal = make_room(transition, job, entry)
         if job.coming is not None:
@@ -187,16 +192,16 @@ def _reserve_alike(
     ledger, in_flight = t.ledgers[asked.tier], t.in_flight
     if asked.tier in t.closed or session.of is not None:
         return False
-    payload_bytes, token_ids_bytes = first.payload_bytes, len(first.token_ids)
+    content = first.content
+    payload_bytes, token_ids_bytes = content.payload_bytes, content.token_ids_bytes
     count = 0
     # Looks at no more than it grants, so that a save of mixed items takes no longer.
     found = map(t.entries.find, map(_key_of, items))
-    for (key, its_bytes, _, _, token_ids), entry in zip(items, found, strict=True):
-        if (
-            entry is not None
-            or key in in_flight
-            or its_bytes != payload_bytes
-            or len(token_ids) != token_ids_bytes
+    for (key, its, _), entry in zip(items, found, strict=True):
+        if entry is not None or key in in_flight:
+            break
+        if its is not content and (
+            its.payload_bytes != payload_bytes or its.token_ids_bytes != token_ids_bytes
         ):
             break
         count += 1
@@ -223,11 +228,11 @@ def _reserve_alike(
 
 
 def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list[Entry]:
-    """The entries that these items will be. They have no location yet. Equal numbers share one
-    object."""
-    once, label = job.batch.numbers.setdefault, job.session.label
-    tier, reason = job.asked.tier, job.asked.reason
-    stored_bytes = once(stored_bytes, stored_bytes)
+    """The entries that these items will be. They have no location yet."""
+    label, tier, reason = job.session.label, job.asked.tier, job.asked.reason
+    stored_bytes = job.batch.numbers.setdefault(stored_bytes, stored_bytes)
+    first = items[0].content
+    alike = shared(*first)
     return [
         Entry(
             key,
@@ -237,17 +242,14 @@ def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list
             reason,
             0,
             0,
-            once(payload_bytes, payload_bytes),
-            once(token_count, token_count),
+            alike if content is first else shared(*content),
             0,
-            layer_count,
-            len(token_ids),
             0,
             0,
             False,
             label,
         )
-        for key, payload_bytes, token_count, layer_count, token_ids in items
+        for key, content, _ in items
     ]
 
 

@@ -164,7 +164,7 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
     for reservation, entry in zip(reservations, entries, strict=True):
         reservation.stage = NEXT_STAGE[reservation.stage, _COMMITTED]
         entry.last_used_ns = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
-        saved_bytes += entry.payload_bytes
+        saved_bytes += entry.content.payload_bytes
         stored_bytes += entry.stored_bytes
         del t.reservations[reservation.token], in_flight[entry.key]
         if reservation.waiters:

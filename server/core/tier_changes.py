@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...proto.entry import EntryRecord
+from ...proto.entry import Content, EntryRecord
 from ...proto.errors import LimitReached, UnknownTier
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
@@ -28,12 +28,13 @@ def recovered(
     event: TierRecovered,
     footprints: Mapping[Tier, Footprint],
     numbers: dict[int, int],
+    contents: dict[Content, Content],
 ) -> None:
     """Adopt the entries that a store found, unless a later save or a delete of their key is known,
     even of an entry that has left since. Each entry is more
     recent than all before it, so earlier ones are evicted where there is no room for it.
 
-    `numbers`: numbers that adopted entries share, see `SaveBatch.numbers`.
+    `numbers`, `contents`: sizes and contents that adopted entries share.
     """
     t, tier = transition.tables, event.tier
     counters, ledger, footprint = t.tier_counters[tier], t.ledgers[tier], footprints[tier]
@@ -45,7 +46,8 @@ def recovered(
         there = t.entries.find(key)
         if there is not None and (there.tier, there.generation) == (tier, record.generation):
             continue  # a recovery that failed starts again from the beginning
-        cost = footprint(record.payload_bytes, record.token_ids_bytes)
+        content = record.content
+        cost = footprint(content.payload_bytes, content.token_ids_bytes)
         fits = ledger.fits(cost, placed=True)
         if (
             t.superseded.covers(key, record.generation)
@@ -67,7 +69,7 @@ def recovered(
                 t.overtaken.add(key)
             # The batch of the save that gave way may have ended, which refreshes its other entries.
             last_ns = max(last_ns, _last_used_ns(transition, ledger))
-        entry = _entry_of(stored, tier, cost, numbers)
+        entry = _entry_of(stored, tier, cost, numbers, contents)
         # It is the most recent entry so far, by its place in the eviction order and by its stamp:
         # also if two starts gave out the same stamp because the clock was set back in between, and
         # if entries before it were used since.
@@ -77,7 +79,7 @@ def recovered(
         ledger.adopt(entry)
         transition.enter((entry,))
         counters.recovered_entries += 1
-        counters.recovered_bytes += entry.payload_bytes
+        counters.recovered_bytes += content.payload_bytes
         transition.effects.append(IndexPut(entry))
     t.recovered_ns[tier] = last_ns
     t.stamp_ns = max(t.stamp_ns, last_ns, t.adopted_ns)
@@ -90,13 +92,7 @@ def _outlives(record: EntryRecord, there: Entry, tier: Tier) -> bool:
     survives more: clients that save their state again while a tier recovers would otherwise move it
     to a tier that survives less.
     """
-    same = (
-        there.payload_crc32c == record.payload_crc32c
-        and there.payload_bytes == record.payload_bytes
-        and there.token_count == record.token_count
-        and there.layer_count == record.layer_count
-        and there.token_ids_bytes == record.token_ids_bytes
-    )
+    same = there.payload_crc32c == record.payload_crc32c and there.content == record.content
     return there.tier < tier if same else there.generation < record.generation
 
 
@@ -134,22 +130,25 @@ def _make_room(transition: Transition, ledger: Ledger, adopted: Resident) -> boo
     return True
 
 
-def _entry_of(stored: StoredEntry, tier: Tier, stored_bytes: int, numbers: dict[int, int]) -> Entry:
-    head, once = stored.record, numbers.setdefault
+def _entry_of(
+    stored: StoredEntry,
+    tier: Tier,
+    stored_bytes: int,
+    numbers: dict[int, int],
+    contents: dict[Content, Content],
+) -> Entry:
+    head = stored.record
     # Positional arguments, because keywords take a microsecond more for every entry.
     return Entry(
         head.key,
-        once(stored_bytes, stored_bytes),
+        numbers.setdefault(stored_bytes, stored_bytes),
         (),
         tier,
         head.reason,
         head.generation,
         max(stored.last_used_ns, head.generation),
-        once(head.payload_bytes, head.payload_bytes),
-        once(head.token_count, head.token_count),
+        contents.setdefault(head.content, head.content),
         head.payload_crc32c,
-        head.layer_count,
-        head.token_ids_bytes,
         stored.hits,
     )
 

@@ -214,7 +214,7 @@ class Transition:
             tables.ledgers[tier].policy.hit_all(its_own)
             counters = tables.tier_counters[tier]
             counters.hits += len(its_own)
-            counters.hit_tokens += sum([entry.token_count for entry in its_own])
+            counters.hit_tokens += sum([entry.content.token_count for entry in its_own])
             for entry in its_own:
                 entry.hits += 1
 
@@ -240,7 +240,7 @@ class Transition:
             self.observe(
                 tier,
                 [entry.key for entry in its_own],
-                [entry.token_count for entry in its_own],
+                [entry.content.token_count for entry in its_own],
                 [entry.stored_bytes for entry in its_own],
             )
 
@@ -296,7 +296,7 @@ class Transition:
         payload_bytes = 0
         for entry in entries:
             entry.published = True
-            payload_bytes += entry.payload_bytes
+            payload_bytes += entry.content.payload_bytes
         tables.tier_counters[entries[0].tier].payload_bytes += payload_bytes
         for recount in tables.recounts:
             for entry in entries:
@@ -356,7 +356,7 @@ class Transition:
         payload_bytes, unrecorded = 0, tables.unrecorded
         for entry in entries:
             entry.published = False
-            payload_bytes += entry.payload_bytes
+            payload_bytes += entry.content.payload_bytes
             if unrecorded:
                 unrecorded.pop(entry.key, None)
         tables.tier_counters[tier].payload_bytes -= payload_bytes

@@ -249,7 +249,7 @@ class Incoming:
             elif write.crc32c is not None and not write.reported:
                 write.reported = True
                 self._sealed.append(write)
-                self._sealed_bytes += write.entry.payload_bytes
+                self._sealed_bytes += write.entry.content.payload_bytes
         if self._sealed_bytes >= _SEALED_BYTES:
             self.tell_sealed()
 

@@ -98,7 +98,7 @@ class Write:
         """The last byte has arrived. `payload_crc32c`: the expected checksum, None: any. Raises
         StoreError."""
         writer = self.writer
-        if writer.written_bytes != self.entry.payload_bytes:
+        if writer.written_bytes != self.entry.content.payload_bytes:
             self.mismatched(writer.written_bytes)
             return
         self.complete = True
@@ -129,7 +129,7 @@ def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
         if (
             not last
             or offset_bytes
-            or len(data) != write.entry.payload_bytes
+            or len(data) != write.entry.content.payload_bytes
             or write.complete
             or write.stopping
             or write.problem is not None

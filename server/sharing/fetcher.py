@@ -167,10 +167,7 @@ class Fetcher:
             session=self.session,
             tier=self._link.config.tier,
             reason=SaveReason.COLD,
-            items=tuple(
-                SaveItem(entry.key, entry.payload_bytes, entry.token_count, entry.layer_count)
-                for entry in batch
-            ),
+            items=tuple([SaveItem(entry.key, entry.content) for entry in batch]),
             ancestors=tuple(ancestors[-MAX_BATCH_KEYS:]),
             begin=True,
             ttl_ns=DEFAULT_RESERVATION_TTL_MS * 1_000_000,

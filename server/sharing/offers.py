@@ -225,9 +225,7 @@ class Offers:
 def _shared(entry: Entry, stamp: int) -> SharedEntry:
     return SharedEntry(
         entry.key,
-        entry.payload_bytes,
-        entry.token_count,
-        entry.layer_count,
+        entry.content._replace(token_ids_bytes=0),
         entry.payload_crc32c,
         stamp,
     )

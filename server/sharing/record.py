@@ -11,9 +11,7 @@ against its CRC32C, over all parts.
 | offset | bytes | what |
 |---:|---:|---|
 | 0 | 4 | `pxs1` |
-| 4 | 4 | layers, 0: no layer table |
-| 8 | 8 | payload bytes |
-| 16 | 4 | tokens |
+| 4 | 16 | the content (`proto.entry.pack_content`) |
 | 20 | 4 | stamp: the deletes that the writer had done (`delete_log`), 0: none |
 | 24 | 4 | CRC32C of the payload |
 | 28 | 32 | key |
@@ -28,13 +26,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+from ...proto.entry import PACKED_BYTES, pack_content, unpack_content
+from ...proto.errors import InvalidSize
 from ...proto.keys import Key
-from ...proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
 from ...proto.payload import crc32c
 from .store import SharedEntry
 
 MAGIC: Final = b"pxs1"
-_FIELDS: Final = struct.Struct("<4sIQIII32s")
+_FIELDS: Final = struct.Struct(f"<4s{PACKED_BYTES}sII32s")
 _CHECK: Final = struct.Struct("<I")
 HEADER_BYTES: Final = _FIELDS.size + _CHECK.size
 #: Larger values block an engine's event loop, and are distributed unevenly.
@@ -47,9 +46,7 @@ def encode_header(entry: SharedEntry) -> bytes:
     """The first `HEADER_BYTES` of an entry's value."""
     fields = _FIELDS.pack(
         MAGIC,
-        entry.layer_count,
-        entry.payload_bytes,
-        entry.token_count,
+        pack_content(entry.content),
         entry.stamp,
         entry.payload_crc32c,
         entry.key,
@@ -63,15 +60,14 @@ def decode_header(key: Key, header: bytes | bytearray | memoryview) -> SharedEnt
     if len(header) < HEADER_BYTES:
         return None
     fields = bytes(header[: _FIELDS.size])
-    magic, layers, payload_bytes, tokens, stamp, payload_crc32c, named = _FIELDS.unpack(fields)
+    magic, packed, stamp, payload_crc32c, named = _FIELDS.unpack(fields)
     (check,) = _CHECK.unpack_from(header, _FIELDS.size)
     if magic != MAGIC or check != crc32c(fields) or named != key:
         return None
-    if not 0 < payload_bytes <= MAX_PAYLOAD_BYTES or layers > MAX_LAYERS:
+    try:
+        return SharedEntry(key, unpack_content(packed), payload_crc32c, stamp)
+    except InvalidSize:
         return None
-    if layers and payload_bytes % layers:
-        return None
-    return SharedEntry(key, payload_bytes, tokens, layers, payload_crc32c, stamp)
 
 
 def same_entry(key: Key, header: bytes | bytearray | memoryview, entry: SharedEntry) -> bool:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
 
+from ...proto.entry import Content, HasContent
 from ...proto.keys import Key
 from ...proto.vocabulary import Labelled
 from .delete_log import Logged
@@ -37,14 +38,12 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class SharedEntry:
+class SharedEntry(HasContent):
     """An entry in the engine, as far as room for it requires."""
 
     key: Key
-    payload_bytes: int
-    token_count: int
-    #: 0: the payload has no layer table.
-    layer_count: int
+    #: Without token ids: nodes don't share those.
+    content: Content
     payload_crc32c: int
     #: The deletes that the node had done which vouches for the entry, see `delete_log`.
     stamp: int = 0

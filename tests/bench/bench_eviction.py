@@ -34,6 +34,7 @@ from typing import Final
 import redis
 
 from prefixd.client.lab.trace import Request, TraceReader
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.link import TOUCH_EVERY_MS, expiries_ms
@@ -174,7 +175,7 @@ class Real(Engine):
         expiries = expiries_of(saved, self._base_ms + now_ms, 0)
         offers = [
             Offer(
-                SharedEntry(self._key(block), len(PAYLOAD), 512, 0, crc32c(PAYLOAD)),
+                SharedEntry(self._key(block), Content(len(PAYLOAD), 512), crc32c(PAYLOAD)),
                 [memoryview(PAYLOAD)],
                 until_ms,
             )

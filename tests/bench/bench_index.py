@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 
+from prefixd.proto.entry import Content
 from prefixd.proto.index import IndexRow
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
@@ -58,11 +59,8 @@ class Side:
             IndexRow(
                 key=key,
                 generation=number + 1,
-                payload_bytes=5 * 2**20,
-                token_count=512,
+                content=Content(5 * 2**20, 512, 2048),
                 payload_crc32c=number & 2**32 - 1,
-                token_ids_bytes=2048,
-                layer_count=0,
                 tier=1,
                 reason=1,
                 location=tuple(SLAB_BYTES * (number + i) for i in range(2 * extents)),

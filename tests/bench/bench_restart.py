@@ -30,7 +30,7 @@ from pathlib import Path
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.tiers.arena_stores import DiskStore
@@ -64,10 +64,7 @@ def _record(number: int) -> EntryRecord:
         reason=SaveReason.COLD,
         generation=1_000 + number,
         created_ns=1_000 + number,
-        payload_bytes=4_000,
-        token_count=512,
-        layer_count=0,
-        token_ids_bytes=0,
+        content=Content(4_000, 512),
         location=((number + 1) * SLAB_BYTES, SLAB_BYTES),
         payload_crc32c=number,
     )

@@ -33,9 +33,10 @@ from prefixd.client.counters import Counters
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire import messages
 from prefixd.client.wire.remote_transport import RemoteTransport
-from prefixd.client.wire.transport import ReserveItem, SaveTerms, Saving
+from prefixd.client.wire.transport import Item, SaveTerms, Saving
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
@@ -74,7 +75,7 @@ class Saver:
     def begin(self) -> None:
         empty = memoryview(b"")
         items = [
-            Saving(ReserveItem(Key(os.urandom(32)), len(PAYLOAD), 16, 0, b""), empty)
+            Saving(Item(Key(os.urandom(32)), Content(len(PAYLOAD), 16)), empty)
             for _ in range(BLOCKS)
         ]
         terms = SaveTerms(Tier.RAM, SaveReason.COLD, (), 0)

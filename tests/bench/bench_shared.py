@@ -37,6 +37,7 @@ from typing import Any
 import redis
 from redis.utils import HIREDIS_AVAILABLE
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.redis_store import RedisStore
@@ -94,7 +95,7 @@ class Ours:
     def __init__(self, store: RedisStore, keys: list[Key], data: list[bytes]) -> None:
         self.store, self.keys = store, keys
         self.entries = [
-            SharedEntry(key, len(each), 16, 0, crc32c(each))
+            SharedEntry(key, Content(len(each), 16), crc32c(each))
             for key, each in zip(keys, data, strict=True)
         ]
         until_ms = int(time() * 1000) + 3_600_000

@@ -47,6 +47,7 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.saves import SaveItem as ClientItem
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api.admin import AdminService
@@ -173,7 +174,7 @@ class Inside:
             session=session,
             tier=Tier.RAM,
             reason=SaveReason.COLD,
-            items=tuple(SaveItem(key, SLAB_BYTES, TOKENS) for key in keys),
+            items=tuple(SaveItem(key, Content(SLAB_BYTES, TOKENS)) for key in keys),
             ancestors=(),
             begin=True,
             ttl_ns=600 * SECOND_NS,

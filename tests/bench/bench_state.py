@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.core.effects import (
@@ -51,6 +52,7 @@ from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
 
 SLAB_BYTES = 64 * 2**10
+CONTENT = Content(SLAB_BYTES, 512)
 BATCH_KEYS = 48
 SECOND_NS = 10**9
 #: Keys saved between two flushes, as in a few seconds of a busy daemon.
@@ -97,7 +99,7 @@ class Driver:
                 session=self.session,
                 tier=Tier.RAM,
                 reason=SaveReason.COLD,
-                items=tuple(SaveItem(key, SLAB_BYTES, 512) for key in keys),
+                items=tuple(SaveItem(key, CONTENT) for key in keys),
                 ancestors=(),
                 begin=True,
                 ttl_ns=60 * SECOND_NS,

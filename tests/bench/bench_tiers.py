@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import copy, copy_crc32c, crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -79,10 +79,7 @@ class Batch:
                     reason=SaveReason.COLD,
                     generation=self._generation,
                     created_ns=self._generation,
-                    payload_bytes=self.size_bytes,
-                    token_count=512,
-                    layer_count=0,
-                    token_ids_bytes=0,
+                    content=Content(self.size_bytes, 512),
                     location=extents.allocate(stored_bytes),
                 )
             )
@@ -223,7 +220,7 @@ def bench_disk(entries: int, repeats: int, parent: Path | None) -> None:
 def record_at(slab: int, slab_bytes: int) -> EntryRecord:
     return EntryRecord(
         *(Key(os.urandom(32)), Tier.DISK, SaveReason.COLD, slab, slab),
-        *(slab_bytes, 512, 0, 0, (slab * slab_bytes, slab_bytes), 1),
+        *(Content(slab_bytes, 512), (slab * slab_bytes, slab_bytes), 1),
     )
 
 

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import watch
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import IndexPut
@@ -32,7 +33,7 @@ EVENTS = 512
 def entry(number: int) -> Entry:
     key = Key(sha256(number.to_bytes(8, "big")).digest())
     return Entry(
-        key, 4096, (), Tier.RAM, SaveReason.COLD, 10**18 + number, 0, 4096, 16, 0, 0, 0,
+        key, 4096, (), Tier.RAM, SaveReason.COLD, 10**18 + number, 0, Content(4096, 16), 0,
         label="model",
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from typing import get_type_hints
 from prefixd.client.counters import Counters, Snapshot
 from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import MissReason, SaveReason, SaveStatus, Tier
 
@@ -15,7 +16,7 @@ KEY = Key(b"k" * 32)
 
 
 def entry(tier: Tier, payload_bytes: int) -> Entry:
-    return Entry(KEY, tier, payload_bytes, 512, 0, 0, 0, 1, SaveReason.COLD)
+    return Entry(KEY, tier, Content(payload_bytes, 512), 0, 1, SaveReason.COLD)
 
 
 def test_everything_is_there_from_the_start() -> None:

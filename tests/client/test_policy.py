@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from prefixd.client.policy import RETRY_EVERY, LoadSpeeds, MinBenefit, SavePolicy
 from prefixd.client.results import Entry
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import ConfigError, InvalidSize
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -243,7 +244,7 @@ def test_a_negative_number_of_tokens() -> None:
 
 
 def entry(tier: Tier, payload_bytes: int) -> Entry:
-    return Entry(Key(b"k" * 32), tier, payload_bytes, 512, 0, 0, 0, 1, SaveReason.COLD)
+    return Entry(Key(b"k" * 32), tier, Content(payload_bytes, 512), 0, 1, SaveReason.COLD)
 
 
 def speeds(**bytes_per_s: float) -> LoadSpeeds:

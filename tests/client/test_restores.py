@@ -20,6 +20,7 @@ from prefixd.client.restores import Copier, Restore, Verify
 from prefixd.client.results import Entries, Entry, RestoreResult, restore_result
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.transport import Copied
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import FlatBytes, crc32c
@@ -29,7 +30,7 @@ from tests.support.fakes import PATIENCE_S, keys, payloads
 
 def entry(number: int, payload: bytes, tier: Tier = Tier.RAM) -> Entry:
     key = Key(keys(1, number)[0])
-    return Entry(key, tier, len(payload), 10, crc32c(payload), 0, 0, 1, SaveReason.COLD)
+    return Entry(key, tier, Content(len(payload), 10), crc32c(payload), 1, SaveReason.COLD)
 
 
 class Restoring:

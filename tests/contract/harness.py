@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from faulty import FaultyStore
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -120,10 +120,7 @@ class Harness:
             reason=SaveReason.COLD,
             generation=self._generation,
             created_ns=1_000 + self._generation,
-            payload_bytes=payload_bytes,
-            token_count=len(token_ids) // 4,
-            layer_count=0,
-            token_ids_bytes=len(token_ids),
+            content=Content(payload_bytes, len(token_ids) // 4, len(token_ids)),
             location=self.extents.allocate(stored_bytes),
         )
 

@@ -16,6 +16,7 @@ import obstore
 import pytest
 from obstore.store import MemoryStore, from_url
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import object_store, redis_store
@@ -201,7 +202,7 @@ def key(number: int) -> Key:
 
 
 def entry(number: int, data: bytes) -> SharedEntry:
-    return SharedEntry(key(number), len(data), 16 * number, 0, crc32c(data))
+    return SharedEntry(key(number), Content(len(data), 16 * number), crc32c(data))
 
 
 def offer(number: int, data: bytes, lives_ms: int = HOUR_MS) -> Offer:

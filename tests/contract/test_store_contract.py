@@ -20,7 +20,7 @@ from harness import (
     opened,
 )
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.arena_stores import DiskStore
@@ -318,7 +318,7 @@ def test_nothing_is_written_before_the_incarnation(tmp_path: Path) -> None:
     store = DiskStore(tmp_path, 200 * SLAB, SLAB)
     with pytest.raises(ValueError, match="set_incarnation"):
         store.writer(
-            EntryRecord(key(1), Tier.DISK, SaveReason.COLD, 1, 1, 1, 0, 0, 0, (SLAB, SLAB))
+            EntryRecord(key(1), Tier.DISK, SaveReason.COLD, 1, 1, Content(1), (SLAB, SLAB))
         )
     store.close()
 

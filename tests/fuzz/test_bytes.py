@@ -19,7 +19,7 @@ from prefixd.client.wire import messages as client_messages
 from prefixd.client.wire.messages import understanding
 from prefixd.proto import arena_header, frames, index
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.errors import MalformedMessage, PrefixdError, RecordError
 from prefixd.proto.index import packed_rows
 from prefixd.proto.keys import Key
@@ -46,10 +46,7 @@ ENTRY = EntryRecord(
     reason=SaveReason.EVICT,
     generation=3,
     created_ns=5,
-    payload_bytes=3 * SLAB,
-    token_count=16,
-    layer_count=0,
-    token_ids_bytes=0,
+    content=Content(3 * SLAB, 16),
     location=(2 * SLAB, 3 * SLAB),
     payload_crc32c=77,
 )
@@ -60,7 +57,7 @@ def entries() -> st.SearchStrategy[EntryRecord]:
 
     def scattered(extents: int) -> EntryRecord:
         location = tuple(part for n in range(extents) for part in ((2 + 2 * n) * SLAB, SLAB))
-        return replace(ENTRY, location=location, payload_bytes=extents * SLAB)
+        return replace(ENTRY, location=location, content=Content(extents * SLAB, 16))
 
     return st.one_of(st.just(ENTRY), st.integers(2, 30).map(scattered))
 
@@ -272,7 +269,7 @@ def test_rows_that_are_unpacked_together_are_all_good_or_none(
 @FUZZ
 @given(st.data())
 def test_a_damaged_shared_header_is_intact_or_refused(draw: st.DataObject) -> None:
-    entry = SharedEntry(KEY, 4096, 16, 4, 77)
+    entry = SharedEntry(KEY, Content(4096, 16, layer_count=4), 77)
     raw = draw.draw(damaged(encode_header(entry)))
     assert len(encode_header(entry)) == HEADER_BYTES
     assert decode_header(KEY, raw) in (entry, None)

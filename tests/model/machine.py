@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
@@ -262,10 +262,7 @@ class MetaStateMachine(RuleBasedStateMachine):
                 reason=SaveReason.COLD,
                 generation=self.found,
                 created_ns=7,
-                payload_bytes=payload,
-                token_count=2 * payload,
-                layer_count=0,
-                token_ids_bytes=ids,
+                content=Content(payload, 2 * payload, ids),
                 location=location,
                 payload_crc32c=77,
             )
@@ -396,7 +393,10 @@ class MetaStateMachine(RuleBasedStateMachine):
             session,
             Tier[tier.upper()],
             SaveReason.COLD,
-            tuple(SaveItem(key_of(key), size, 2 * size, 0, bytes(ids)) for key, size, ids in items),
+            tuple(
+                SaveItem(key_of(key), Content(size, 2 * size, ids), bytes(ids))
+                for key, size, ids in items
+            ),
             keys_of(ancestors),
             begin,
             ttl,

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.index import ROW_BYTES, IndexRow, pack_row, packed_rows, unpack_row
 from prefixd.proto.keys import Key
 
 
 def row(number: int, location: tuple[int, ...]) -> bytes:
     key = Key(bytes([number]) * 32)
-    return pack_row(IndexRow(key, number, 3, 16, 5, 6, 7, 1 + number % 3, 2, location), location)
+    return pack_row(
+        IndexRow(key, number, Content(3, 16, 6, 7), 5, 1 + number % 3, 2, location), location
+    )
 
 
 def test_columns_are_the_fields_of_the_rows() -> None:
@@ -25,8 +28,7 @@ def test_columns_are_the_fields_of_the_rows() -> None:
     assert list(zip(columns.offsets, columns.lengths, strict=True)) == [e.location for e in said]
     assert list(columns.token_counts) == [each.token_count for each in said]
     assert list(columns.payload_crc32c) == [each.payload_crc32c for each in said]
-    assert list(columns.token_ids_bytes) == [each.token_ids_bytes for each in said]
-    assert list(columns.layer_counts) == [each.layer_count for each in said]
+    assert list(columns.contents) == [each.content for each in said]
     assert list(columns.tiers) == [each.tier for each in said]
     assert list(columns.reasons) == [each.reason for each in said]
     assert columns.numbers == [100, 101, 102, 103, 104]

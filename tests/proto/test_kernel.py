@@ -24,6 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.proto import index_reader, kernel, tokens
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import InvalidTokens
 from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
@@ -186,7 +187,7 @@ ENTRIES = st.lists(
 
 def packed(start: int, extent_bytes: int, crc: int = 0) -> bytes:
     """The row of an entry there, with its number in place of a link."""
-    entry = IndexRow(Key(bytes(32)), 1, 1, 1, crc, 0, 0, 1, 1, (start, extent_bytes))
+    entry = IndexRow(Key(bytes(32)), 1, Content(1, 1), crc, 1, 1, (start, extent_bytes))
     return pack_row(entry, entry.location) + bytes(4)
 
 
@@ -375,7 +376,7 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
 def test_header_and_heads_are_no_rows(free: int, fresh: int) -> None:
     """85 rows of 96 bytes, behind 4096 bytes of header and two heads."""
     data = bytearray(8192)
-    entry = IndexRow(KEYS[0], 1, 1, 1, 1, 0, 0, 1, 1, (0, 4096))
+    entry = IndexRow(KEYS[0], 1, Content(1, 1), 1, 1, 1, (0, 4096))
     assert _native.put_rows(data, bytes(16), 2, free, fresh, 85, 5, [entry], 0)[0] == 0
     assert data == bytes(8192)
     for head in (4096, 4100):
@@ -393,7 +394,7 @@ def test_an_index_of_any_content_is_written_within_its_bounds(seed: int) -> None
     data = bytearray(a_hostile_index(chance))
     rows = len(data) // ROW_BYTES
     before = bytes(data)
-    entry = IndexRow(KEYS[0], 1, 1, 1, 1, 0, 0, 1, 1, (0, 4096))
+    entry = IndexRow(KEYS[0], 1, Content(1, 1), 1, 1, 1, (0, 4096))
     entries = [entry._replace(key=chance.choice([*KEYS, noise(32, n)])) for n in range(6)]
     for _ in range(4):
         count, secured = chance.randrange(1, 9), chance.randrange(rows + 1)

@@ -5,7 +5,7 @@ from google.protobuf.message import Message
 
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.entry import EntryRecord, content_bytes
+from prefixd.proto.entry import Content, EntryRecord, content_bytes
 from prefixd.proto.keys import Key, Namespace
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers.rows import decode_entry, encode_rows
@@ -139,10 +139,7 @@ def test_what_the_wire_allows_a_record_can_hold() -> None:
         reason=SaveReason.SHUTDOWN,
         generation=U64,
         created_ns=2**63 - 1,
-        payload_bytes=payload_bytes,
-        token_count=U32,
-        layer_count=limits.MAX_LAYERS,
-        token_ids_bytes=token_ids_bytes,
+        content=Content(payload_bytes, U32, token_ids_bytes, limits.MAX_LAYERS),
         location=(slab_bytes, room_bytes),
         payload_crc32c=U32,
     )

@@ -19,6 +19,7 @@ from prefixd.client.results import Entries, Entry
 from prefixd.client.wire.deadline import Deadline
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import ClaimLost, StaleIncarnation, UnknownSession
 from prefixd.proto.index import unpack_row
 from prefixd.proto.keys import Key
@@ -506,11 +507,10 @@ def _entry(key: Key, info: pb.EntryInfo) -> Entry:
     return Entry(
         key=key,
         tier=Tier(info.tier),
-        payload_bytes=info.payload_bytes,
-        token_count=info.token_count,
+        content=Content(
+            info.payload_bytes, info.token_count, info.token_ids_bytes, info.layer_count
+        ),
         payload_crc32c=info.payload_crc32c,
-        layer_count=info.layer_count,
-        token_ids_bytes=info.token_ids_bytes,
         generation=info.generation,
         reason=SaveReason(info.reason),
     )
@@ -522,11 +522,8 @@ def _entry_of_row(key: Key, row: bytes) -> Entry:
     return Entry(
         key=key,
         tier=Tier(found.tier),
-        payload_bytes=found.payload_bytes,
-        token_count=found.token_count,
+        content=found.content,
         payload_crc32c=found.payload_crc32c,
-        layer_count=found.layer_count,
-        token_ids_bytes=found.token_ids_bytes,
         generation=found.generation,
         reason=SaveReason(found.reason),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+from prefixd.proto.entry import Content
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import ReserveAnswer, WriteOrder
 from prefixd.server.core.events import ReserveAsked, SaveItem
@@ -46,7 +47,7 @@ async def begin(
     """Reservations whose writes have begun, but have not received any bytes."""
     core = daemon.core
     now_ns = daemon.core.clock.now_ns()
-    items = tuple(SaveItem(key(n), len(data), 16) for n, data in enumerate(payloads))
+    items = tuple(SaveItem(key(n), Content(len(data), 16)) for n, data in enumerate(payloads))
     request = ReserveAsked(
         core.next_request(),
         session.number,

@@ -13,6 +13,7 @@ import hashlib
 import random
 import sys
 
+from prefixd.proto.entry import Content
 from prefixd.proto.index import IndexRow, unpack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
@@ -40,11 +41,8 @@ def entry_of(key: Key, generation: int, extents: int | None = None) -> IndexRow:
     return IndexRow(
         key=key,
         generation=generation,
-        payload_bytes=seed % 2**40,
-        token_count=seed % 2**31,
+        content=Content(seed % 2**40, seed % 2**31, seed % 2**22, seed % 2**16),
         payload_crc32c=seed % 2**32,
-        token_ids_bytes=seed % 2**22,
-        layer_count=seed % 2**16,
         tier=1 + seed % 3,
         reason=1 + seed % 5,
         location=tuple(words),

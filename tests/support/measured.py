@@ -6,6 +6,7 @@ from itertools import count
 
 from prometheus_client import CollectorRegistry
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, Tier
 from prefixd.server.api.metrics import StateCollector
@@ -69,7 +70,7 @@ class Daemon:
     def reserve(
         self, session: int, number: int, size: int, tier: Tier = Tier.RAM, wait_ns: int = 0
     ) -> WriteOrder | None:
-        items = (SaveItem(key(number), size, 16),)
+        items = (SaveItem(key(number), Content(size, 16)),)
         request = ReserveAsked(
             next(self.requests),
             session,

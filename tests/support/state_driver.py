@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
@@ -81,10 +81,7 @@ def stored(
         reason=SaveReason.FINISH,
         generation=generation,
         created_ns=generation,
-        payload_bytes=payload_bytes,
-        token_count=10,
-        layer_count=0,
-        token_ids_bytes=0,
+        content=Content(payload_bytes, 10),
         location=location,
         payload_crc32c=7,
     )
@@ -228,7 +225,7 @@ class Driver:
         ttl_ns: int = 100,
         wait_ns: int = 0,
     ) -> Any:
-        items = tuple(SaveItem(key(one), payload_bytes, 10) for one in of.split())
+        items = tuple(SaveItem(key(one), Content(payload_bytes, 10)) for one in of.split())
         return self.ask(
             ev.ReserveAsked(
                 self.request(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
 from prefixd.server.sharing.delete_log import Logged
@@ -46,10 +46,7 @@ def record_of(
         reason=SaveReason.COLD,
         generation=generation,
         created_ns=generation,
-        payload_bytes=payload_bytes,
-        token_count=16,
-        layer_count=0,
-        token_ids_bytes=0,
+        content=Content(payload_bytes, 16),
         location=location,
     )
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
 from prefixd.tiers.arena_stores import DiskStore, RecordedStore, ShmStore
@@ -101,10 +101,7 @@ class Placed:
             reason=SaveReason.FINISH,
             generation=number + 1,
             created_ns=1_000 + number,
-            payload_bytes=payload_bytes,
-            token_count=number,
-            layer_count=0,
-            token_ids_bytes=4 * number % 4000,
+            content=Content(payload_bytes, number, 4 * number % 4000),
             location=self.extents.allocate(stored_bytes) if location is None else location,
         )
 

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 from prefixd.proto.arena_header import read_arena_incarnation
-from prefixd.proto.entry import EntryRecord, Location
+from prefixd.proto.entry import Content, EntryRecord, Location
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -518,7 +518,7 @@ def test_a_budget_holds_exactly_its_blocks() -> None:
         key = Key(number.to_bytes(32, "big"))
         location = extents.allocate(store.stored_bytes(4096, 0))
         entries.append(
-            EntryRecord(key, Tier.RAM, SaveReason.COLD, number, 0, 4096, 512, 0, 0, location)
+            EntryRecord(key, Tier.RAM, SaveReason.COLD, number, 0, Content(4096, 512), location)
         )
         writer = store.writer(entries[-1])
         writer.write(key * 128)

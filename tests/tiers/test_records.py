@@ -15,7 +15,7 @@ from helpers import SLAB, key
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prefixd.proto.entry import EntryRecord, Location
+from prefixd.proto.entry import Content, EntryRecord, Location
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.tiers import records as module
@@ -45,10 +45,7 @@ def entry_of(
         reason=SaveReason.EVICT,
         generation=generation or number + 1,
         created_ns=number + 1,
-        payload_bytes=payload_bytes or sum(location[1::2]),
-        token_count=512,
-        layer_count=0,
-        token_ids_bytes=0,
+        content=Content(payload_bytes or sum(location[1::2]), 512),
         location=location,
         payload_crc32c=number,
     )
@@ -100,7 +97,14 @@ def test_every_field_comes_back(
     slab_bytes = 2**20
     room = -(-payload // slab_bytes) * slab_bytes
     entry = EntryRecord(
-        key(0), Tier.SHM, reason, generation, created, payload, count, 0, 0, (slab_bytes, room), 9
+        key(0),
+        Tier.SHM,
+        reason,
+        generation,
+        created,
+        Content(payload, count),
+        (slab_bytes, room),
+        9,
     )
     entry = replace(entry, key=Key(name))
     ((slab, row),) = encode_rows(entry, slab_bytes)

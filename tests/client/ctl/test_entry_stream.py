@@ -16,24 +16,32 @@ from prefixd.client.ctl.entry_stream import (
     StreamReader,
     StreamWriter,
 )
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_PAYLOAD_BYTES
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason
 
 
-def entry(number: int, size_bytes: int = 20, **fields: object) -> Exported:
+def entry(
+    number: int,
+    size_bytes: int = 20,
+    *,
+    token_ids: bytes | None = None,
+    **content: int,
+) -> Exported:
     payload = bytes((number + place) % 256 for place in range(size_bytes))
-    made = {
-        "key": Key(bytes([number]) * 32),
-        "reason": SaveReason.FINISH,
-        "token_count": number,
-        "layer_count": 0,
-        "payload": payload,
-        "payload_crc32c": crc32c(payload),
-        "token_ids": b"\1\0\0\0" * number,
-    }
-    return Exported(**(made | fields))  # type: ignore[arg-type]
+    if token_ids is None:
+        token_ids = b"\1\0\0\0" * number
+    said = {"token_count": number, "layer_count": 0} | content
+    return Exported(
+        key=Key(bytes([number]) * 32),
+        reason=SaveReason.FINISH,
+        content=Content(payload_bytes=len(payload), token_ids_bytes=len(token_ids), **said),
+        payload=payload,
+        payload_crc32c=crc32c(payload),
+        token_ids=token_ids,
+    )
 
 
 def written(*entries: Exported, end: bool = True) -> bytes:

@@ -19,8 +19,7 @@ from prefixd.client.ctl.look import find_key
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.lab.replayer import BlockPayloads, keys_of_ids, replay_namespace
-from prefixd.client.saves import SaveItem
-from prefixd.client.wire.transport import ReserveItem
+from prefixd.client.saves import ReserveItem, SaveItem
 from prefixd.proto import kernel
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidKey, UnknownEntry

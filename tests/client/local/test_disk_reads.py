@@ -24,6 +24,7 @@ from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.lookups import CALL_THREADS
 from prefixd.client.wire.deadline import ABANDONMENT, Abandonment, Deadline
 from prefixd.client.wire.transport import Copied
+from prefixd.proto.entry import Content
 from prefixd.proto.index import IndexRow, PackedRows, pack_row
 from prefixd.proto.kernel import native
 from prefixd.proto.keys import Key
@@ -208,7 +209,7 @@ def rows_at(start: int, length_bytes: int, *, crc: int | None = None) -> bytes:
     data = DATA[start : start + length_bytes]
     saved = crc32c(data) if crc is None else crc
     location = start, length_bytes
-    entry = IndexRow(Key(bytes(32)), 7, length_bytes, 1, saved, 0, 0, Tier.DISK, 1, location)
+    entry = IndexRow(Key(bytes(32)), 7, Content(length_bytes, 1), saved, Tier.DISK, 1, location)
     return pack_row(entry, location) + bytes(4)
 
 

@@ -25,7 +25,7 @@ from prefixd.client.wire.transport import Copied
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES, encode_arena_header
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.index import IndexRow, PackedRows, pack_row
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import FlatBytes, crc32c
@@ -86,10 +86,7 @@ class Made:
             reason=cast(SaveReason, reason),
             generation=self.generation,
             created_ns=1,
-            payload_bytes=len(payload),
-            token_count=512,
-            layer_count=0,
-            token_ids_bytes=0,
+            content=Content(len(payload), 512),
             location=location,
             payload_crc32c=crc32c(payload) if crc < 0 else crc,
         )
@@ -97,11 +94,8 @@ class Made:
         entry = Entry(
             record.key,
             self.tier,
-            len(payload),
-            512,
+            Content(len(payload), 512),
             record.payload_crc32c,
-            0,
-            0,
             record.generation,
             SaveReason.COLD,
         )
@@ -479,7 +473,7 @@ def test_no_target_is_left_without_its_bytes(tmp_path: Path) -> None:
 def made_row(start: int, length_bytes: int) -> bytes:
     """The packed row of an entry there."""
     location = start, length_bytes
-    entry = IndexRow(Key(bytes(32)), 1, length_bytes, 0, 0, 0, 0, 1, 1, location)
+    entry = IndexRow(Key(bytes(32)), 1, Content(length_bytes), 0, 1, 1, location)
     return pack_row(entry, location) + bytes(4)
 
 

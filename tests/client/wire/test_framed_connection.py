@@ -28,6 +28,7 @@ from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import Security
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import (
     ClaimLost,
     DaemonUnavailable,
@@ -89,7 +90,7 @@ def daemon_that_says(*answers: bytes, hang_up: bool = True) -> Iterator[int]:
 
 def entry_of(payload: bytes) -> Entry:
     crc = crc32c(payload)
-    return Entry(Key(bytes(32)), Tier.RAM, len(payload), 1, crc, 0, 0, 1, SaveReason.COLD)
+    return Entry(Key(bytes(32)), Tier.RAM, Content(len(payload), 1), crc, 1, SaveReason.COLD)
 
 
 def place(port: int) -> TcpPlace:

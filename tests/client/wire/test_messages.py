@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import astuple
 
 import pytest
 from hypothesis import given
@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from prefixd.client.wire import messages
 from prefixd.client.wire.messages import pack
-from prefixd.client.wire.transport import ReserveItem, SaveTerms
+from prefixd.client.wire.transport import Item, SaveTerms
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
@@ -51,19 +52,19 @@ def test_what_is_found_is_there_or_on_its_way_or_not() -> None:
 
 
 def test_a_header_says_everything_of_a_save() -> None:
-    items = [ReserveItem(KEY, 5000, 16, 4, b"ids4"), ReserveItem(OTHER, 1)]
+    items = [Item(KEY, Content(5000, 16, 4, 4), b"ids4"), Item(OTHER, Content(1))]
     terms = SaveTerms(Tier.DISK, SaveReason.COLD, [OTHER], 5, 6, [KEY])
     header = messages.header_of(items, terms)
     assert (header.tier, header.reason) == (pb.TIER_DISK, pb.SAVE_REASON_COLD)
-    on_the_wire = [items[0], items[1]._replace(token_count=0)]  # not said
-    assert [ReserveItem(**asdict(item)) for item in items_of(header)] == on_the_wire
+    on_the_wire = [(KEY, 5000, 16, 4, b"ids4"), (OTHER, 1, 0, 0, b"")]
+    assert [astuple(item) for item in items_of(header)] == on_the_wire
     assert (list(header.ancestors), list(header.touched)) == ([OTHER], [KEY])
     assert (header.wait_ms, header.ttl_ms) == (5, 6)
 
 
 def test_a_column_of_nothing_is_not_sent() -> None:
     terms = SaveTerms(Tier.RAM, SaveReason.COLD)
-    header = messages.header_of([ReserveItem(KEY, 1, 2), ReserveItem(OTHER, 2)], terms)
+    header = messages.header_of([Item(KEY, Content(1, 2)), Item(OTHER, Content(2))], terms)
     assert list(header.token_counts) == [2, 0]
     assert not header.layer_counts
     assert not header.token_ids

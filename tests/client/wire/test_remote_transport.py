@@ -13,8 +13,9 @@ from prefixd.client.results import ReserveStatus
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.session import Backoff
-from prefixd.client.wire.transport import Range, ReserveItem, SaveTerms, Saving
+from prefixd.client.wire.transport import Item, Range, SaveTerms, Saving
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import (
     CallerError,
     ClaimLost,
@@ -68,8 +69,9 @@ def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[RemoteTransport]:
     remote.close(PATIENCE_S)
 
 
-def saving(key: Key, payload: bytes, **item: Any) -> Saving:
-    return Saving(ReserveItem(key, len(payload), **item), memoryview(payload))
+def saving(key: Key, payload: bytes, token_ids: bytes = b"", **content: int) -> Saving:
+    said = Content(len(payload), token_ids_bytes=len(token_ids), **content)
+    return Saving(Item(key, said, token_ids), memoryview(payload))
 
 
 # ---- the session
@@ -96,7 +98,7 @@ def test_an_address_is_checked(counters: Counters) -> None:
 CALLS: dict[str, Callable[[RemoteTransport], object]] = {
     "Lookup": lambda remote: remote.lookup([ONE], 0, long()),
     "Claim": lambda remote: remote.claim([ONE], ClaimMode.ANY, 0, 0, long()),
-    "Reserve": lambda remote: remote.reserve([ReserveItem(TWO, 5)], TERMS, long()),
+    "Reserve": lambda remote: remote.reserve([Item(TWO, Content(5))], TERMS, long()),
     "Save": lambda remote: remote.save([saving(THREE, b"abc")], TERMS, long()),
 }
 
@@ -178,7 +180,7 @@ def test_an_answer_against_the_contract_is_a_failed_call(
 
 def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(ONE, b"12345", tier=pb.TIER_DISK, token_count=7, layer_count=5)
-    remote.reserve([ReserveItem(TWO, 5)], TERMS, long())
+    remote.reserve([Item(TWO, Content(5))], TERMS, long())
     present, in_flight, absent = remote.lookup([ONE, TWO, THREE], 0, long())
     assert [present.presence, in_flight.presence, absent.presence] == [
         Presence.PRESENT,
@@ -186,8 +188,7 @@ def test_lookup_tells_what_is_known(daemon: FakeDaemon, remote: RemoteTransport)
         Presence.ABSENT,
     ]
     assert present.entry is not None
-    assert present.entry[:4] == (ONE, Tier.DISK, 5, 7)
-    assert present.entry.layer_count == 5
+    assert present.entry[:3] == (ONE, Tier.DISK, Content(5, 7, 0, 5))
     assert in_flight.owner.startswith("session")
     assert in_flight.age_ms == 7
 
@@ -349,7 +350,7 @@ def test_messages_stay_below_what_the_daemon_takes(
 def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: RemoteTransport) -> None:
     daemon.put(THREE, b"there")
     one, two, three = remote.reserve(
-        [ReserveItem(ONE, 3), ReserveItem(TWO, 4), ReserveItem(THREE, 5)], TERMS, long()
+        [Item(ONE, Content(3)), Item(TWO, Content(4)), Item(THREE, Content(5))], TERMS, long()
     )
     assert [granted.status for granted in (one, two, three)] == [
         ReserveStatus.GRANTED,
@@ -369,7 +370,7 @@ def test_reservations_are_written_or_cancelled(daemon: FakeDaemon, remote: Remot
 def test_a_reservation_of_an_earlier_session_is_unknown(
     daemon: FakeDaemon, remote: RemoteTransport
 ) -> None:
-    (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
+    (granted,) = remote.reserve([Item(ONE, Content(3))], TERMS, long())
     daemon.fail("Lookup", UnknownSession("who?"))
     remote.lookup([ONE], 0, long())
     assert granted.holding is not None
@@ -380,8 +381,8 @@ def test_a_reservation_of_an_earlier_session_is_unknown(
 
 
 def test_somebody_elses_save_in_flight_is_named(remote: RemoteTransport) -> None:
-    remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
-    (granted,) = remote.reserve([ReserveItem(ONE, 3)], TERMS, long())
+    remote.reserve([Item(ONE, Content(3))], TERMS, long())
+    (granted,) = remote.reserve([Item(ONE, Content(3))], TERMS, long())
     assert granted.status is ReserveStatus.IN_FLIGHT
     assert granted.owner.startswith("session")
     (outcome,) = remote.save([saving(ONE, b"abc")], TERMS, long())
@@ -411,7 +412,7 @@ def test_a_reservation_that_is_granted_too_late_is_given_back(
 ) -> None:
     gate = daemon.hold("Reserve")
     with pytest.raises(DeadlineExceeded):
-        remote.reserve([ReserveItem(ONE, 3), ReserveItem(TWO, 3)], TERMS, Deadline(50))
+        remote.reserve([Item(ONE, Content(3)), Item(TWO, Content(3))], TERMS, Deadline(50))
     gate.set()
     daemon.wait_until(lambda: daemon.rpcs["Cancel"] and not daemon.reservations)
 

@@ -14,7 +14,7 @@ import pytest
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.admin import AdminService
@@ -408,10 +408,7 @@ async def test_gc_reaps_what_is_expired_and_sweeps_out_what_nobody_owns(tmp_path
             reason=SaveReason.COLD,
             generation=1,
             created_ns=1,
-            payload_bytes=len(DATA),
-            token_count=1,
-            layer_count=0,
-            token_ids_bytes=0,
+            content=Content(len(DATA), 1),
             location=room,
         )
         writer = store.writer(record)
@@ -469,10 +466,7 @@ async def test_a_check_names_what_the_index_gets_wrong(tmp_path: Path) -> None:
             reason=SaveReason.COLD,
             generation=1,
             created_ns=1,
-            payload_bytes=1,
-            token_count=1,
-            layer_count=0,
-            token_ids_bytes=0,
+            content=Content(1, 1),
             location=(4096, 4096),
         )
         index.put(record)

@@ -11,6 +11,7 @@ import pytest
 
 from prefixd.proto import frames, limits
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import (
     InvalidBatch,
     InvalidKey,
@@ -44,12 +45,9 @@ def entry() -> Entry:
         reason=SaveReason.EVICT,
         generation=11,
         last_used_ns=12,
-        payload_bytes=13,
+        content=Content(13, 14, 16, 1),
         stored_bytes=4096,
-        token_count=14,
         payload_crc32c=15,
-        layer_count=1,
-        token_ids_bytes=16,
         place=(4096, 4096),
         hits=17,
         pins=2,
@@ -229,14 +227,14 @@ def header(*items: Item) -> pb.SaveHeader:
 
 def test_items_are_taken_as_they_are() -> None:
     item = Item(key(1), 12, 3, 4, b"12345678")
-    assert messages.items_of(header(item)) == (SaveItem(key(1), 12, 3, 4, b"12345678"),)
+    assert messages.items_of(header(item)) == (SaveItem(key(1), Content(12, 3, 8, 4), b"12345678"),)
     largest = Item(key(1), limits.MAX_PAYLOAD_BYTES)
-    assert messages.items_of(header(largest))[0].payload_bytes == limits.MAX_PAYLOAD_BYTES
+    assert messages.items_of(header(largest))[0].content.payload_bytes == limits.MAX_PAYLOAD_BYTES
 
 
 def test_a_column_that_is_left_out_says_nothing() -> None:
     bare = pb.SaveHeader(keys=[key(1), key(2)], payload_bytes=[12, 13])
-    assert messages.items_of(bare) == (SaveItem(key(1), 12, 0), SaveItem(key(2), 13, 0))
+    assert messages.items_of(bare) == (SaveItem(key(1), Content(12)), SaveItem(key(2), Content(13)))
 
 
 @pytest.mark.parametrize("column", ["payload_bytes", "token_counts", "layer_counts", "token_ids"])

@@ -11,7 +11,7 @@ from itertools import count
 import pytest
 from prometheus_client import CollectorRegistry
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.limits import LATENCY_BOUNDS_NS
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
 from prefixd.server.api import metrics
@@ -257,10 +257,7 @@ def test_what_came_back_at_the_start_is_shown(daemon: Daemon) -> None:
             reason=SaveReason.COLD,
             generation=number,
             created_ns=number,
-            payload_bytes=size,
-            token_count=16,
-            layer_count=0,
-            token_ids_bytes=0,
+            content=Content(size, 16),
             location=(),
         )
         return StoredEntry(record, last_used_ns=number, hits=0)

@@ -14,6 +14,7 @@ from prefixd.client.counters import PATHS, Counters, Missing
 from prefixd.client.ctl.message_json import label_in
 from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import InvalidSize, MalformedMessage, PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import (
@@ -44,7 +45,7 @@ KEY = Key(bytes(32))
 
 
 def saved(key: Key, tier: Tier = Tier.RAM) -> entries.Entry:
-    return entries.Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
+    return entries.Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
 
 
 def test_client_and_daemon_have_the_same_words() -> None:
@@ -54,7 +55,7 @@ def test_client_and_daemon_have_the_same_words() -> None:
 
 def test_what_a_client_counts_arrives() -> None:
     counters = Counters()
-    entries = Entries([Entry(KEY, tier, 100, 10, 0, 0, 0, 1, SaveReason.COLD) for tier in Tier])
+    entries = Entries([Entry(KEY, tier, Content(100, 10), 0, 1, SaveReason.COLD) for tier in Tier])
     counters.hit(entries, [10, 20, 30], 90)
     counters.miss(MissReason.SLOW, 5)
     counters.failure(MissReason.LOST)
@@ -231,7 +232,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 10, keys)
     counters.miss(MissReason.SLOW, 7, [evicted])
-    found = Entries([Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)])
+    found = Entries([Entry(KEY, Tier.RAM, Content(9, 4), 0, 1, SaveReason.COLD)])
     counters.hit(found, [4], 64, [Missing(MissReason.ABSENT, 0, [evicted])])
     usage = report(counters)
     book = UsageBook().of("m")
@@ -314,7 +315,7 @@ def test_a_report_of_an_older_client_still_adds_up() -> None:
 
 def test_tokens_count_only_where_they_are_known() -> None:
     """A look-up of raw keys knows how many tokens it found, but not how many it was for."""
-    counters, entry = Counters(), Entry(KEY, Tier.RAM, 9, 4, 0, 0, 0, 1, SaveReason.COLD)
+    counters, entry = Counters(), Entry(KEY, Tier.RAM, Content(9, 4), 0, 1, SaveReason.COLD)
     counters.hit(Entries([entry]), [4])
     counters.looked([Tier.RAM, -1], 3, 0, Missing(MissReason.ABSENT, 0, [KEY]))
     usage = report(counters)

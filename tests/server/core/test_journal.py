@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
@@ -19,7 +20,7 @@ from tests.support.state_driver import Driver, key
 
 
 def saved(key: Key, tier: Tier = Tier.RAM) -> Entry:
-    return Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, 1, 1, 0, 0, 0)
+    return Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
 
 
 def of(journal: Journal, beginning: bytes) -> list[Happened]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import LimitReached, UnknownReservation, UnknownTier
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
@@ -42,7 +43,7 @@ def ended(driver: Driver) -> dict[int, SaveStatus]:
 
 def test_an_order_says_all_that_a_writer_needs(driver: Driver) -> None:
     driver.now_ns = 50
-    item = SaveItem(key("a"), 4, token_count=3, layer_count=2, token_ids=b"12345678")
+    item = SaveItem(key("a"), Content(4, 3, 8, 2), token_ids=b"12345678")
     answer = driver.ask(
         ev.ReserveAsked(
             driver.request(), 1, Tier.RAM, SaveReason.EVICT, (item,), (), True, 70, 50, 50
@@ -508,7 +509,8 @@ def test_what_an_entry_takes_of_memory() -> None:
     tracemalloc.start()
     for first in range(1, entries, chain):
         items = tuple(
-            SaveItem(Key(os.urandom(32)), int(str(slab_bytes)), int("512")) for _ in range(chain)
+            SaveItem(Key(os.urandom(32)), Content(int(str(slab_bytes)), int("512")))
+            for _ in range(chain)
         )
         reserve = ev.ReserveAsked(
             2, 1, Tier.RAM, SaveReason.COLD, items, (), True, 10**9, now_ns, now_ns

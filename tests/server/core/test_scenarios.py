@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.proto.entry import EntryRecord
+from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
@@ -221,7 +221,7 @@ class Scenario:
                 session,
                 tier,
                 SaveReason[a.options.get("reason", "cold").upper()],
-                tuple(SaveItem(key_of(name), int(size), 1) for name, size in items),
+                tuple(SaveItem(key_of(name), Content(int(size), 1)) for name, size in items),
                 tuple(key_of(name) for name in a.options.get("after", "").split(",") if name),
                 begin,
                 a.ns("ttl", "60s"),
@@ -305,10 +305,7 @@ class Scenario:
                 reason=SaveReason.COLD,
                 generation=number,
                 created_ns=0,
-                payload_bytes=int(size),
-                token_count=1,
-                layer_count=0,
-                token_ids_bytes=0,
+                content=Content(int(size), 1),
                 location=location,
                 payload_crc32c=7,
             )

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import Entry
@@ -45,11 +46,8 @@ def reservation(stage: Stage) -> Reservation:
         reason=SaveReason.COLD,
         generation=1,
         last_used_ns=0,
-        payload_bytes=1,
-        token_count=1,
+        content=Content(1, 1),
         payload_crc32c=0,
-        layer_count=0,
-        token_ids_bytes=0,
         published=False,
     )
     return Reservation(

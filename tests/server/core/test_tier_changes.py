@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -202,7 +203,7 @@ def test_a_tier_is_not_made_smaller_than_its_shares() -> None:
     assert "ram.shares gives 6 bytes" in str(refused.error)
     assert (ledger.limit_bytes, len(driver.tables.entries)) == (10, 4)
     for of in Namespace("team-a").stored(map(key, "abcd")):
-        item = ev.SaveItem(of, 1, 10)
+        item = ev.SaveItem(of, Content(1, 10))
         asked = ev.ReserveAsked(
             driver.request(), alice, Tier.RAM, SaveReason.COLD, (item,), (), True, 100, 0, 0
         )

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 
 from prefixd.proto import watch
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import Erase, IndexDelete, IndexPut
@@ -18,7 +19,7 @@ from tests.support.running import key, let_others_run
 
 
 def entry(number: int) -> Entry:
-    return Entry(key(number), 1, (), Tier.RAM, SaveReason.COLD, number + 1, 0, 1, 1, 0, 0, 0)
+    return Entry(key(number), 1, (), Tier.RAM, SaveReason.COLD, number + 1, 0, Content(1, 1), 0)
 
 
 def put(*numbers: int) -> list[IndexPut]:
@@ -115,7 +116,7 @@ async def test_what_was_lost_is_known_to_be() -> None:
     assert keys(log.since(3, 9)) == [key(2)]
     # A change that can't be encoded does not prevent later ones.
     strange = entry(3)
-    strange.token_count = -1
+    strange.content = strange.content._replace(token_count=-1)
     log.follow([IndexPut(strange)])
     assert log.lost_before == log.sequence == 5
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.index import INCARNATION_BYTES, MAX_CHAIN, MAX_EXTENTS, IndexRow, unpack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
@@ -178,13 +179,18 @@ def test_both_forms_write_the_same_index(seed: int, monkeypatch: pytest.MonkeyPa
     assert written[0] == written[1]
 
 
+def said(entry: IndexRow, **fields: int) -> IndexRow:
+    """The entry, if its client had said this of it."""
+    return entry._replace(content=entry.content._replace(**fields))
+
+
 @pytest.mark.usefixtures("form")
 def test_an_entry_whose_number_does_not_fit_is_refused_and_those_before_it_are_listed() -> None:
     good = [entry_of(key_of(number), 1, extents=1) for number in range(3)]
     with index(100) as (writer, reader):
         for wrong in (
-            good[0]._replace(key=key_of(7), layer_count=2**16),
-            good[0]._replace(key=key_of(7), payload_bytes=2**64),
+            said(good[0]._replace(key=key_of(7)), layer_count=2**16),
+            said(good[0]._replace(key=key_of(7)), payload_bytes=2**64),
             good[0]._replace(key=key_of(7), tier=-1),
             good[0]._replace(key=key_of(7), location=(2**64, 4096)),
         ):
@@ -216,7 +222,7 @@ def test_it_grows_to_many_entries_within_its_memory() -> None:
     with index(entries) as (writer, reader):
         assert writer.stats().memory_bytes < 2**15
         for number, key in enumerate(keys):
-            row = IndexRow(key, number, 2**20, 512, 7, 0, 0, 1, 1, location)
+            row = IndexRow(key, number, Content(2**20, 512), 7, 1, 1, location)
             assert writer.put(row)
         stats = writer.stats()
         assert stats.heads == HEADS_PER_ENTRY * entries
@@ -228,7 +234,7 @@ def test_it_grows_to_many_entries_within_its_memory() -> None:
             assert writer.delete(key)
         assert not any(reader.contains(keys))
         for key in keys:
-            assert writer.put(IndexRow(key, 1, 2**20, 512, 7, 0, 0, 1, 1, location))
+            assert writer.put(IndexRow(key, 1, Content(2**20, 512), 7, 1, 1, location))
         assert writer.stats().memory_bytes == stats.memory_bytes
 
 
@@ -371,8 +377,8 @@ def test_a_number_that_does_not_fit_changes_nothing(extents: int) -> None:
         good = entry_of(key_of(1), 1, extents)
         assert writer.put(good)
         for bad in (
-            good._replace(payload_bytes=-1),
-            good._replace(layer_count=2**16),
+            said(good, payload_bytes=-1),
+            said(good, layer_count=2**16),
             good._replace(location=(*good.location[:-1], 2**64)),
         ):
             for _ in range(50):

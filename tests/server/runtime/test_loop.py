@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import Draining, PrefixdError
 from prefixd.proto.index import Listed
 from prefixd.proto.keys import Key
@@ -80,7 +81,7 @@ class Questions:
             self.session,
             Tier.RAM,
             SaveReason.COLD,
-            (SaveItem(key(number), len(DATA), 16),),
+            (SaveItem(key(number), Content(len(DATA), 16)),),
             (),
             begin,
             MINUTE_NS,

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from obstore.store import MemoryStore
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import behind, object_store
@@ -46,7 +47,7 @@ def data_of(number: int) -> bytes:
 
 def entry(number: int, stamp: int = STAMP, data: bytes | None = None) -> SharedEntry:
     data = data_of(number) if data is None else data
-    return SharedEntry(key(number), len(data), 16, 0, crc32c(data), stamp)
+    return SharedEntry(key(number), Content(len(data), 16), crc32c(data), stamp)
 
 
 def offer(number: int, stamp: int = STAMP) -> Offer:

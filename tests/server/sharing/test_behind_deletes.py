@@ -15,6 +15,7 @@ import pytest
 from obstore.store import MemoryStore
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import Tick
@@ -238,7 +239,7 @@ async def test_an_engine_that_is_emptied_before_the_first_delete(tmp_path: Path)
         assert not fleet.has(1)
         # A write that was under way all this time.
         put(fleet, stale[0])
-        unstamped = SharedEntry(key(2), len(payload(2)), 16, 0, crc32c(payload(2)), NO_STAMP)
+        unstamped = SharedEntry(key(2), Content(len(payload(2)), 16), crc32c(payload(2)), NO_STAMP)
         put(fleet, unstamped, payload(2))
         for each in (1, 2):
             assert await other.fetch(key(each)) == 0

@@ -12,6 +12,7 @@ from time import monotonic
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import Namespace
 from prefixd.proto.payload import crc32c
@@ -51,7 +52,7 @@ class Engine:
 
     def add(self, of: Key, data: bytes, stamp: int) -> None:
         """Another node offers an entry."""
-        self.values[of] = (SharedEntry(of, len(data), 16, 0, crc32c(data), stamp), data)
+        self.values[of] = (SharedEntry(of, Content(len(data), 16), crc32c(data), stamp), data)
 
 
 class View(LogInMemory):

@@ -11,6 +11,7 @@ from time import monotonic, time
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.object_store import PATIENCE_REQUESTS, ObjectStore
@@ -23,7 +24,7 @@ from ...support.s3 import S3_URL, aws
 PATIENCE_S = 30.0
 DATA = bytes(range(256)) * 4
 ENTRIES = [
-    SharedEntry(Key(number.to_bytes(32, "big")), len(DATA), 0, 0, crc32c(DATA))
+    SharedEntry(Key(number.to_bytes(32, "big")), Content(len(DATA)), crc32c(DATA))
     for number in range(6)
 ]
 KEYS = [entry.key for entry in ENTRIES]
@@ -118,7 +119,7 @@ def test_an_address_without_tls_is_taken(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_block_is_written_with_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server knows none of the requests that begin and end an upload in parts."""
     data = bytes(5 * 2**20)
-    entry = SharedEntry(KEYS[0], len(data), 0, 0, crc32c(data))
+    entry = SharedEntry(KEYS[0], Content(len(data)), crc32c(data))
     with bucket(monkeypatch) as (_, store):
         assert store.put([Offer(entry, [memoryview(data)], 0)], soon()) == [Outcome.DONE]
 

@@ -16,6 +16,7 @@ import pytest
 
 from prefixd.client import Client, SaveReason, Tier
 from prefixd.client.wire.security import Security
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.peers import DaemonPeer, Pace, PeerStore
@@ -36,7 +37,7 @@ from tests.support.redis_servers import free_ports
 
 def read_of(key: Key, payload: bytes, *, crc: int | None = None) -> Wanted:
     expected = crc32c(payload) if crc is None else crc
-    entry = SharedEntry(key, len(payload), 1, 0, expected)
+    entry = SharedEntry(key, Content(len(payload), 1), expected)
     return Wanted(entry, memoryview(bytearray(len(payload))))
 
 
@@ -211,7 +212,7 @@ def test_more_nodes_than_threads_are_read_in_turn() -> None:
     ):
         patch.setattr(store, "_peer", meeting.peer)
         entries = [
-            SharedEntry(Key(n.to_bytes(32, "big")), 1, 1, 0, 0, location=f"127.0.0.1:{n + 2}")
+            SharedEntry(Key(n.to_bytes(32, "big")), Content(1, 1), 0, location=f"127.0.0.1:{n + 2}")
             for n in range(100)
         ]
         wanted = [Wanted(entry, memoryview(bytearray(1))) for entry in entries]
@@ -235,7 +236,7 @@ def test_nothing_is_written_after_a_search_that_failed() -> None:
     peer: Any = SimpleNamespace(read=read, pace=Pace())
     engine: Any = SimpleNamespace(close=lambda: None)
     entries = [
-        SharedEntry(Key(bytes(32)), 1, 1, 0, 0, location=f"127.0.0.1:{port}")
+        SharedEntry(Key(bytes(32)), Content(1, 1), 0, location=f"127.0.0.1:{port}")
         for port in range(2, 2 + 2)
     ]
     wanted = [Wanted(entry, room) for entry, room in zip(entries, rooms, strict=True)]

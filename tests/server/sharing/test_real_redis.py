@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import redis
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import redis_nodes
@@ -37,7 +38,7 @@ LARGE = bytes(range(256)) * (MAX_VALUE_BYTES // 128)
 
 
 def entry_of(number: int, data: bytes = DATA) -> SharedEntry:
-    return SharedEntry(Key(number.to_bytes(32, "big")), len(data), 0, 0, crc32c(data))
+    return SharedEntry(Key(number.to_bytes(32, "big")), Content(len(data)), crc32c(data))
 
 
 ENTRIES = [entry_of(number) for number in range(60)]

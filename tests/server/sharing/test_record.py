@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
 from prefixd.server.sharing.record import (
@@ -21,7 +22,7 @@ from prefixd.server.sharing.record import (
 from prefixd.server.sharing.store import SharedEntry
 
 KEY = Key(b"k" * 32)
-ENTRY = SharedEntry(KEY, 4096, 16, 4, 77)
+ENTRY = SharedEntry(KEY, Content(4096, 16, layer_count=4), 77)
 
 
 def test_a_header_is_decoded_as_it_was_encoded() -> None:
@@ -59,7 +60,8 @@ def test_a_header_of_another_key_is_refused() -> None:
     ],
 )
 def test_intact_headers_of_impossible_entries_are_refused(fields: dict[str, int]) -> None:
-    assert decode_header(KEY, encode_header(replace(ENTRY, **fields))) is None
+    impossible = replace(ENTRY, content=ENTRY.content._replace(**fields))
+    assert decode_header(KEY, encode_header(impossible)) is None
 
 
 def test_a_fleet_without_deletes_has_headers_that_versions_before_stamps_read() -> None:

@@ -8,6 +8,7 @@ from time import monotonic, time
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
@@ -20,7 +21,7 @@ from ...support.fake_redis import FakeRedis, HangUp, fake_redis, share_slots
 PATIENCE_S = 30.0
 DATA = bytes(range(256)) * 4
 ENTRIES = [
-    SharedEntry(Key(number.to_bytes(32, "big")), len(DATA), 0, 0, crc32c(DATA))
+    SharedEntry(Key(number.to_bytes(32, "big")), Content(len(DATA)), crc32c(DATA))
     for number in range(60)
 ]
 KEYS = [entry.key for entry in ENTRIES]

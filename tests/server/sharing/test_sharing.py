@@ -9,6 +9,7 @@ from time import monotonic
 
 import pytest
 
+from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
@@ -37,7 +38,7 @@ class FullEngine(LogInMemory):
     """An engine that has every key, with the same bytes."""
 
     def find(self, keys: Sequence[Key], _deadline_s: float) -> list[SharedEntry | None]:
-        return [SharedEntry(each, len(DATA), 16, 0, crc32c(DATA)) for each in keys]
+        return [SharedEntry(each, Content(len(DATA), 16), crc32c(DATA)) for each in keys]
 
     def get(self, wanted: Sequence[Wanted], _deadline_s: float) -> list[Outcome]:
         for want in wanted:

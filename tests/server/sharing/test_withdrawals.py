@@ -12,6 +12,7 @@ from time import monotonic
 import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
+from prefixd.proto.entry import Content
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
@@ -80,7 +81,7 @@ class Engine(LogInMemory):
     def add(self, of: Key, data: bytes) -> None:
         """Another node, which has done all deletes, offers an entry."""
         stamp = self.records[-1].stamp if self.records else 0
-        self.values[of] = (SharedEntry(of, len(data), 16, 0, crc32c(data), stamp), data)
+        self.values[of] = (SharedEntry(of, Content(len(data), 16), crc32c(data), stamp), data)
 
 
 class Gate:
