@@ -324,11 +324,12 @@ class Ledger:
 
     def publish(self, residents: Sequence[Resident]) -> None:
         """Turn reservations into entries: unpinned and most recent, the last one most of all."""
-        stored_bytes = sum([resident.stored_bytes for resident in residents])
-        self.reserved_bytes -= stored_bytes
-        self.reservations -= len(residents)
-        self.published_bytes += stored_bytes
-        self.entries += len(residents)
+        for resident in residents:
+            stored_bytes = resident.stored_bytes
+            self.reserved_bytes -= stored_bytes
+            self.reservations -= 1
+            self.published_bytes += stored_bytes
+            self.entries += 1
         self.policy.unpin_all(residents)
 
     def adopt(self, resident: Resident) -> None:
