@@ -141,6 +141,7 @@ def test_store_look_up_load_unlock(adapter: Any, daemon: PrivateDaemon) -> None:
     assert load(adapter, [keys[2], keys[0], keys[3]], targets) == [True, True, False]
     assert [target.byte_array[0] for target in targets] == [3, 1, 0]
     with daemon.admin() as admin:
+        eventually(admin.claims)  # a look-up in place is answered before its claim is made
         adapter.submit_unlock(keys[:2])
         assert admin.claims(), "the third key is still locked"
         adapter.submit_unlock(keys[2:])
