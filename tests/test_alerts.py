@@ -29,12 +29,12 @@ from tests.support.daemon import eventually, metrics_of
 from tests.support.dashboard import OF_SHARING, ROOT, WHEN_SOMETHING_IS_WRONG, targets
 from tests.support.devices import FAILING_WRITES
 from tests.support.fake_redis import FakeRedis, HangUp
-from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.outside import ASKS_OFTEN, RAM_ALONE, DaemonProcess, daemon_process
 from tests.support.prometheus import PROGRAM, Prometheus, prometheus
 
 RULES = (ROOT / "deploy/prometheus/prefixd.yml").read_text()
 #: The range of the rates in the copy.
-RANGE = "15s"
+RANGE = "8s"
 SHORTER = (
     (r"for: \w+", "for: 1s"),
     (r"\[(\d+[mh]|7d)\]", f"[{RANGE}]"),
@@ -43,7 +43,6 @@ SHORTER = (
 )
 METRICS = "--server.metrics=127.0.0.1:0"
 OFTEN = "--sessions.heartbeat=500ms"
-RAM_ALONE = ("--shm.budget=0", "--disk.budget=0")
 
 pytestmark = [
     pytest.mark.skipif(
@@ -291,6 +290,7 @@ def test_a_shared_engine(watching: Watching) -> None:
         closing(engine),
     ):
         for daemon in (giver, taker):
+            daemon.run_with(ASKS_OFTEN)
             daemon.start()
             watching.scrape(daemon)
         engine.fault = fault

@@ -15,9 +15,10 @@ import pytest
 
 from prefixd.client import Client, Namespace, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from tests.support.daemon import eventually, metrics_of, private_daemon
+from tests.support.daemon import eventually, metrics_of
 from tests.support.dashboard import OF_SHARING, ROOT, targets
 from tests.support.fake_redis import FakeRedis
+from tests.support.outside import ASKS_OFTEN, RAM_ALONE, daemon_process
 from tests.support.prometheus import PROGRAM, Prometheus, prometheus
 
 NAMESPACE = Namespace(b"m" * 32, "q8", bytes(32))
@@ -54,13 +55,13 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
             f"--shared.engine={engine.url}", "--shared.write=all", "--server.metrics=127.0.0.1:0"
         )  # fmt: skip
         rules = impatient(RULES, tmp_path_factory.mktemp("rules"))
-        sizes = {"ram": "4MiB", "shm": "0", "disk": "0"}
-        with (
-            private_daemon(*flags, **sizes) as daemon,
-            private_daemon(*flags, **sizes) as other,
-            prometheus(metrics_of(daemon), rules) as seen,
-        ):
-            yield Fleet(engine, daemon, other, seen)
+        sizes = ("--ram.budget=4MiB", *RAM_ALONE)
+        with daemon_process(*flags, *sizes) as daemon, daemon_process(*flags, *sizes) as other:
+            for each in (daemon, other):
+                each.run_with(ASKS_OFTEN)
+                each.start()
+            with prometheus(metrics_of(daemon), rules) as seen:
+                yield Fleet(engine, daemon, other, seen)
 
 
 def firing(seen: Prometheus) -> dict[str, dict[str, Any]]:

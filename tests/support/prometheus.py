@@ -123,6 +123,8 @@ def _started(directory: Path, config: Path) -> tuple[subprocess.Popen[bytes], in
                 f"--config.file={config}",
                 f"--storage.tsdb.path={directory / 'data'}",
                 f"--web.listen-address=127.0.0.1:{port}",
+                # Looks for new targets each second instead of every 5 s.
+                "--scrape.discovery-reload-interval=1s",
             ),
             log,
         )
