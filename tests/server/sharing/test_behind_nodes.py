@@ -27,7 +27,7 @@ from tests.server.sharing.test_two_nodes import (
 )
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
-from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
 from tests.support.redis_servers import free_ports
 from tests.support.s3 import S3_URL, moto_s3
 
@@ -105,6 +105,7 @@ def fleet(request: pytest.FixtureRequest, bucket_url: str) -> Iterator[Fleet]:
             )
             daemon = stack.enter_context(
                 daemon_process(
+                    *RAM_ALONE,
                     f"--shared.engine={engine.url}",
                     f"--shared.capacity={bucket_url}",
                     "--shared.write=all",

@@ -70,6 +70,7 @@ class Nodes:
                 daemon_process(
                     f"--shared.engine={engine.url}",
                     "--shared.write=all",
+                    "--disk.budget=0",
                     *(each.format(address=address) for each in flags),
                 )
             )

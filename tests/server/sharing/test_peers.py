@@ -31,7 +31,7 @@ from tests.server.sharing.test_two_nodes import (
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fake_redis import FakeRedis
 from tests.support.fakes import PATIENCE_S
-from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
 from tests.support.redis_servers import free_ports
 
 
@@ -88,6 +88,7 @@ def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
             addresses.append(address.encode())
             daemon = stack.enter_context(
                 daemon_process(
+                    *RAM_ALONE,
                     f"--shared.engine={engine.url}",
                     *("--shared.write=all", "--shared.payloads=nodes"),
                     *(f"--shared.address={address}", f"--server.tcp={address}"),

@@ -14,7 +14,7 @@ from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
-from tests.support.outside import DaemonProcess, daemon_process
+from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
 from tests.support.redis_servers import free_ports
 
 TOKEN = "of-the-fleet-" * 3
@@ -62,6 +62,7 @@ def nodes(
             certificate, key = write_certificate(tmp_path, authority, number)
             daemon = stack.enter_context(
                 daemon_process(
+                    *RAM_ALONE,
                     f"--shared.engine={engine.url}",
                     *("--shared.write=all", "--shared.payloads=nodes"),
                     f"--shared.address=127.0.0.1:{port}",
@@ -157,6 +158,7 @@ def test_bad_settings_are_refused_at_the_start(
     token = secret(tmp_path / "token", TOKEN)
     (port,) = free_ports(1)
     with daemon_process(
+        *RAM_ALONE,
         *("--shared.engine=redis://127.0.0.1:1", "--shared.payloads=nodes"),
         f"--shared.address=127.0.0.1:{port}",
         f"--server.tcp=127.0.0.1:{port}",

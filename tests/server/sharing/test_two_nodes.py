@@ -24,7 +24,7 @@ from prefixd.client.ctl.main import app
 
 from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis
-from ...support.outside import DaemonProcess, daemon_process
+from ...support.outside import RAM_ALONE, DaemonProcess, daemon_process
 from ...support.redis_servers import free_ports
 from ...support.running import payload
 
@@ -52,7 +52,9 @@ def fleet(*flags: str) -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Cl
         daemons, clients = [], []
         for _ in range(2):
             daemon = stack.enter_context(
-                daemon_process(f"--shared.engine={engine.url}", "--shared.life=1h", *flags)
+                daemon_process(
+                    *RAM_ALONE, f"--shared.engine={engine.url}", "--shared.life=1h", *flags
+                )
             )
             daemon.start()
             daemons.append(daemon)
@@ -79,6 +81,7 @@ def peers() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
             address = f"127.0.0.1:{port}"
             daemon = stack.enter_context(
                 daemon_process(
+                    *RAM_ALONE,
                     f"--shared.engine={engine.url}",
                     "--shared.write=all",
                     "--shared.payloads=nodes",
