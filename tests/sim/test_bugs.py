@@ -17,7 +17,7 @@ MOST_SEEDS = 1000
 FOUND_BY = {
     "budget arithmetic": 14,
     "publish before verify": 14,
-    "record before data sync": 2,
+    "record before data sync": 40,
     "missed waiter": 328,
     "room reused while its row stands": 0,
     "row removed after reuse": 0,
@@ -34,7 +34,7 @@ FOUND_BY = {
     "beyond the budget is dropped": 28,
     "wrong end evicted at a start": 28,
     "tier decides": 4047,
-    "deleted before it is durable": 226,
+    "deleted before it is durable": 64,
     "deletes of a recovery are forgotten": 326,
     "hung tier is not marked": 121,
     "clock is believed": 7718,
