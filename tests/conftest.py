@@ -47,6 +47,18 @@ SLOW = (
 #: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to
 #: times that a machine with too much to do can't keep.
 ALONE = ("client/test_misses_add_up.py", "hostile")
+#: Tests that wait for most of their time: for a Prometheus, for a bound that must pass, for an
+#: engine that changes hands. They run first, while other workers keep the processors busy. At the
+#: end, nobody would.
+FIRST = (
+    "test_alerts.py",
+    "test_prometheus.py",
+    "test_prometheus_sharing.py",
+    "server/sharing/test_delete_histories.py",
+    "server/sharing/test_real_redis.py",
+    "server/sharing/test_partitions.py",
+    "bench/test_benchmarks.py",
+)
 TESTS = Path(__file__).parent
 #: The collector looks at young objects when so many more were made than freed. With Python's own
 #: 700 it takes more time than what it frees is worth here.
@@ -102,6 +114,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if item.path in marked:
                 item.add_marker(mark)
+    first = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: first.get(item.path, len(FIRST)))
 
 
 #: Variables that no test inherits. pytest-xdist, for one, sets COLUMNS to 80.

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SLOW
+from tests.conftest import FIRST, SLOW
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("proto", "tiers", "server", "client")
@@ -397,8 +397,8 @@ def test_tests_do_not_sleep() -> None:
     none(problems())
 
 
-def test_every_path_that_is_marked_slow_exists() -> None:
-    assert [name for name in SLOW if not (ROOT / "tests" / name).exists()] == []
+def test_every_path_that_is_slow_or_first_exists() -> None:
+    assert [name for name in (*SLOW, *FIRST) if not (ROOT / "tests" / name).exists()] == []
 
 
 def test_only_command_lines_print() -> None:

@@ -111,7 +111,7 @@ def test_every_call_ends_while_the_disk_hangs(
 ) -> None:
     """How long after its deadline, bench/bench_hangs.py measures. One that waited for the device
     would not end here."""
-    for end in disk.ends(60, local=local, asynchronous=asynchronous):
+    for end in disk.ends(30, local=local, asynchronous=asynchronous):
         assert end.took_s is not None, end
         assert "raised" not in end.what, end
 
