@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from prefixd.client import (
     Tier,
 )
 from prefixd.client.counters import Counters
+from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
 from prefixd.client.local.local_transport import LocalTransport
@@ -77,10 +79,23 @@ def daemon(flags: tuple[str, ...]) -> Iterator[PrivateDaemon]:
         yield daemon
 
 
+@pytest.fixture(scope="module")
+def operator(daemon: PrivateDaemon) -> Iterator[AdminConnection]:
+    """A connection to the module's daemon, for the check of each client that is made."""
+    with daemon.admin() as admin:
+        yield admin
+
+
 @pytest.fixture
-def make(transport: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Client]]:
+def make(
+    transport: str,
+    daemon: PrivateDaemon,
+    operator: AdminConnection,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., Client]]:
     """Makes clients over the transport."""
     made: list[Client] = []
+    ours = daemon
     if transport == "lending":  # for payloads of every size
         monkeypatch.setattr(staging, "LEND_BYTES", 1)
 
@@ -95,7 +110,7 @@ def make(transport: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[.
         client = Client(address, local=transport in ("local", "lending"), policy=POLICY, **options)
         made.append(client)
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
-        with daemon.admin() as admin:
+        with nullcontext(operator) if daemon is ours else daemon.admin() as admin:
             before = admin.stats().in_flight["data_connections"]
             client.probe(fresh_keys(1), wait_ms=1)
             assert admin.stats().in_flight["data_connections"] - before == (

@@ -100,14 +100,19 @@ def stages(path: str) -> list[str]:
     return [*filter(None, [" ".join(str(test.relative_to(ROOT)) for test in beside)]), *also]
 
 
-def chosen(count: int, seed: int) -> list[tuple[str, Mutant]]:
-    """Random mutants of all targets."""
+def all_mutants() -> tuple[dict[str, str], list[tuple[str, Mutant]]]:
+    """The text of each target by its path, and all mutants."""
     sources = {
         str(path.relative_to(ROOT)): path.read_text()
         for pattern in TARGETS
         for path in sorted(ROOT.glob(pattern))
     }
-    found = [(path, mutant) for path in sources for mutant in mutants_of(sources[path])]
+    return sources, [(path, mutant) for path in sources for mutant in mutants_of(sources[path])]
+
+
+def chosen(count: int, seed: int) -> list[tuple[str, Mutant]]:
+    """Random mutants of all targets."""
+    sources, found = all_mutants()
     random.Random(seed).shuffle(found)
     return list(islice((one for one in found if is_python(one[1].apply(sources[one[0]]))), count))
 

@@ -75,7 +75,7 @@ class FakeRedis:
                 connection, _ = self._listening.accept()
             except OSError:
                 return
-            # As Redis does. Else the second of two answers waits 40 ms for the first one's ACK.
+            # As Redis does. Otherwise a second answer waits 40 ms for the ACK of the first one.
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with self._lock:
                 self._connections.add(connection)

@@ -21,6 +21,7 @@ from prefixd.client.lab.curve import (
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
+from tests.support.lengths import times
 
 Runs = list[tuple[tuple[int, ...], int]]
 orders = pytest.mark.parametrize("order", list(TouchOrder))
@@ -45,13 +46,14 @@ def staircase(*steps: tuple[int, int], prompt_tokens: int = 100) -> LruCurve:
 
 
 @orders
-def test_equals_the_replay_at_twenty_capacities(order: TouchOrder) -> None:
+def test_equals_the_replay_of_the_conversation_trace(order: TouchOrder) -> None:
     trace = conversation()
     curve = exact_curve(trace, touch_order=order)
     last = curve.capacities[-1]
-    spread = [round(last ** (n / 16)) for n in range(17)]
+    steps = times(4, 16)
+    spread = [round(last ** (n / steps)) for n in range(steps + 1)]
     capacities = {0, *spread, last - 1, 1_000, 4_096, 30_000}
-    assert len(capacities) >= 20
+    assert len(capacities) >= steps + 4
     for capacity in capacities:
         wanted = replay(trace, Cell("lru", capacity, order)).total_hit_tokens
         assert curve.hit_tokens(capacity) == wanted
