@@ -24,11 +24,11 @@ from tests.support.running import (
     Refused,
     Running,
     answer,
+    in_ram,
     item,
     key,
     part,
     payload,
-    running,
     stream,
 )
 from tests.support.warm import WARM
@@ -152,7 +152,7 @@ async def over_grpc(daemon: Running, name: str, request: Any) -> None:
 @pytest.mark.parametrize("name", RPCS)
 @in_loop
 async def test_no_rpc_acts_for_a_session_without_its_secret(tmp_path: Path, name: str) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, other = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
@@ -194,7 +194,7 @@ async def forge(daemon: Running, kind: str, *, local: bool) -> None:
 async def test_the_local_socket_acts_for_no_session_without_its_secret(
     tmp_path: Path, kind: str
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         await forge(daemon, kind, local=True)
 
 
@@ -203,14 +203,14 @@ async def test_the_local_socket_acts_for_no_session_without_its_secret(
 async def test_the_data_socket_acts_for_no_session_without_its_secret(
     tmp_path: Path, kind: str
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         await forge(daemon, kind, local=False)
 
 
 @pytest.mark.parametrize("kind", LOCAL_KINDS)
 @in_loop
 async def test_nobody_elsewhere_shares_memory_with_the_daemon(tmp_path: Path, kind: str) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         victim = Victim(daemon, await daemon.open("victim"))
         await victim.open()
         async with data_connection(daemon, victim.session) as connection:
@@ -242,7 +242,7 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
     tmp_path: Path,
 ) -> None:
     """A forked child, or a thief. A session belongs to the process that first used it."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open("victim")
         victim = Victim(daemon, session)
         await victim.open()
@@ -272,7 +272,7 @@ async def test_a_stream_acts_for_its_own_session_only(tmp_path: Path) -> None:
     """Its messages name no session, so there is nothing to forge."""
     messages = pb.SessionRequest.DESCRIPTOR
     assert not contains_a_session(messages)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, thief = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()
@@ -284,7 +284,7 @@ async def test_a_stream_acts_for_its_own_session_only(tmp_path: Path) -> None:
 @in_loop
 async def test_a_session_can_not_use_another_sessions_claims_and_tokens(tmp_path: Path) -> None:
     """Claim ids and tokens are plain numbers, but are valid in their own session only."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, thief = await daemon.open("victim"), await daemon.open("thief")
         victim = Victim(daemon, session)
         await victim.open()

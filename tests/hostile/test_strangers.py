@@ -36,7 +36,7 @@ from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
-from tests.support.running import Outside, Refused, Running, key, payload, running
+from tests.support.running import Outside, Refused, Running, in_ram, key, payload
 
 TOKENS = {name: f"token-of-{name}-".ljust(40, "x") for name in ("a", "b")}
 KNOWN = [(Access(name, Role.WRITE, Namespace(name)), token) for name, token in TOKENS.items()]
@@ -77,7 +77,7 @@ async def reached(daemon: Running) -> AsyncIterator[int]:
 
 @in_loop
 async def test_a_call_without_a_token_ends_before_its_first_message(tmp_path: Path) -> None:
-    async with running(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
         stranger = Caller(port)
         for rpc in ("Lookup", "Save", "Session", "Read"):
             calls = [stranger.begin(rpc) for _ in range(100)]
@@ -93,7 +93,7 @@ async def test_a_call_without_a_message_holds_its_place_for_seconds_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its tenant has only its share of the places, so others find one meanwhile."""
-    async with running(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path, "--server.max_rpcs=16") as daemon, reached(daemon) as port:
         silent, other = Caller(port, TOKENS["a"]), Caller(port, TOKENS["b"])
         calls = [silent.begin("Lookup") for _ in range(50)]
         await daemon.until(lambda: daemon.front.calls.refusals == 50 - 7)
@@ -127,7 +127,7 @@ def test_a_connection_on_which_nothing_is_read_is_closed() -> None:
 
 @in_loop
 async def test_a_message_that_is_compressed_is_not_expanded(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path) as daemon, reached(daemon) as port:
         for path in (f"127.0.0.1:{port}", daemon.address):
             async with grpc.aio.insecure_channel(path, compression=grpc.Compression.Gzip) as one:
                 bomb = one.unary_unary("/prefixd.v1.Cache/Lookup")
@@ -139,7 +139,7 @@ async def test_a_message_that_is_compressed_is_not_expanded(tmp_path: Path) -> N
 
 @in_loop
 async def test_health_takes_few_places_and_reflection_is_off(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path) as daemon, reached(daemon) as port:
         stranger = Caller(port)
         watches = [
             stranger.channel.unary_stream("/grpc.health.v1.Health/Watch")(b"") for _ in range(100)
@@ -160,7 +160,7 @@ async def test_health_takes_few_places_and_reflection_is_off(tmp_path: Path) -> 
 
 @in_loop
 async def test_a_tenant_leaves_sessions_to_others(tmp_path: Path) -> None:
-    async with running(tmp_path, "--sessions.max_sessions=16") as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path, "--sessions.max_sessions=16") as daemon, reached(daemon) as port:
         greedy, other = Caller(port, TOKENS["a"]), Caller(port, TOKENS["b"])
         sessions = [await greedy.enter() for _ in range(7)]
         with pytest.raises(grpc.aio.AioRpcError, match="7 of the 16 sessions"):
@@ -319,7 +319,7 @@ async def test_a_call_whose_connection_has_ended_is_refused(tmp_path: Path) -> N
             return None
 
     context: Any = Gone()
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         door = Door(daemon.front.calls, Tokens(KNOWN), daemon.front.connections)
         with pytest.raises(NotAuthenticated, match="has ended"), door.guard(Role.READ)(context):
             pass
@@ -347,8 +347,9 @@ async def test_idle_connections_to_the_workers_socket_are_closed_when_they_are_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
-    monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
-    async with running(tmp_path, "--sessions.max_sessions=2") as daemon:
+    # A second look would find those that the first one hung up: nobody here closes the other ends.
+    monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 3600)
+    async with in_ram(tmp_path, "--sessions.max_sessions=2") as daemon:
         connections = daemon.front.workers_connections
         path = str(tmp_path / "greedy.sock")
         connections.names.add(path)
@@ -374,7 +375,7 @@ async def test_idle_connections_to_the_workers_socket_are_closed_when_they_are_t
 
 @in_loop
 async def test_reports_of_usage_are_taken_at_a_pace(tmp_path: Path) -> None:
-    async with running(tmp_path, "--sessions.heartbeat=60s") as daemon:
+    async with in_ram(tmp_path, "--sessions.heartbeat=60s") as daemon:
         session = await daemon.open()
         for sequence in range(40):
             beat = pb.Heartbeat(sequence=sequence, usage=pb.Usage(lookups=1, hits=1))
@@ -394,7 +395,7 @@ async def test_strangers_push_out_none_that_comes_from_elsewhere(
     monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
     monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
     async with (
-        running(tmp_path, "--server.max_connections=8") as daemon,
+        in_ram(tmp_path, "--server.max_connections=8") as daemon,
         reached(daemon) as port,
     ):
         connections, ended = daemon.front.connections, set[tuple[str, int]]()
@@ -433,7 +434,7 @@ async def test_idle_connections_keep_nobody_out(
     monkeypatch.setattr(grpc_connections, "_LOOK_S", 0.01)
     monkeypatch.setattr(grpc_connections, "_LOOK_OFTEN_S", 0.01)
     flags = ("--server.max_connections=16",)
-    async with running(tmp_path, *flags) as daemon, reached(daemon) as port:
+    async with in_ram(tmp_path, *flags) as daemon, reached(daemon) as port:
         connections = daemon.front.connections
         connections.port = port
         with ThreadPoolExecutor(1) as looking:

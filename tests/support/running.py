@@ -549,3 +549,7 @@ async def running(
                 await front.data.close()
         finally:
             await core.close()
+
+
+#: A daemon with its RAM tier alone: without the disk tier's processes it starts in half the time.
+in_ram = functools.partial(running, tiers=(Tier.RAM,))

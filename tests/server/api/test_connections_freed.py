@@ -18,7 +18,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from tests.support.columns import Item
 from tests.support.data_client import Refused, data_connection
 from tests.support.event_loop import in_loop
-from tests.support.running import OpenSession, Running, key, running
+from tests.support.running import OpenSession, Running, in_ram, key
 
 CONNECTIONS = 3
 DATA = b"x" * 1000
@@ -38,7 +38,7 @@ async def all_gone(daemon: Running, made: list[weakref.ref[object]]) -> None:
 
 @in_loop
 async def test_local_connections(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         server = daemon.front.local
         lines = [await daemon.connect_locally() for _ in range(CONNECTIONS)]
         for line in lines:
@@ -60,7 +60,7 @@ async def read_something(daemon: Running, session: OpenSession) -> None:
 
 @in_loop
 async def test_data_connections(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await read_something(daemon, session)
         # One that ends with an error.
@@ -76,7 +76,7 @@ async def test_data_connections(tmp_path: Path) -> None:
 @in_loop
 async def test_what_waited_for_a_save(tmp_path: Path) -> None:
     """A connection that was lost while its request waited."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         (token,) = await session.granted([Item(key=key(5), payload_bytes=9)])
         line = await daemon.connect_locally()

@@ -23,7 +23,7 @@ from tests.support.data_client import (
     generation_of,
 )
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, item, key, payload, running
+from tests.support.running import Refused, in_ram, item, key, payload
 
 DATA = payload(1)
 
@@ -33,7 +33,7 @@ DATA = payload(1)
 
 @in_loop
 async def test_every_call_is_answered_as_over_grpc(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         async with data_connection(daemon, session) as line:
@@ -69,7 +69,7 @@ async def test_every_call_is_answered_as_over_grpc(tmp_path: Path) -> None:
 
 @in_loop
 async def test_requests_that_are_sent_ahead_are_answered_in_their_order(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(n): DATA for n in range(3)})
         async with data_connection(daemon, session) as line:
@@ -85,7 +85,7 @@ async def test_requests_that_are_sent_ahead_are_answered_in_their_order(tmp_path
 
 @in_loop
 async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         async with data_connection(daemon, session) as line:
             asked = pb.LookupRequest(keys=[key(n) for n in range(4096)], brief=True)
@@ -97,7 +97,7 @@ async def test_a_large_request_is_taken_whole(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         lookup = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         wrong = pb.SessionRef()
@@ -123,7 +123,7 @@ async def test_a_connection_proves_a_session_before_anything_else(tmp_path: Path
 @in_loop
 async def test_a_connection_belongs_to_one_session_only(tmp_path: Path) -> None:
     """Also for a client that knows the secrets of two sessions."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
         async with data_connection(daemon, session) as line:
@@ -163,7 +163,7 @@ async def test_connections_that_prove_nothing_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "_MAX_UNPROVED", 2)
-    async with running(tmp_path, "--server.max_connections_per_session=1") as daemon:
+    async with in_ram(tmp_path, "--server.max_connections_per_session=1") as daemon:
         session = await daemon.open()
         async with (
             data_connection(daemon, session) as line,
@@ -188,7 +188,7 @@ async def test_one_that_proves_nothing_is_closed(
 ) -> None:
     monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
     async with (
-        running(tmp_path) as daemon,
+        in_ram(tmp_path) as daemon,
         data_connection(daemon) as silent,
         data_connection(daemon) as slow,
     ):
@@ -213,7 +213,7 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
         await serve(self)
 
     monkeypatch.setattr(connections.Connection, "_serve", noted)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})
         not_its_own = (await other.claim([key(1)])).claim_id
@@ -243,7 +243,7 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
 
 @in_loop
 async def test_what_waits_keeps_what_follows_it_waiting(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         (granted,) = await session.granted([item(key(2), DATA)])
@@ -271,7 +271,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "AT_ONCE", 2)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         happened: list[str] = []
         lookup_now = daemon.front.data.at_once["lookup"]
@@ -303,7 +303,7 @@ async def test_one_that_sends_ahead_takes_turns_with_others(
 @in_loop
 async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> None:
     """The daemon's memory holds one unread answer and one buffer of requests."""
-    async with running(tmp_path, "--server.stall_timeout=60s") as daemon:
+    async with in_ram(tmp_path, "--server.stall_timeout=60s") as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         answered = 0
@@ -340,7 +340,7 @@ async def test_a_flood_of_small_calls_is_held_in_the_kernel(tmp_path: Path) -> N
 
 @in_loop
 async def test_who_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
-    async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
+    async with in_ram(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
@@ -353,7 +353,7 @@ async def test_who_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
 @in_loop
 async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
     """The part that the socket did not take is sent later, followed by the next answer."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         large = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)] * 450)))
@@ -374,7 +374,7 @@ async def test_an_answer_that_is_taken_late_is_whole(tmp_path: Path) -> None:
 
 @in_loop
 async def test_who_hangs_up_with_an_answer_unread_has_asked_for_nothing(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         claim = pb.ClaimRequest(session=session.ref, keys=[key(1)], mode=pb.CLAIM_MODE_RUN)
@@ -396,7 +396,7 @@ async def test_who_hangs_up_with_an_answer_unread_has_asked_for_nothing(tmp_path
 
 @in_loop
 async def test_who_hangs_up_waits_no_longer(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.granted([item(key(1), DATA)])
         async with data_connection(daemon, session) as line:
@@ -420,7 +420,7 @@ async def test_who_hangs_up_waits_no_longer(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_message_that_is_none_ends_the_connection(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         for raw, error in (
             (frames.HEAD.pack(MAX_MESSAGE_BYTES + 1), "malformed_message"),
@@ -443,7 +443,7 @@ async def test_a_message_that_is_none_ends_the_connection(tmp_path: Path) -> Non
 )
 async def test_who_stands_still_in_a_request_is_cut_off(tmp_path: Path, sent_bytes: int) -> None:
     """A client that has not begun a request may take as long as it likes."""
-    async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
+    async with in_ram(tmp_path, "--server.stall_timeout=10ms") as daemon:
         session = await daemon.open()
         asked = frames.frame(pb.FramedRequest(lookup=pb.LookupRequest(keys=[key(1)])))
         async with (

@@ -22,7 +22,7 @@ from prefixd.server.api.messages import MOST_FIELDS
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, answer, key, next_of, payload, rest_of, running, stream
+from tests.support.running import Refused, answer, in_ram, key, next_of, payload, rest_of, stream
 
 METHODS = [
     method for service in pb.DESCRIPTOR.services_by_name.values() for method in service.methods
@@ -69,7 +69,7 @@ async def test_a_stream_of_requests_that_ends_by_itself_has_nobody_at_its_other_
 async def test_a_message_that_is_no_message_is_refused(
     tmp_path: Path, method: MethodDescriptor
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): payload(1)})
         for garbage in GARBAGE:
@@ -94,7 +94,7 @@ async def test_a_message_without_payloads_is_short(
     if method.name in WITH_BYTES:
         return  # gRPC itself refuses longer messages
     assert most == MAX_PLAIN_MESSAGE_BYTES
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         for length_bytes, why in (
             (most, f"{most} bytes with more than {MOST_FIELDS} fields"),
             (most + 1, f"{most + 1} bytes, and a message of this rpc has {most} at most"),
@@ -111,7 +111,7 @@ async def test_a_message_without_payloads_is_short(
 async def test_garbage_in_the_middle_of_a_stream_ends_it_and_what_it_began(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         data = payload(1)
         item = Item(key=key(1), payload_bytes=len(data))

@@ -13,7 +13,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import CallerError, InvalidKey
 from prefixd.server.api.identities import Identities
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, Running, answer, key, payload, running
+from tests.support.running import Refused, Running, answer, in_ram, key, payload
 
 SECOND_NS = 10**9
 
@@ -137,7 +137,7 @@ async def listed(daemon: Running, digest: bytes = b"") -> list[pb.AnnouncedIdent
 
 @in_loop
 async def test_operators_see_the_identities_of_open_sessions(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         assert await listed(daemon) == []
         number = await announce(daemon, "worker", identity(1, "one"), identity(2, "two"))
         found = await listed(daemon)
@@ -161,7 +161,7 @@ async def test_operators_see_the_identities_of_open_sessions(tmp_path: Path) -> 
 
 @in_loop
 async def test_many_identities_are_listed_in_bounded_answers(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         for number in range(70):
             await announce(daemon, f"worker {number}", identity(number, "w" * 16_384))
         assert len(await listed(daemon)) == 70
@@ -172,7 +172,7 @@ async def test_many_identities_are_listed_in_bounded_answers(tmp_path: Path) -> 
 async def test_an_entry_has_the_identities_of_the_session_that_saved_it(tmp_path: Path) -> None:
     # The journal keeps the first half of a key.
     one, two = (hashlib.sha256(key(number)).digest() for number in (1, 2))
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         silent, session = await daemon.open("silent"), await daemon.open("worker")
         await silent.save({one: payload(1)})
         for each in (identity(1, "one"), identity(2, "two")):

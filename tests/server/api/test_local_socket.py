@@ -24,11 +24,11 @@ from tests.support.running import (
     Refused,
     Running,
     answer,
+    in_ram,
     item,
     key,
     let_others_run,
     payload,
-    running,
 )
 
 DATA = payload(1)
@@ -54,7 +54,7 @@ def ways(daemon: Running, connection: LocalConnection) -> tuple[Ask, Ask]:
 
 @in_loop
 async def test_every_call_answers_as_over_grpc(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(number): payload(number) for number in (1, 2, 4)})
         here = {"session": session.ref}
@@ -125,7 +125,7 @@ def wrong(session: OpenSession) -> dict[str, tuple[str, Any]]:
 async def test_a_refusal_says_the_same_as_over_grpc_and_the_connection_goes_on(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         ask, ask_here = ways(daemon, await daemon.connect_locally())
         names = set()
@@ -148,7 +148,7 @@ async def test_a_failure_of_the_daemon_is_one_of_the_contract(
     async def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         connection = await daemon.connect_locally()
         with monkeypatch.context() as patch:
             patch.setattr(daemon.core, "ask", broken)
@@ -165,7 +165,7 @@ async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
     def broken(*_: object) -> None:
         raise RuntimeError("a bug")
 
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         daemon.local_server.at_once["give_back"] = broken
         with bare(daemon) as connection:
@@ -178,7 +178,7 @@ async def test_a_failure_where_nothing_can_be_answered_ends_the_connection(
 @in_loop
 async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
     """But a request that only gives back is carried out."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         connection, saving = await daemon.connect_locally(), await daemon.connect_locally()
@@ -208,7 +208,7 @@ async def test_a_daemon_that_stops_says_so(tmp_path: Path) -> None:
 
 @in_loop
 async def test_a_session_may_have_many_connections(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         (token,) = await session.granted([item(key(2), DATA)])
@@ -229,7 +229,7 @@ async def test_a_session_may_have_many_connections(tmp_path: Path) -> None:
 
 @in_loop
 async def test_giving_back_is_not_answered(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         connection = await daemon.connect_locally()
@@ -252,7 +252,7 @@ async def test_giving_back_is_not_answered(tmp_path: Path) -> None:
 
 @in_loop
 async def test_who_gives_back_and_hangs_up_has_given_back(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         claimed = await session.claim([key(1)])
@@ -278,7 +278,7 @@ async def test_only_its_own_user_and_root_are_served(
             return os.getpid(), uid, uid
 
     monkeypatch.setattr(calls, "_CREDENTIALS", Somebody)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
         assert Path(daemon.config.local_socket).stat().st_mode & 0o777 == 0o600
         await daemon.open()
@@ -301,7 +301,7 @@ async def test_only_its_own_user_and_root_are_served(
 @pytest.mark.parametrize("keys", [1, MAX_BATCH_KEYS], ids=["small", "large"])
 @in_loop
 async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: int) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         (token,) = await session.granted([item(key(1), DATA)])
         sizes = [
@@ -324,7 +324,7 @@ async def test_requests_sent_ahead_are_answered_in_order(tmp_path: Path, keys: i
 
 @in_loop
 async def test_a_large_request_waits_for_room(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         await daemon.open()
         large = daemon.local_server.large
         connection = await daemon.connect_locally()
@@ -338,7 +338,7 @@ async def test_a_large_request_waits_for_room(tmp_path: Path) -> None:
 @in_loop
 async def test_a_hand_over_waits_for_the_answers_before_it(tmp_path: Path) -> None:
     """Descriptors are sent with bytes of their own, which would overtake the waiting answers."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
         with bare(daemon) as connection:
@@ -358,7 +358,7 @@ async def test_a_hand_over_waits_for_the_answers_before_it(tmp_path: Path) -> No
 
 @in_loop
 async def test_a_client_that_reads_no_answer_is_cut_off(tmp_path: Path) -> None:
-    async with running(tmp_path, "--server.stall_timeout=10ms") as daemon:
+    async with in_ram(tmp_path, "--server.stall_timeout=10ms") as daemon:
         await daemon.open()
         request = frame(lookup=pb.LookupRequest(keys=map(key, range(MAX_BATCH_KEYS))))
         with capture_logs() as logs, bare(daemon) as connection:

@@ -13,7 +13,7 @@ from prefixd.proto.limits import MAX_MESSAGE_BYTES
 from prefixd.server.api import connections
 from tests.support.bare import bare, claim_of, frame
 from tests.support.event_loop import in_loop
-from tests.support.running import Refused, key, let_others_run, payload, running
+from tests.support.running import Refused, in_ram, key, let_others_run, payload
 
 DATA = payload(1)
 LOOKUP = pb.LookupRequest(keys=[key(1)])
@@ -39,7 +39,7 @@ def unknown_kind() -> bytes:
 async def test_what_is_no_request_is_told_so_and_hung_up_on(
     tmp_path: Path, data: bytes, words: str
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         await daemon.open()
         with bare(daemon) as connection:
             await connection.send(data)
@@ -54,7 +54,7 @@ async def test_what_is_no_request_is_told_so_and_hung_up_on(
 
 @in_loop
 async def test_a_request_may_be_cut_anywhere(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         await daemon.open()
         first, second = LOOKUP, pb.LookupRequest(keys=[key(1), key(2)])
         data = frame(lookup=first) + frame(lookup=second)
@@ -71,7 +71,7 @@ async def test_a_request_may_be_cut_anywhere(tmp_path: Path) -> None:
 async def test_who_hangs_up_in_the_middle_of_a_request_has_asked_for_nothing(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         data = frame(claim=claim_of(session, 1))
@@ -90,7 +90,7 @@ async def test_whoever_connects_and_asks_nothing_is_hung_up_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes
 ) -> None:
     monkeypatch.setattr(connections, "_PATIENCE_S", 0.01)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         with bare(daemon, attach=False) as connection:
             await connection.send(data)
             assert await connection.rest() == []
@@ -99,7 +99,7 @@ async def test_whoever_connects_and_asks_nothing_is_hung_up_on(
 @in_loop
 async def test_connections_are_bounded_for_a_session_and_for_all(tmp_path: Path) -> None:
     flags = ("--server.max_connections=3", "--server.max_connections_per_session=1")
-    async with running(tmp_path, *flags) as daemon:
+    async with in_ram(tmp_path, *flags) as daemon:
         session, other, another = [await daemon.open() for _ in range(3)]
         first = await daemon.connect_locally(session)
         await first.ask(lookup=LOOKUP)
@@ -123,7 +123,7 @@ async def test_who_gives_back_much_and_hangs_up_has_given_back_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "AT_ONCE", 2)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(1): DATA})
         claims = [(await session.claim([key(1)])).claim_id for _ in range(9)]

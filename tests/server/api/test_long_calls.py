@@ -32,10 +32,10 @@ from tests.support.running import (
     Refused,
     Running,
     answer,
+    in_ram,
     item,
     key,
     payload,
-    running,
     stream,
 )
 from tests.support.unseen import Unseen
@@ -79,7 +79,7 @@ def read_of(session: OpenSession, claim: int, indexes: range) -> pb.ReadRequest:
 
 @in_loop
 async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         request = read_of(session, await claimed(session, COUNT), range(COUNT))
         parts, rounds = await rounds_of(read_all(daemon, request))
@@ -91,7 +91,7 @@ async def test_many_ranges_are_read_with_pauses(tmp_path: Path) -> None:
 @in_loop
 async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, raw: bool) -> None:
     """However many of its ranges were requested: a log line costs more than a range."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, 2)
         daemon.core.damaged(daemon.tables.entries[key(0)], "on purpose")
@@ -116,7 +116,7 @@ async def test_an_entry_that_is_gone_is_told_of_once_in_a_call(tmp_path: Path, r
 async def test_what_was_found_is_told_of_though_the_reader_hangs_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(number): DATA for number in range(COUNT)})
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
@@ -139,7 +139,7 @@ async def test_what_was_found_is_told_of_though_the_reader_hangs_up(
 async def test_a_read_that_is_not_taken_to_its_end_tells_what_it_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, 2)
         told: list[bytes] = []
@@ -167,7 +167,7 @@ async def test_a_turn_of_the_data_socket_brings_so_many_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data_transfers, "_TURN_PARTS", 16)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await claimed(session, COUNT)
         entries = [daemon.tables.entries[key(number)] for number in range(COUNT)]
@@ -188,7 +188,7 @@ async def test_others_come_between_the_turns_of_a_small_read(
 ) -> None:
     """On the loop, where no thread has to be woken."""
     monkeypatch.setattr(data_transfers, "_TURN_PARTS", 4)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         claim = await claimed(session, COUNT)
         turns: list[int] = []
@@ -224,7 +224,7 @@ LISTS = {
 @in_loop
 async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None:
     room = f"--ram.budget={COUNT * 4}KiB"
-    async with running(tmp_path, room, tiers=[Tier.RAM]) as daemon:
+    async with in_ram(tmp_path, room, tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
         await session.save({key(number): b"x" for number in range(COUNT)})
         if name == "list_claims":
@@ -245,7 +245,7 @@ async def test_operators_see_much_with_pauses(tmp_path: Path, name: str) -> None
 @in_loop
 async def test_what_ends_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
     """It has ended by the time of the answer, which has those that follow it."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, operator = await daemon.open(), daemon.front.admin
         await session.save({key(1): DATA})
         claims = [(await session.claim([key(1)])).claim_id for _ in range(3)]
@@ -267,7 +267,7 @@ async def test_a_preview_names_the_first_victims_of_many(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(admin_views, "_MOST_VICTIMS", 7)
-    async with running(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
+    async with in_ram(tmp_path, f"--ram.budget={COUNT * 4}KiB", tiers=[Tier.RAM]) as daemon:
         session = await daemon.open()
         for number in range(COUNT):
             await session.save({key(number): b"x"})
@@ -283,7 +283,7 @@ async def test_a_preview_names_the_first_victims_of_many(
 async def test_a_save_that_is_given_up_while_it_begins_leaves_nothing(
     tmp_path: Path, reserved: bool
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session, saves = await daemon.open(), daemon.front.saves
         membership = daemon.front.sessions.prove(session.ref, CALLER)
         header = session.header([item(key(number), b"x") for number in range(COUNT)])
@@ -309,7 +309,7 @@ async def test_a_batch_of_deletes_has_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_DELETED_AT_ONCE", 2)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(number): b"x" for number in range(COUNT)})
         named = [key(number) for number in range(COUNT)]
@@ -325,7 +325,7 @@ BATCH = limits.MAX_BATCH_KEYS
 @pytest.mark.parametrize("reserved", [False, True])
 @in_loop
 async def test_a_message_with_too_many_parts_is_refused(tmp_path: Path, reserved: bool) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         header = session.header([item(key(1), DATA)])
 
@@ -344,7 +344,7 @@ async def test_a_message_with_too_many_parts_is_refused(tmp_path: Path, reserved
 
 @in_loop
 async def test_a_hand_over_of_too_many_names_is_refused(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         request = pb.HandOverRequest(session=session.ref, wanted=["news"] * 64)
         async with handed_over(daemon, request) as (response, fds):
@@ -369,7 +369,7 @@ def test_too_many_lent_pieces_are_not_looked_at() -> None:
 
 @in_loop
 async def test_too_many_budgets_of_a_curve_are_not_looked_at(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         asked: Any = SimpleNamespace(tier=pb.TIER_RAM, budget_bytes=Unseen(BATCH + 1))
         with pytest.raises(InvalidSize, match="at most 4096 budgets"):
             await daemon.front.admin.curve(asked, PlainCaller(None))
@@ -377,7 +377,7 @@ async def test_too_many_budgets_of_a_curve_are_not_looked_at(tmp_path: Path) -> 
 
 @in_loop
 async def test_too_many_keys_of_a_fetch_are_not_looked_at(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         calls = DataCalls(daemon.core, daemon.front.service, daemon.front.saves)
         asked: Any = SimpleNamespace(session=session.ref, mode=pb.CLAIM_MODE_RUN, generations=[])
@@ -389,7 +389,7 @@ async def test_too_many_keys_of_a_fetch_are_not_looked_at(tmp_path: Path) -> Non
 @in_loop
 async def test_growing_a_tier_that_was_retired_in_many_pieces_has_pauses(tmp_path: Path) -> None:
     """Its order is shuffled, as in any tier in use, so no two pieces lie beside each other."""
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.save({key(number): DATA for number in range(COUNT)})
         ledger = daemon.tables.ledgers[Tier.RAM]

@@ -14,7 +14,7 @@ from prefixd.server.api.access import Role
 from prefixd.server.core.shares import Holder
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
-from tests.support.running import OpenSession, Outside, Refused, next_of, running
+from tests.support.running import OpenSession, Outside, Refused, in_ram, next_of
 from tests.support.tenants import shared, writer
 
 
@@ -52,7 +52,7 @@ async def read(call: Any, enough: int = 1) -> pb.RecordResponse:
 async def test_clients_are_asked_while_an_operator_records_and_not_before_or_after(
     tmp_path: Path,
 ) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         early = await daemon.open(label="a")
         assert not early.welcome.HasField("record")
         # What nobody asked for is ignored.
@@ -91,7 +91,7 @@ async def test_what_an_operator_does_not_take_is_dropped_and_counted(
 ) -> None:
     monkeypatch.setattr(recording, "_MAX_WAITING_BYTES", 3 * recording._MESSAGE_BYTES)
     monkeypatch.setattr(recording, "_SEND_EVERY_S", 3600.0)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         call = begin(daemon)
         await next_of(call)
@@ -114,7 +114,7 @@ async def test_all_that_a_message_has_counts_and_a_tenant_leaves_room_to_others(
 ) -> None:
     """Labels, and fields that this version does not know, are memory as ids are."""
     monkeypatch.setattr(recording, "_SEND_EVERY_S", 3600.0)
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         call = begin(daemon)
         await next_of(call)
         waiting = daemon.front.sessions.recording
@@ -139,7 +139,7 @@ async def test_all_that_a_message_has_counts_and_a_tenant_leaves_room_to_others(
 
 @in_loop
 async def test_a_recording_ends_with_the_daemon(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         call = begin(daemon)
         await next_of(call)
         daemon.front.sessions.recording.close()
@@ -163,7 +163,7 @@ async def test_a_recording_ends_with_the_daemon(tmp_path: Path) -> None:
 )
 @in_loop
 async def test_numbers_that_cannot_be_end_the_session(tmp_path: Path, message: pb.LookedUp) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         session = await daemon.open()
         await session.send(looked_up=message)
         with pytest.raises(Refused) as refused:
@@ -189,7 +189,7 @@ async def test_tenants_get_secrets_of_their_own(
 
 @in_loop
 async def test_a_recording_ends_when_its_token_is_revoked(tmp_path: Path) -> None:
-    async with running(tmp_path) as daemon:
+    async with in_ram(tmp_path) as daemon:
         waiting = daemon.front.sessions.recording
         call = begin(daemon)
         await next_of(call)
