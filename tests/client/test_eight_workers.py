@@ -31,7 +31,7 @@ SAMPLE_S = 0.01
 
 
 def generated() -> list[Request]:
-    return list(generate("multi-turn", requests=times(300, 800), seed=8))
+    return list(generate("multi-turn", requests=times(200, 800), seed=8))
 
 
 def conversation() -> list[Request]:
@@ -39,7 +39,7 @@ def conversation() -> list[Request]:
     path = TRACES / "conversation_trace.jsonl"
     if not path.exists():
         pytest.skip(f"{path} is not there; $PREFIXD_TRACES says where traces are")
-    return list(TraceReader(path, limit=times(250, 3_000)))
+    return list(TraceReader(path, limit=times(170, 3_000)))
 
 
 @contextmanager

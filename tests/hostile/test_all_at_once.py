@@ -33,7 +33,7 @@ from tests.support.daemon import eventually
 from tests.support.lengths import times
 from tests.support.outside import DaemonProcess
 
-ROUNDS = times(40, 400)
+ROUNDS = times(25, 400)
 #: The attackers share this process and a busy machine with the honest clients.
 PATIENCE_MS = 60_000
 TOKENS = {name: f"token-of-{name}-".ljust(40, "x") for name in ("a", "b")}
