@@ -32,7 +32,8 @@ from tests.contract.test_transport_contract import (
 from tests.support.daemon import eventually, tcp_daemon
 
 transport, flags, daemon = contract.transport, contract.flags, contract.daemon
-make, client, tier = contract.make, contract.client, contract.tier
+operator, make, client = contract.operator, contract.make, contract.client
+tier = contract.tier
 
 KEY = Key(bytes(32))
 
