@@ -27,6 +27,7 @@ from tests.server.sharing.test_two_nodes import (
     lose,
     restored_blocks,
     save,
+    wait_for_engine,
 )
 from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fake_redis import FakeRedis
@@ -98,6 +99,7 @@ def three() -> Iterator[tuple[FakeRedis, list[DaemonProcess], list[Client]]]:
             daemons.append(daemon)
             client = Client(daemon.address, shared_wait_ms=10_000, deadline_ms=60_000)
             clients.append(stack.enter_context(client))
+        wait_for_engine(daemons)
         save(clients[0], range(12))
         eventually(lambda: len(engine.values) == 12)
         assert restored_blocks(clients[1]) == 12

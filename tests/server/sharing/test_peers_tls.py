@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import Client
-from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save
+from tests.server.sharing.test_two_nodes import keys_of, restored_blocks, save, wait_for_engine
 from tests.support.certificates import Authority
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
@@ -80,6 +80,7 @@ def nodes(
             daemons.append(daemon)
             client = Client(daemon.address, shared_wait_ms=30_000, deadline_ms=60_000)
             clients.append(stack.enter_context(client))
+        wait_for_engine(daemons)
         yield engine, daemons, clients
 
 

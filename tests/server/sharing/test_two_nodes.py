@@ -377,11 +377,15 @@ def test_fleets_share_nothing_with_each_other() -> None:
     with ExitStack() as stack:
         stack.callback(engine.close)
         flags = (f"--shared.engine={engine.url}", "--shared.write=all")
-        clients = []
+        daemons, clients = [], []
         for name in ("a", "b"):
-            daemon = stack.enter_context(daemon_process(*flags, f"--shared.fleet={name}"))
+            daemon = stack.enter_context(
+                daemon_process(*RAM_ALONE, *flags, f"--shared.fleet={name}")
+            )
             daemon.start()
+            daemons.append(daemon)
             clients.append(stack.enter_context(Client(daemon.address)))
+        wait_for_engine(daemons)
         save(clients[0], range(12))
         eventually(lambda: len(engine.values) == 12)
         assert restored_blocks(clients[1]) == 0
