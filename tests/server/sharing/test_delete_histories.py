@@ -28,7 +28,7 @@ from ...support.running import payload
 from ...support.s3 import moto_s3
 from .test_two_nodes import NAMESPACE, wait_for_engine
 
-HISTORIES = times(15, 100)
+HISTORIES = times(25, 100)
 STEPS = 8
 BLOCKS = 3
 BLOCK_TOKENS = 16
