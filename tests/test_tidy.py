@@ -41,13 +41,7 @@ MAY_IMPORT = {
     "server": {"proto", "tiers"},
     # The library: its two transports to a daemon.
     "client/wire": {"proto", "client.results", "client.counters"},
-    "client/local": {
-        "proto",
-        "client.results",
-        "client.counters",
-        "client.thread_pool",
-        "client.wire",
-    },
+    "client/local": {"proto", "client.results", "client.thread_pool", "client.wire"},
     # The programs on top of it.
     "client/lab": {"proto", "tiers.eviction", "client"},
     "client/bench": {"proto", "client"},

@@ -23,17 +23,14 @@ from ...proto.errors import (
     UnreadableMemory,
 )
 from ...proto.keys import Key
-from ...proto.limits import DEFAULT_CONNECT_TIMEOUT_MS
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence, Tier
-from ..counters import Counters
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
 from ..wire.holdings import Holding
 from ..wire.link import Link
 from ..wire.remote_transport import RemoteTransport, Stage
-from ..wire.session import Recorders
 from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
@@ -73,17 +70,7 @@ MAX_PENDING_TOUCHES: Final = 2048
 class LocalTransport(RemoteTransport):
     """`transport.Transport` that uses shared memory where it can. Thread-safe."""
 
-    def __init__(
-        self,
-        address: str | None = None,
-        name: str | None = None,
-        *,
-        label: str | None = None,
-        counters: Counters,
-        connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
-        recorders: Recorders | None = None,
-    ) -> None:
-        """See `RemoteTransport`."""
+    def _prepare(self) -> None:
         self._lock = threading.Lock()
         #: The session that `_node` was handed to.
         self._link: Link | None = None
@@ -98,16 +85,10 @@ class LocalTransport(RemoteTransport):
         # Not `_lock`: heartbeats take this one, and must not wait for a hand-over.
         self._touches_lock = threading.Lock()
         self._pending_touches: list[Key] = []
-        self.when_renewed = self._let_go
-        # Last, because the session may open before it returns.
-        super().__init__(
-            address,
-            name,
-            label=label,
-            counters=counters,
-            connect_timeout_ms=connect_timeout_ms,
-            recorders=recorders,
-        )
+
+    def _session_opened(self, link: Link) -> None:
+        super()._session_opened(link)
+        self._let_go()
 
     # ---- the node
 

@@ -103,6 +103,7 @@ class RemoteTransport(Transport):
         self.counters: Final = counters
         #: Makes a span of each rpc. None when tracing is off.
         self.spans: CallSpans | None = None
+        self._prepare()
         addresses = default_addresses() if address is None else (normalize_address(address),)
         self._keeper = SessionKeeper(
             addresses,
@@ -115,17 +116,16 @@ class RemoteTransport(Transport):
             recorders=recorders,
         )
 
-    #: Called with every new session, in the keeper's thread; must not block.
-    when_renewed: Callable[[], None] | None = None
+    def _prepare(self) -> None:
+        """Make what `_session_opened` needs of a subclass: a session may open at any time after."""
 
     def _session_opened(self, link: Link) -> None:
-        """Called before a session is used, in the keeper's thread. `_keeper` may not be set yet."""
+        """Called before a session is used, in the keeper's thread; must not block. `_keeper` may
+        not be set yet."""
         place = None if self._wire == "grpc" else place_of(link, near=self._wire == "data")
         if place is not None:
             self._framed = FramedCalls(place, link.connection, self.counters, self._framed)
             link.go_over(self._framed)
-        if self.when_renewed is not None:
-            self.when_renewed()
 
     @property
     def max_batch_keys(self) -> int:
