@@ -230,7 +230,7 @@ def _reserve_alike(
 def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list[Entry]:
     """The entries that these items will be. They have no location yet."""
     label, tier, reason = job.session.label, job.asked.tier, job.asked.reason
-    stored_bytes = job.batch.numbers.setdefault(stored_bytes, stored_bytes)
+    stored_bytes = job.batch.sizes.setdefault(stored_bytes, stored_bytes)
     first = items[0].content
     alike = shared(*first)
     return [

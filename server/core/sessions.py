@@ -94,7 +94,7 @@ class SaveBatch:
     #: Whose share of `Tables.held` its chain counts to.
     holder: Holder = field(default_factory=Holder)
     #: The stored sizes of its entries, most of which are equal: equal numbers share one object.
-    numbers: dict[int, int] = field(default_factory=dict)
+    sizes: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Final, assert_never
 
 from ...proto import limits
-from ...proto.entry import Content
 from ...proto.errors import LimitReached, UnknownSession
 from ...proto.vocabulary import Tier
 from ...tiers.eviction.stack_distance import SampledCurve, position_of_bytes
@@ -83,9 +82,6 @@ class MetaState:
             }
         self._footprints = dict(footprints)
         self._blocking = blocking
-        #: Sizes and contents that adopted entries share: most are equal.
-        self._numbers: dict[int, int] = {}
-        self._contents: dict[Content, Content] = {}
 
     # ---- the one door
 
@@ -178,9 +174,7 @@ class MetaState:
             case ev.BytesRead():
                 t.tier_counters[event.tier].read_bytes += event.payload_bytes
             case ev.TierRecovered():
-                tier_changes.recovered(
-                    transition, event, self._footprints, self._numbers, self._contents
-                )
+                tier_changes.recovered(transition, event, self._footprints)
             case ev.LimitsChanged():
                 t.config = replace(t.config, **dict(event.changes))  # type: ignore[arg-type]
             case ev.Tick():

@@ -27,15 +27,14 @@ def recovered(
     transition: Transition,
     event: TierRecovered,
     footprints: Mapping[Tier, Footprint],
-    numbers: dict[int, int],
-    contents: dict[Content, Content],
 ) -> None:
     """Adopt the entries that a store found, unless a later save or a delete of their key is known,
     even of an entry that has left since. Each entry is more
     recent than all before it, so earlier ones are evicted where there is no room for it.
-
-    `numbers`, `contents`: sizes and contents that adopted entries share.
     """
+    # Most are equal: those of an event share them.
+    sizes: dict[int, int] = {}
+    contents: dict[Content, Content] = {}
     t, tier = transition.tables, event.tier
     counters, ledger, footprint = t.tier_counters[tier], t.ledgers[tier], footprints[tier]
     counters.dropped_at_start += event.dropped
@@ -69,7 +68,7 @@ def recovered(
                 t.overtaken.add(key)
             # The batch of the save that gave way may have ended, which refreshes its other entries.
             last_ns = max(last_ns, _last_used_ns(transition, ledger))
-        entry = _entry_of(stored, tier, cost, numbers, contents)
+        entry = _entry_of(stored, tier, cost, sizes, contents)
         # It is the most recent entry so far, by its place in the eviction order and by its stamp:
         # also if two starts gave out the same stamp because the clock was set back in between, and
         # if entries before it were used since.
@@ -134,14 +133,14 @@ def _entry_of(
     stored: StoredEntry,
     tier: Tier,
     stored_bytes: int,
-    numbers: dict[int, int],
+    sizes: dict[int, int],
     contents: dict[Content, Content],
 ) -> Entry:
     head = stored.record
     # Positional arguments, because keywords take a microsecond more for every entry.
     return Entry(
         head.key,
-        numbers.setdefault(stored_bytes, stored_bytes),
+        sizes.setdefault(stored_bytes, stored_bytes),
         (),
         tier,
         head.reason,
