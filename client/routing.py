@@ -49,7 +49,7 @@ T = TypeVar("T")
 WORTH_PART: Final = 50
 #: ... and the load of its node may be at most this many times the mean.
 MOST_LOAD: Final = 2.0
-#: ... plus what it saves now and so many times later.
+#: ... plus so many times what that saves.
 SAVED_TIMES: Final = 16
 #: `RecentLoads`: how many requests a node remembers its load for, on average.
 REMEMBERED: Final = 32

@@ -45,8 +45,8 @@ SLOW = (
     "soak",
 )
 #: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to
-#: times that a machine with too much to do can't keep. A reader of the index that loses its
-#: processor in the middle of a look-up, while chains are divided, may miss an entry.
+#: times that a machine with too much to do can't keep. A writer of the index that loses its
+#: processor while it divides a chain makes readers miss what they don't find at once.
 ALONE = ("client/test_misses_add_up.py", "hostile", "server/runtime/test_index.py")
 #: Tests that wait for most of their time: for a Prometheus, for a bound that must pass, for an
 #: engine that changes hands. They run first, while other workers keep the processors busy. At the
