@@ -74,6 +74,15 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return 2 * len(os.sched_getaffinity(0))
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m alone`: collect nothing else, which takes seconds."""
+    if config.option.markexpr != "alone" or not collection_path.is_relative_to(TESTS):
+        return None
+    places = [TESTS / name for name in ALONE]
+    leads_there = any(place.is_relative_to(collection_path) for place in places)
+    return None if leads_there or any(map(collection_path.is_relative_to, places)) else True
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Keep the cycle collector away from the collected modules and tests.
