@@ -4,8 +4,8 @@ The suite starts more than a thousand Python processes. A new interpreter takes 
 import the daemon and 0.3 s to import the client, which is more than most of these processes take
 for their work. So each pytest process keeps a helper process, which has imported both, has a single
 thread, and has never called gRPC. The helper forks when a test starts a daemon, the disk tier's
-child, a process of multiprocessing, or `[*WARM, ...]`. Each fork has a helper of its own, for the
-processes that it starts.
+child (from a smaller helper), a process of multiprocessing, or `[*WARM, ...]`. Each fork has a
+helper of its own, for the processes that it starts.
 
 The caller sees no difference: `subprocess` and `multiprocessing` both start processes with the
 function `fork_exec`, and only this function is replaced, not the pipes, waits and signals around
@@ -51,9 +51,20 @@ IMPORTED: Final = (
     "prefixd.server.daemon",
     "prefixd.client.ctl.main",
     "prefixd.client.aio",
+    "prefixd.client.local.local_transport",
     "prefixd.tiers.lmdb_file",
     "multiprocessing.spawn",
 )
+#: Most processes of the suite are these, which need little and start none. A test process forks
+#: them from a second helper: a fork's cost is the size of what is forked.
+LIGHT: Final = ("-m", "prefixd.tiers.lmdb_child")
+IMPORTED_FOR_LIGHT: Final = ("prefixd.tiers.lmdb_file",)
+#: What these modules need besides, which few tests start: imported before the first of them. (Not
+#: numpy, which starts threads.)
+IMPORTED_FIRST: Final = {
+    "prefixd.client.llama_server": "aiohttp.web",
+    "tests.support.fake_llama": "aiohttp.web",
+}
 #: Prefixes of the variables that are read before a program's first line.
 READ_AT_START: Final = ("PYTHON", "LD_", "GRPC", "MALLOC_", "GLIBC_", "PROTOCOL_BUFFERS_")
 ROOT: Final = Path(__file__).parents[2]
@@ -80,11 +91,17 @@ def warm_starts() -> Iterator[None]:
 
 
 class _Starter:
-    """Sends requests to a helper, which it starts when it first needs one."""
+    """Sends requests to helpers, each of which it starts when it first needs it.
+
+    In a fork it has one, which the fork was made with.
+    """
 
     def __init__(self, requests: socket.socket | None = None) -> None:
-        self._requests = requests
-        self._helper: subprocess.Popen[bytes] | None = None
+        #: By whether they are for light processes.
+        self._requests: dict[bool, socket.socket] = {}
+        if requests is not None:
+            self._requests = {False: requests, True: requests}
+        self._helpers: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._read_at_start = _read_at_start(os.environ)
@@ -97,9 +114,10 @@ class _Starter:
 
     def close(self) -> None:
         self._put(self._exec)
-        if self._helper is not None and self._requests is not None:
-            self._requests.close()
-            self._helper.wait()
+        for requests in self._requests.values():
+            requests.close()
+        for helper in self._helpers:
+            helper.wait()
 
     def _put(self, fork_exec: Any) -> None:
         _posixsubprocess.fork_exec = fork_exec
@@ -158,26 +176,29 @@ class _Starter:
 
     def _ask(self, request: dict[str, Any], fds: list[int]) -> int:
         """The id of the new process, or 0 if the helper could not start it."""
+        light = tuple(request["command"][:2]) == LIGHT
         with self._lock:
-            if self._requests is None:
-                self._requests = self._start()
+            if light not in self._requests:
+                self._requests[light] = self._start(IMPORTED_FOR_LIGHT if light else IMPORTED)
+            requests = self._requests[light]
             self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             try:
-                socket.send_fds(self._requests, [json.dumps(request).encode()], fds)
-                return int(self._requests.recv(64))
+                socket.send_fds(requests, [json.dumps(request).encode()], fds)
+                return int(requests.recv(64))
             finally:
                 self._prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
-    def _start(self) -> socket.socket:
+    def _start(self, imports: Sequence[str]) -> socket.socket:
         ours, theirs = _connected()
         with theirs:
-            self._helper = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(theirs.fileno())],
+            helper = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(theirs.fileno()), *imports],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
             )
+        self._helpers.append(helper)
         return ours
 
 
@@ -218,7 +239,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gc.disable()
     path = sys.path[1:]
-    for module in IMPORTED:
+    for module in sys.argv[2:]:
         import_module(module)
     gc.freeze()
     assert len([*Path("/proc/self/task").iterdir()]) == 1, "a process with threads must not fork"
@@ -233,6 +254,11 @@ def _serve(requests: socket.socket, path: list[str]) -> list[str]:
         message, fds, _, _ = socket.recv_fds(requests, _MAX_REQUEST_BYTES, _MAX_DESCRIPTORS)
         if not message:
             os._exit(0)
+        request = json.loads(message)
+        command = tuple(request["command"][:2])
+        if first := IMPORTED_FIRST.get(command[-1]):
+            import_module(first)
+            gc.freeze()
         started, starting = socket.socketpair()
         between = os.fork()
         if between:
@@ -248,10 +274,12 @@ def _serve(requests: socket.socket, path: list[str]) -> list[str]:
             os._exit(0)
         started.close()
         requests.close()
+        if command == LIGHT:
+            return _become(request, fds, path, starting)
         own, requests = _connected()
         if os.fork():
             requests.close()
-            return _become(json.loads(message), fds, path, starting, own)
+            return _become(request, fds, path, starting, own)
         # This process becomes the fork's own helper.
         starting.close()
         own.close()
@@ -268,18 +296,20 @@ def _become(
     fds: list[int],
     path: list[str],
     starting: socket.socket,
-    own: socket.socket,
+    own: socket.socket | None = None,
 ) -> list[str]:
-    """Turn a fork into the requested process. Returns its command."""
+    """Turn a fork into the requested process, with its own helper. Returns its command."""
     command: list[str] = request["command"]
     try:
         if request["new_session"]:
             os.setsid()
         os.chdir(request["cwd"])
         # Moves the descriptors out of the way of their final numbers, and leaves no copy behind.
-        fds = [starting.detach(), own.detach(), *fds]
+        fds = [starting.detach(), *([own.detach()] if own else []), *fds]
         above = max(*request["numbers"], *fds) + 1
-        starting_fd, own_fd, *fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+        fds = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in fds]
+        starting_fd = fds.pop(0)
+        own_fd = fds.pop(0) if own else None
         os.closerange(3, above)
         for fd, number in zip(fds, request["numbers"], strict=True):
             os.dup2(fd, number)
@@ -289,7 +319,8 @@ def _become(
         sys.path[:] = ["" if command[0] == "-c" else request["cwd"], *path]
         if not request["ignores_interrupt"]:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        _Starter(socket.socket(fileno=own_fd)).install()
+        if own_fd is not None:
+            _Starter(socket.socket(fileno=own_fd)).install()
         with socket.socket(fileno=starting_fd) as starting:
             starting.send(b"%d" % os.getpid())
             starting.recv(1)  # returns once the helper closes its end

@@ -34,13 +34,13 @@ def wrapper(
     """The running wrapper, and the socket where it listens in the place of its server."""
     listens = tmp_path / "listens.sock"
     command = [
-        *(*WARM, *WRAPPER, "--address", daemon.address, "--min-tokens", "64", *own, "--"),
+        *(sys.executable, *WRAPPER, "--address", daemon.address, "--min-tokens", "64", *own, "--"),
         *(sys.executable, "-m", "tests.support.fake_llama"),
         *("--host", str(listens), "--tell", str(tmp_path / "told"), *server),
     ]
-    # llama-server's first argument is its program; this one has three.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE)
+    # A new interpreter, because the wrapper itself forks its server. llama-server's first argument
+    # is its program; this one has three.
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE)
     try:
         yield process, listens
     finally:
@@ -211,7 +211,7 @@ class Upstream:
         self.slots.mkdir(mode=0o700)
         self.listens = tmp_path / "gateway.sock"
         self.port = 0
-        self.environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        self.environment = dict(os.environ)
         self._daemon, self._told = daemon, tmp_path / "port"
         self._processes: list[subprocess.Popen[bytes]] = []
 
