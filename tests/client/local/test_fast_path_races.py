@@ -17,6 +17,7 @@ from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.restores import Verify
 from tests.support.daemon import eventually, private_daemon
 from tests.support.entries import key_of, payload_of, restore, rpcs, save
+from tests.support.lengths import pairs
 from tests.support.moments import MOMENTS, disrupt
 
 BUDGET_BYTES = 2 * 2**20
@@ -97,10 +98,10 @@ def right(keys: list[Key]) -> list[bytes]:
 # ---- without a claim
 
 
-@pytest.mark.parametrize("tier", Tier)
-@pytest.mark.parametrize("change", ["evict", "fill", "replace", "repeat"])
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("verify", CHOICES)
+@pytest.mark.parametrize(
+    ("tier", "change", "moment", "verify"),
+    pairs(Tier, ["evict", "fill", "replace", "repeat"], MOMENTS, CHOICES),
+)
 def test_a_restore_without_a_claim_is_right_or_a_miss(
     daemon: PrivateDaemon, disruptor: Disruptor, change: str, moment: str, verify: Verify
 ) -> None:
@@ -137,9 +138,7 @@ def test_the_room_is_really_used_again(daemon: PrivateDaemon, disruptor: Disrupt
 # ---- with a claim that holds
 
 
-@pytest.mark.parametrize("tier", Tier)
-@pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("verify", CHOICES)
+@pytest.mark.parametrize(("tier", "moment", "verify"), pairs(Tier, MOMENTS, CHOICES))
 def test_nothing_happens_to_what_is_claimed(
     daemon: PrivateDaemon, disruptor: Disruptor, moment: str, verify: Verify
 ) -> None:
@@ -191,20 +190,19 @@ def lose(disruptor: Disruptor, client: Client, hit: Hit, loss: Loss) -> None:
     eventually(lambda: disruptor.admin.stats().claims == 0)
 
 
-@pytest.mark.parametrize("tier", Tier)
-@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
-    ("change", "verify"), [("fill", "always"), ("fill", "never"), ("repeat", "never")]
+    ("tier", "loss", "change_and_verify", "moment"),
+    pairs(Tier, LOSSES, [("fill", "always"), ("fill", "never"), ("repeat", "never")], MOMENTS),
 )
-@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_restore_whose_claim_is_lost_is_right_or_a_miss(
     daemon: PrivateDaemon,
     disruptor: Disruptor,
     loss: str,
-    change: str,
+    change_and_verify: tuple[str, Verify],
     moment: str,
-    verify: Verify,
 ) -> None:
+    change, verify = change_and_verify
+
     def happen() -> None:
         lose(disruptor, client, hit, LOSSES[loss])
         getattr(disruptor, change)()

@@ -27,7 +27,7 @@ from prefixd.tiers.store import Store
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.event_loop import in_loop
 from tests.support.incoming import Gate
-from tests.support.lengths import times
+from tests.support.lengths import pairs, times
 from tests.support.running import (
     ManualClock,
     OpenSession,
@@ -108,9 +108,7 @@ async def preview(daemon: Running, tier: Tier, payload_bytes: int, entries: int)
     return await answer(daemon.admin.Preview(request))
 
 
-@pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
-@pytest.mark.parametrize("max_entries", [0, 9], ids=["budget", "cap"])
-@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize(("tier", "max_entries", "policy"), pairs(Tier, [0, 9], sorted(POLICIES)))
 @in_loop
 async def test_a_preview_is_what_a_save_then_does(
     tmp_path: Path, tier: Tier, max_entries: int, policy: str
