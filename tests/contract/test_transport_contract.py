@@ -495,17 +495,18 @@ def test_the_release_of_a_lost_claim_reports_the_loss(
 
 
 def test_a_batch_larger_than_a_sessions_share_is_saved_whole(
-    make: Callable[..., Client], flags: tuple[str, ...], tier: Tier
+    make: Callable[..., Client], flags: tuple[str, ...]
 ) -> None:
     """Into an empty tier: the first reservations have ended before the last ones are made."""
     with tcp_daemon(*flags, "--disk.max_in_flight=1MiB", "--sessions.max_pinned_share=1") as daemon:
         client = make(daemon)
-        keys = fresh_keys(60)
-        items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
-        outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
-        assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}
-        with client.claim(keys) as hit:
-            assert restore(hit)[1] == [item.payload for item in items]
+        for tier in Tier:
+            keys = fresh_keys(60)
+            items = [SaveItem(key, payload_of(key, 100_000), 7) for key in keys]
+            outcomes = client.save_many(items, tier=tier, reason=EVICT, deadline_ms=60_000)
+            assert {outcome.status for outcome in outcomes} == {SaveStatus.SAVED}, tier
+            with client.claim(keys) as hit:
+                assert restore(hit)[1] == [item.payload for item in items], tier
 
 
 def test_claims_and_reservations_of_a_call_that_timed_out_are_given_back(

@@ -35,12 +35,12 @@ def test_it_is_read_from_a_mapping_too() -> None:
         assert decode_arena_header(mapping) == (INCARNATION, 4096)
 
 
-@pytest.mark.parametrize("bit", range(36 * 8))
-def test_no_bit_flips_unnoticed(bit: int) -> None:
-    page = bytearray(encode_arena_header(INCARNATION, 4096).ljust(ARENA_HEADER_BYTES, b"\0"))
-    page[bit // 8] ^= 1 << bit % 8
-    with pytest.raises(RecordError):
-        read_arena_incarnation(page)
+def test_no_bit_flips_unnoticed() -> None:
+    for bit in range(36 * 8):
+        page = bytearray(encode_arena_header(INCARNATION, 4096).ljust(ARENA_HEADER_BYTES, b"\0"))
+        page[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(RecordError):
+            read_arena_incarnation(page)
 
 
 @given(st.binary(max_size=100))

@@ -29,7 +29,7 @@ from prefixd.proto.errors import InvalidTokens
 from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key, Namespace, block_keys
-from tests.support.lengths import LONG
+from tests.support.lengths import times
 
 ROOT = Path(__file__).resolve().parents[2]
 NATIVE = ROOT / "proto/native"
@@ -342,13 +342,11 @@ class LazyKeys(Sequence[bytes]):
         return self.keys[index]
 
 
-@pytest.mark.parametrize("seed", range(3000 if LONG else 300))
-def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", range(0, times(300, 3_000), 25))
+def test_an_index_of_any_content_is_read_alike(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """So a hostile daemon's index is read in bounds, and both forms end with the same rows."""
-    index = a_hostile_index(random.Random(seed))
-    reader = IndexReader(index)
 
-    def read() -> list[Any]:
+    def read(reader: IndexReader) -> list[Any]:
         found = reader.find(KEYS)
         placed = [each for each in found if each is not None]
         stops = [reader.find(KEYS, stop_at=stop) for stop in (False, True)]
@@ -365,11 +363,13 @@ def test_an_index_of_any_content_is_read_alike(seed: int, monkeypatch: pytest.Mo
             [reader.unchanged([p]) for p in placed],
         ]
 
-    monkeypatch.setattr(index_reader, "native", _native)
-    natively = read()
-    monkeypatch.setattr(index_reader, "native", None)
-    assert read() == natively
-    reader.close()
+    for seed in range(first, first + 25):
+        reader = IndexReader(a_hostile_index(random.Random(seed)))
+        monkeypatch.setattr(index_reader, "native", _native)
+        natively = read(reader)
+        monkeypatch.setattr(index_reader, "native", None)
+        assert read(reader) == natively, seed
+        reader.close()
 
 
 @pytest.mark.parametrize(("free", "fresh"), [(1, 45), (0, 1), (42, 45), (0, 42)])
@@ -387,27 +387,29 @@ def test_header_and_heads_are_no_rows(free: int, fresh: int) -> None:
         assert data == before, "nor is what a chain leads to"
 
 
-@pytest.mark.parametrize("seed", range(1000 if LONG else 100))
-def test_an_index_of_any_content_is_written_within_its_bounds(seed: int) -> None:
+@pytest.mark.parametrize("first", range(0, times(100, 1_000), 25))
+def test_an_index_of_any_content_is_written_within_its_bounds(first: int) -> None:
     """A bug of the writer must not become a write elsewhere; the sanitised form sees it."""
-    chance = random.Random(seed)
-    data = bytearray(a_hostile_index(chance))
-    rows = len(data) // ROW_BYTES
-    before = bytes(data)
+    for seed in range(first, first + 25):
+        chance = random.Random(seed)
+        data = bytearray(a_hostile_index(chance))
+        rows = len(data) // ROW_BYTES
+        before = bytes(data)
+        entry = IndexRow(KEYS[0], 1, Content(1, 1), 1, 1, 1, (0, 4096))
+        entries = [entry._replace(key=chance.choice([*KEYS, noise(32, n)])) for n in range(6)]
+        for _ in range(4):
+            count, secured = chance.randrange(1, 9), chance.randrange(rows + 1)
+            state = (chance.randrange(rows), chance.randrange(rows + 1), secured, 5)
+            writer = (data, chance.randbytes(16), count, *state)
+            at, free, fresh = _native.put_rows(*writer, entries, 0)
+            assert 0 <= at <= 6
+            assert free < 2**32
+            assert fresh <= max(state[1], secured)
+            at, listed, *_ = _native.delete_rows(*writer, [entry.key for entry in entries], 0)
+            assert 0 <= listed <= at <= 6
+        assert len(data) == len(before)
+        assert data[:128] == before[:128]
     entry = IndexRow(KEYS[0], 1, Content(1, 1), 1, 1, 1, (0, 4096))
-    entries = [entry._replace(key=chance.choice([*KEYS, noise(32, n)])) for n in range(6)]
-    for _ in range(4):
-        count, secured = chance.randrange(1, 9), chance.randrange(rows + 1)
-        state = (chance.randrange(rows), chance.randrange(rows + 1), secured, 5)
-        writer = (data, chance.randbytes(16), count, *state)
-        at, free, fresh = _native.put_rows(*writer, entries, 0)
-        assert 0 <= at <= 6
-        assert free < 2**32
-        assert fresh <= max(state[1], secured)
-        at, listed, *_ = _native.delete_rows(*writer, [entry.key for entry in entries], 0)
-        assert 0 <= listed <= at <= 6
-    assert len(data) == len(before)
-    assert data[:128] == before[:128]
     good = (bytearray(8192), bytes(16), 1, 0, 45, 85, 0)
     for place, wrong in ((0, bytearray(4000)), (1, bytes(15)), (2, 0), (2, 1025), (3, 86), (4, 87)):
         for call, last in ((_native.put_rows, [entry]), (_native.delete_rows, [KEYS[0]])):
