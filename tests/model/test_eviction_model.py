@@ -78,7 +78,7 @@ def test_long_streams_equal_the_twin_one_by_one_and_in_runs(name: str, capacity:
 
 @names
 @given(steps=steps, capacity=st.sampled_from([0, 1, 3, 8, 10, 16, 25]))
-@settings(max_examples=times(100, 1_000), deadline=None)
+@settings(max_examples=times(50, 1_000), deadline=None)
 def test_weights_and_pins_equal_the_twin(
     name: str, steps: list[tuple[str, int, int]], capacity: int
 ) -> None:

@@ -18,7 +18,7 @@ class SmallStepsMachine(MetaStateMachine):
 
 
 SETTINGS = settings(
-    max_examples=times(30, 1_000),
+    max_examples=times(15, 1_000),
     stateful_step_count=60,
     deadline=None,
     derandomize=True,

@@ -12,8 +12,8 @@ from tests.sim.shrink import shrink
 from tests.support.lengths import times
 
 #: Divided among the parallel test workers. `make sim-fleet` runs more.
-SEEDS = times(40, 400)
-AT_ONCE = 10
+SEEDS = times(16, 400)
+AT_ONCE = 8
 #: The most seeds that finding a bug may take, and one that found it, tried first.
 MOST_SEEDS = 1000
 FOUND_BY = {"lost deletes stay lost": 115, "claimed stays": 1}

@@ -11,8 +11,8 @@ from tests.sim.shrink import shrink
 from tests.support.lengths import times
 
 #: Divided among the parallel test workers. `make sim` runs more.
-SEEDS = times(100, 1_000)
-AT_ONCE = 20
+SEEDS = times(40, 1_000)
+AT_ONCE = 10
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, AT_ONCE))

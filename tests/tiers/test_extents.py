@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(max_examples=times(60, 500), stateful_step_count=60, deadline=None)
+TestMachine.settings = settings(max_examples=times(30, 500), stateful_step_count=60, deadline=None)
 
 
 def test_slabs_are_as_many_as_can_be_numbered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.support.lengths import times
 from tests.tiers.helpers import next_victim
 
 BUDGET_BYTES = 100
-STEPS = times(1_500, 10_000)
+STEPS = times(700, 10_000)
 NAMES = ("", "a", "b", "c")
 SPACES = {name: Namespace(name) for name in NAMES if name}
 

@@ -122,7 +122,7 @@ print(good, wrong, missed, lost)
 @pytest.mark.parametrize("verify", ["never", "always"])
 def test_processes_that_evict_each_others_entries_all_the_time(verify: str) -> None:
     """No restore has a wrong byte, not even without checksums."""
-    restores = times(80, 600)
+    restores = times(40, 600)
     with private_daemon(ram="3MiB", shm="3MiB", disk="3MiB") as daemon:
         with ExitStack() as stack:
             workers = [
