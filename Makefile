@@ -29,10 +29,10 @@ demo: $(VENV)/.runtime ## run a private daemon with three tiers on real bytes, a
 test quick: export PYTHONDONTWRITEBYTECODE :=
 
 # Thousands of tests share the processors. Those that hold real processes to real times come after them,
-# one by one. Each part ends with its first failure: nothing runs again.
+# one on each core. Each part ends with its first failure: nothing runs again.
 test: $(VENV)/.dev ## run the whole test suite
 	$(BIN)/python -m pytest -n auto --dist worksteal -x -m "not alone"
-	$(BIN)/python -m pytest -x -m alone
+	$(BIN)/python -m pytest -n auto --dist worksteal -x -m alone
 
 quick: $(VENV)/.dev ## run the tests that are not marked slow
 	$(BIN)/python -m pytest -n auto --dist worksteal -m "not slow"

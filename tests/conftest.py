@@ -45,8 +45,9 @@ SLOW = (
     "soak",
 )
 #: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to
-#: times that a machine with too much to do can't keep. A writer of the index that loses its
-#: processor while it divides a chain makes readers miss what they don't find at once.
+#: times that a machine with too much to do can't keep: each has a core for itself. A writer of the
+#: index that loses its processor while it divides a chain makes readers miss what they don't find
+#: at once.
 ALONE = ("client/test_misses_add_up.py", "hostile", "server/runtime/test_index.py")
 #: Tests that wait for most of their time: for a Prometheus, for a bound that must pass, for an
 #: engine that changes hands. They run first, while other workers keep the processors busy. At the
@@ -59,6 +60,8 @@ FIRST = (
     "server/sharing/test_real_redis.py",
     "server/sharing/test_partitions.py",
     "bench/test_benchmarks.py",
+    "hostile/nemesis/test_nemesis.py",
+    "hostile/test_hanging_device.py",
 )
 TESTS = Path(__file__).parent
 #: The collector looks at young objects when so many more were made than freed. With Python's own
@@ -67,11 +70,15 @@ YOUNG_OBJECTS = 10_000
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_auto_num_workers() -> int | None:
-    """With `-n auto`: two workers for each core, since tests also wait for daemons and clocks."""
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """With `-n auto`: two workers for each core, since tests also wait for daemons and clocks.
+
+    With `-m alone`, one: such a test uses a third of a core's time.
+    """
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
-    return 2 * len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
+    return cores if config.option.markexpr == "alone" else 2 * cores
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.arena_header import ARENA_HEADER_BYTES
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.entries import items_of, payload_of, restore, save
-from tests.support.lengths import times
+from tests.support.lengths import LONG, times
 from tests.support.moments import MOMENTS
 from tests.support.stopping_worker import NAMES
 from tests.support.warm import WARM
@@ -125,8 +126,13 @@ def test_a_view_over_a_stop_is_not_released_as_held(tier: Tier, how: str) -> Non
         assert problems_of(admin) == []
 
 
-@pytest.mark.parametrize("tier", Tier)
-@pytest.mark.parametrize("verify", ["always", "never"])
+#: In one process, `test_fast_path_races.py` tries each tier with both, at the same moments.
+TIERS_AND_CHECKS = [(Tier.RAM, "always"), (Tier.SHM, "never"), (Tier.DISK, "never")]
+
+
+@pytest.mark.parametrize(
+    ("tier", "verify"), [*product(Tier, ["always", "never"])] if LONG else TIERS_AND_CHECKS
+)
 def test_a_restore_over_a_stop_brings_the_right_bytes_or_a_miss(tier: Tier, verify: str) -> None:
     """At every moment of a restore, with and without a claim. There is one worker for each moment,
     and all are stopped at the same time."""
