@@ -25,7 +25,7 @@ from prefixd.client.lab.fleet import (
 )
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
-from tests.support.lengths import LONG
+from tests.support.lengths import LONG, times
 
 Runs = list[tuple[tuple[int, ...], int]]
 
@@ -335,7 +335,7 @@ random_runs = st.lists(
 
 
 @given(fleet=fleets, runs=random_runs)
-@settings(max_examples=400)
+@settings(max_examples=times(150, 1_500))
 def test_equals_the_twin(fleet: Fleet, runs: Runs) -> None:
     twin = Twin(fleet)
     for number, (ids, length) in enumerate(runs):

@@ -25,6 +25,7 @@ from prefixd.client.lab.simulate import (
 )
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 from prefixd.tiers.eviction import POLICIES, make_policy
+from tests.support.lengths import times
 
 CAPACITIES = (1_000, 4_096, 10_000, 30_000)
 #: Hit tokens at these capacities, from two independent implementations that agree.
@@ -146,7 +147,7 @@ runs = st.lists(
 
 @pytest.mark.parametrize("policy", list(POLICIES))
 @given(runs=runs, capacity=st.integers(0, 12), order=st.sampled_from(TouchOrder))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=times(30, 300))
 def test_equals_the_rules_taken_literally(
     policy: str, runs: list[tuple[tuple[int, ...], int]], capacity: int, order: TouchOrder
 ) -> None:

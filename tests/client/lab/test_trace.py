@@ -26,6 +26,7 @@ from prefixd.client.lab.trace import (
     _Parser,
     write_trace,
 )
+from tests.support.lengths import times
 
 GOOD = '{"timestamp": 5, "input_length": 700, "output_length": 3, "hash_ids": [1, 2]}'
 
@@ -375,7 +376,7 @@ def test_ids_are_renumbered_by_first_appearance() -> None:
 
 
 @given(st.lists(st.lists(st.integers(-1, 6), max_size=6), max_size=12), st.integers(0, 30))
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=times(100, 1_000))
 def test_ids_that_are_numbers_already_keep_them(tails: list[list[int]], dense: int) -> None:
     """Whenever a trace stops to number its blocks by first appearance, or if it always does."""
     runs = [((*range(n % 3), *range(n, n + 2)), 7) for n in range(0, dense, 2)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from prefixd.tiers.eviction.base import Looks
 from prefixd.tiers.eviction.fifo import FIFO, PinnableQueue, Queue
+from tests.support.lengths import times
 
 
 def test_hits_and_refreshes_change_nothing() -> None:
@@ -57,7 +58,7 @@ def test_a_plain_queue() -> None:
 
 
 @given(steps)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=times(100, 1_000))
 def test_pinned_keys_keep_their_place(steps: list[tuple[str, int]]) -> None:
     pinned: set[int] = set()
     queue, model = PinnableQueue(pinned, Looks()), list[int]()
