@@ -26,16 +26,17 @@ ROUTES: Final = ("local", "data", "grpc")
 
 @dataclass(frozen=True)
 class Release:
-    """A version of prefixd, by its interpreter."""
+    """A version of prefixd, by its interpreter. `options` come before a program that it runs."""
 
     name: str
     python: str
+    options: tuple[str, ...] = ()
 
     def visit(self, *arguments: object) -> Any:
         """Run the visitor, and return what it says. Raises RuntimeError if it fails."""
         environment = {name: at for name, at in os.environ.items() if name != "PYTHONPATH"}
         done = subprocess.run(
-            [self.python, str(VISITOR), *map(str, arguments)],
+            [self.python, *self.options, str(VISITOR), *map(str, arguments)],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

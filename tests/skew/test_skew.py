@@ -6,10 +6,15 @@ import sys
 
 import pytest
 
+from tests.support.warm import WARM
+
 from . import run as subject
 from .run import Release, Report, try_clients, try_files, try_keys
 
-ONE, OTHER = (Release(name, sys.executable) for name in ("one", "other"))
+#: Runs the program that follows, in a process that has the imports already.
+RUN = "import runpy, sys; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+FORKED = (*WARM[1:], "-c", RUN)
+ONE, OTHER = (Release(name, sys.executable, FORKED) for name in ("one", "other"))
 
 
 #: What moves bytes on a route: nothing is called where they are read in place.
@@ -46,6 +51,6 @@ def test_what_is_not_as_promised_is_seen() -> None:
             return super().visit(*arguments) | {"found": 0, "wrong": 1}
 
     report = Report()
-    broken = Broken("broken", sys.executable)
+    broken = Broken("broken", sys.executable, FORKED)
     try_clients(report, daemons=ONE, clients=broken, routes=("grpc",), tiers=("ram",))
     assert report.broken == ["one saves, broken restores, daemon of one: grpc, ram"]

@@ -7,7 +7,7 @@ import bz2
 import gzip
 import json
 import lzma
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from prefixd.client.lab.formats import FORMATS, Format, readable
 from prefixd.client.lab.records import ConvertOptions
 from prefixd.client.lab.trace import TraceError, TraceReader, write_trace
 from prefixd.client.lab.trace_file import input_files
+from tests.support.daemon import temporary_directories
 
 FILES = Path(__file__).parents[3].parent / "shared" / "faults" / "lab"
 EXAMPLES = [pytest.param(row, id=row.name) for row in readable()]
@@ -389,10 +390,17 @@ ODD = [
 ]
 
 
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory for a file that is written thousands of times."""
+    with temporary_directories() as (_, directory):
+        yield directory
+
+
 @pytest.mark.parametrize("row", EXAMPLES)
-def test_any_value_in_any_place_is_read_or_refused(tmp_path: Path, row: Format) -> None:
+def test_any_value_in_any_place_is_read_or_refused(in_memory: Path, row: Format) -> None:
     """No other exception."""
-    path = tmp_path / "in.jsonl"
+    path = in_memory / "in.jsonl"
     lines = row.example.splitlines()
     for number, line in enumerate(lines):
         for place in _places(json.loads(line)):
