@@ -149,6 +149,21 @@ def delete_rows(
     dealt with, as it has several rows; how many of the others were listed; the next free row, and
     the shape. Before anything is stored after this, readers find that the rows are gone."""
 
+def note(
+    ring: Buffer,
+    last: Buffer,
+    number: int,
+    now_ns: int,
+    session: int,
+    what: int,
+    entries: Sequence[object],
+    left: Buffer | None,
+    /,
+) -> None:
+    """Write a record of each entry (`server.core.entries.Entry`), the first one as record `number`,
+    to the ring and the buckets of a journal, and mark its key in the Bloom filter `left`, if there
+    is one. The number of buckets and that of the filter's bits are powers of two."""
+
 def forms() -> tuple[list[str], list[str]]:
     """The forms of checksums and of hashes that run on this processor, best first."""
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 #: Of the module that this code can use. In an editable checkout, and where a file of an earlier
 #: installation was left, there may be another one.
-ABI: Final = 2
+ABI: Final = 3
 
 
 def _load() -> tuple[ModuleType | None, str]:

@@ -16,7 +16,7 @@
 
 /* What Python expects of this module: `ABI` in `proto/kernel.py` has to be the same. It goes up with
  * every change of what a function takes, gives, or does. */
-enum { KERNEL_ABI = 2 };
+enum { KERNEL_ABI = 3 };
 
 /* ---- buffers */
 
@@ -759,6 +759,8 @@ static const struct field content_fields[] = {
     {"layer_count", LAYERS_OFFSET, 2},
 };
 enum {
+    TIER_FIELD = 2,
+    REASON_FIELD = 3,
     FIELDS = sizeof fields / sizeof *fields,
     CONTENT_FIELDS = sizeof content_fields / sizeof *content_fields,
 };
@@ -861,6 +863,106 @@ static PyObject *delete_rows(PyObject *self, PyObject *const *args, Py_ssize_t c
     result = Py_BuildValue("nnkK", at, listed, (unsigned long)writer.free_row,
                            (unsigned long long)writer.shape);
 done:
+    release(&all);
+    return result;
+}
+
+/* ---- the journal (`server/core/journal.py` has the layout of a record) */
+
+enum { RECORD_BYTES = 40, RECORD_KEY_BYTES = 16, RECORD_AT = 16, RECORD_SESSION = 24,
+       RECORD_PREVIOUS = 28, RECORD_WHAT = 32, RECORD_TIER = 33, RECORD_REASON = 34 };
+
+struct noted {
+    uint64_t hash;
+    uint8_t key[RECORD_KEY_BYTES], tier, reason;
+};
+
+/* What is noted of an entry. -1, with an error: it is none. */
+static int noted_of(PyObject *entry, struct noted *noted) {
+    char *key;
+    Py_ssize_t key_bytes;
+    PyObject *name = PyObject_GetAttr(entry, field_names[FIELDS]);
+    PyObject *tier = PyObject_GetAttr(entry, field_names[TIER_FIELD]);
+    PyObject *reason = PyObject_GetAttr(entry, field_names[REASON_FIELD]);
+    int right = 0;
+    if (name && tier && reason && !PyBytes_AsStringAndSize(name, &key, &key_bytes)) {
+        Py_hash_t hash = PyObject_Hash(name);
+        right = key_bytes >= RECORD_KEY_BYTES && (hash != -1 || !PyErr_Occurred()) &&
+                !put_number(tier, &noted->tier, 1) && !put_number(reason, &noted->reason, 1);
+        noted->hash = (uint64_t)hash;
+        if (right) memcpy(noted->key, key, RECORD_KEY_BYTES);
+    }
+    Py_XDECREF(name);
+    Py_XDECREF(tier);
+    Py_XDECREF(reason);
+    if (!right && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "an entry has another key, tier or reason");
+    return right ? 0 : -1;
+}
+
+static void mark(uint8_t *bits, uint64_t bit) {
+    bits[bit >> 3] |= (uint8_t)(1 << (bit & 7));
+}
+
+/* note(ring, last, number, now_ns, session, what, entries, left): write a record of each entry, the
+ * first one as record `number`, and mark its key in the Bloom filter `left` unless that is None. */
+static PyObject *note(PyObject *self, PyObject *const *args, Py_ssize_t count) {
+    (void)self;
+    if (count != 8) {
+        PyErr_SetString(PyExc_TypeError,
+                        "note(ring, last, number, now_ns, session, what, entries, left)");
+        return NULL;
+    }
+    struct exported all = {NULL, 0, 0};
+    struct noted *noted = NULL;
+    PyObject *result = NULL;
+    uint8_t start[RECORD_BYTES] = {0};
+    uint64_t number = PyLong_AsUnsignedLongLong(args[2]);
+    int64_t now_ns = PyLong_AsLongLong(args[3]);
+    Py_ssize_t many = PyErr_Occurred() ? -1 : length_of(args[6]);
+    /* Exported all at once, as more room for them would move the first ones. */
+    if (many < 0 || !export(&all, args[0], 1) || !export(&all, args[1], 1) ||
+        (args[7] != Py_None && !export(&all, args[7], 1)))
+        goto done;
+    uint64_t records = (uint64_t)all.buffers[0].len / RECORD_BYTES;
+    uint64_t buckets = (uint64_t)all.buffers[1].len / 4;
+    uint8_t *ring = all.buffers[0].buf, *last = all.buffers[1].buf, *left = NULL;
+    uint64_t bits = 0;
+    if (all.count == 3) left = all.buffers[2].buf, bits = 8 * (uint64_t)all.buffers[2].len;
+    if (!records || !buckets || buckets & (buckets - 1) || bits & (bits - 1) || (left && !bits) ||
+        put_number(args[4], start + RECORD_SESSION, 4) ||
+        put_number(args[5], start + RECORD_WHAT, 1)) {
+        if (!PyErr_Occurred())
+            PyErr_SetString(PyExc_ValueError, "a number does not fit, or a table has an odd size");
+        goto done;
+    }
+    memcpy(start + RECORD_AT, &now_ns, 8);
+    noted = PyMem_Malloc(((size_t)many + 1) * sizeof *noted);
+    if (!noted) {
+        PyErr_NoMemory();
+        goto done;
+    }
+    for (Py_ssize_t i = 0; i < many; i++)
+        if (noted_of(item_of(args[6], i), noted + i)) goto done;
+    for (Py_ssize_t i = 0; i < many; i++) {
+        const struct noted *one = noted + i;
+        uint8_t *record = ring + number % records * RECORD_BYTES;
+        uint8_t *bucket = last + 4 * (one->hash & (buckets - 1));
+        uint32_t next = (uint32_t)++number;
+        memcpy(record, start, RECORD_BYTES);
+        memcpy(record, one->key, RECORD_KEY_BYTES);
+        memcpy(record + RECORD_PREVIOUS, bucket, 4);
+        record[RECORD_TIER] = one->tier, record[RECORD_REASON] = one->reason;
+        memcpy(bucket, &next, 4);
+        if (left) {
+            mark(left, one->hash & (bits - 1));
+            mark(left, one->hash >> 32 & (bits - 1));
+        }
+    }
+    result = Py_None;
+    Py_INCREF(result);
+done:
+    PyMem_Free(noted);
     release(&all);
     return result;
 }
@@ -1104,6 +1206,7 @@ static PyMethodDef methods[] = {
     FAST(moved),
     FAST(put_rows),
     FAST(delete_rows),
+    FAST(note),
     FAST(restore),
     FAST(read_rows),
     {"forms", forms, METH_NOARGS, NULL},

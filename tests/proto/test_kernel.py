@@ -29,6 +29,10 @@ from prefixd.proto.errors import InvalidTokens
 from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key, Namespace, block_keys
+from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.core import journal as journal_module
+from prefixd.server.core.entries import Entry
+from prefixd.server.core.journal import Happening, Journal
 from tests.support.lengths import times
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -460,7 +464,7 @@ def test_the_form_is_said_in_words(variable: str, begins: str) -> None:
 
 #: For each `ABI`, what the functions look like. With a change of them the number goes up, also if
 #: only what one does has changed.
-SIGNATURES = {1: "c97a780154cf87b7", 2: "54fd8d18476e48d1"}
+SIGNATURES = {1: "c97a780154cf87b7", 2: "54fd8d18476e48d1", 3: "9a364199ed035e00"}
 
 
 def test_a_change_of_the_functions_goes_with_another_number() -> None:
@@ -532,3 +536,65 @@ def test_the_kernel_holds_without_python(tmp_path: Path) -> None:
     subprocess.run([compiler, *flags, main, *sources, "-o", str(check)], check=True)
     done = subprocess.run([str(check), "7", "2000"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("2000 inputs of each kind are right")
+
+
+def test_a_journal_is_the_same_in_both_forms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that overwrite others, chains within a batch, and filters that are exchanged."""
+    chance = random.Random(11)
+    keys = [Key(chance.randbytes(32)) for _ in range(300)]
+    batches = [
+        (
+            chance.choice(list(Happening)),
+            [
+                Entry(
+                    chance.choice(keys),
+                    *(1, (), chance.choice(list(Tier)), chance.choice(list(SaveReason))),
+                    *(1, 0, Content(1, 1), 0),
+                )
+                for _ in range(chance.randrange(30))
+            ],
+            chance.randrange(2**63),
+            chance.randrange(2**32),
+        )
+        for _ in range(120)
+    ]
+    journals = []
+    for form in (_native, None):
+        monkeypatch.setattr(journal_module, "native", form)
+        journals.append(journal := Journal(4000))
+        for batch in batches:
+            journal.note(*batch)
+    one, other = journals
+    assert one.written == other.written > 3 * one.most > 3 * len(set(keys)) // 4
+    assert (one._ring, one._last) == (other._ring, other._last)
+    assert vars(one._left) == vars(other._left)
+    assert {key for key in keys if one.fate(key)} >= {e.key for e in batches[-1][1]}
+
+
+def test_a_record_that_can_not_be_is_refused_before_any_is_written() -> None:
+    ring, last, left = bytearray(400), array("I", bytes(16)), bytearray(8)
+    entry = Entry(KEYS[0], 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+    good = (ring, last, 0, 1, 0, 1, [entry], left)
+    short = Entry(Key(b"short"), 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+    for place, bad, error in (
+        (0, bytes(400), BufferError),
+        (0, bytearray(39), ValueError),
+        (1, array("I", bytes(12)), ValueError),
+        (1, bytearray(), ValueError),
+        (2, -1, OverflowError),
+        (3, 2**63, OverflowError),
+        (4, 2**32, ValueError),
+        (5, 256, ValueError),
+        (6, entry, TypeError),
+        (6, [entry, short], ValueError),
+        (6, [entry, None], AttributeError),
+        (7, bytearray(3), ValueError),
+        (7, bytearray(), ValueError),
+    ):
+        with pytest.raises(error):
+            _native.note(*good[:place], bad, *good[place + 1 :])
+        assert (ring, last, left) == (bytes(400), array("I", bytes(16)), bytes(8)), bad
+    with pytest.raises(TypeError):
+        _native.note(*good[:-1])
+    _native.note(*good)
+    assert ring[:16] == KEYS[0][:16]
