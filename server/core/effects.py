@@ -179,21 +179,18 @@ class Reply:
 
 
 class IndexPut(NamedTuple):
-    """Make an entry visible to readers of the index."""
+    """Make entries visible to readers of the index."""
 
-    entry: Entry
-    #: The key before it in the chain that it was saved with; empty for the first, None if unknown.
-    parent: bytes | None = None
+    entries: Sequence[Entry]
+    #: Of each, the key before it in the chain that it was saved with; empty for the first, None if
+    #: unknown.
+    parents: Sequence[bytes | None]
 
 
 class IndexDelete(NamedTuple):
-    """Make an entry invisible to readers, before anything else happens to its room."""
+    """Make entries invisible to readers, before anything else happens to their room."""
 
-    entry: Entry
-
-    @property
-    def key(self) -> Key:
-        return self.entry.key
+    entries: Sequence[Entry]
 
 
 class Erase(NamedTuple):

@@ -6,11 +6,9 @@ requests that wait for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import groupby
 from operator import attrgetter
-from typing import Final, cast
 
 from ...proto.errors import UnknownReservation
 from ...proto.keys import Key
@@ -19,13 +17,11 @@ from . import events as ev
 from .effects import (
     CancelAnswer,
     Commit,
-    IndexPut,
     SaveEnded,
     StopWriting,
     TellReservationLost,
     WriteOrder,
 )
-from .entries import Entry
 from .journal import Happening
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Session, Signal, Stage
 from .transition import Refusal, Transition
@@ -36,8 +32,6 @@ _DOOMED, _GONE, _SAVED = Stage.DOOMED, Stage.GONE, SaveStatus.SAVED
 _NOTED = Happening.SAVED
 
 _batch_of = attrgetter("batch")
-#: `IndexPut._make` without a Python call.
-_listed: Final = cast("Callable[[tuple[Entry, bytes]], IndexPut]", partial(tuple.__new__, IndexPut))
 
 
 def advance(reservation: Reservation, signal: Signal) -> Stage:
@@ -170,8 +164,7 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
         if reservation.waiters:
             transition.wake(reservation, saved=True)
     t.stamp_ns = stamp_ns
-    parents = [reservation.parent for reservation in reservations]
-    transition.effects += map(_listed, zip(entries, parents, strict=True))
+    transition.enter(entries, [reservation.parent for reservation in reservations])
     unsettled.difference_update(tokens)
     counters = t.tier_counters[tier]
     counters.saves += len(entries)
@@ -182,7 +175,6 @@ def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Re
         session.reserve(tier, -stored_bytes)
         session.saves += len(entries)
         session.saved_bytes += saved_bytes
-    transition.enter(entries)
     transition.effects.append(SaveEnded(tokens, _SAVED, ""))
     _used_as_a_whole(transition, batch, session)
 

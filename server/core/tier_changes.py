@@ -12,7 +12,7 @@ from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Ledger
 from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
-from .effects import Erase, EvictAnswer, IndexPut, ResizeAnswer
+from .effects import Erase, EvictAnswer, ResizeAnswer
 from .entries import Entry
 from .events import EvictAsked, ResizeAsked, RetireAsked, TierRecovered
 from .journal import EvictionCause, Happening
@@ -76,10 +76,9 @@ def recovered(
         t.adopted_ns = max(t.adopted_ns, entry.generation)
         entry.location = record.location
         ledger.adopt(entry)
-        transition.enter((entry,))
+        transition.enter((entry,), (None,))
         counters.recovered_entries += 1
         counters.recovered_bytes += content.payload_bytes
-        transition.effects.append(IndexPut(entry))
     t.recovered_ns[tier] = last_ns
     t.stamp_ns = max(t.stamp_ns, last_ns, t.adopted_ns)
 

@@ -6,16 +6,15 @@ changes that several rules make.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Final, cast
+from collections.abc import Sequence
+from typing import Final
 
 from ...proto import limits
 from ...proto.errors import LimitReached, PrefixdError, UnknownSession
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
-from .effects import Effect, Erase, IndexDelete, TellClaimLost
+from .effects import Effect, Erase, IndexDelete, IndexPut, TellClaimLost
 from .entries import Entry, by_tier
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
@@ -27,10 +26,6 @@ from .tables import Refresh, Tables, Timer, Unpin, Waiting, Wake
 _RAM: Final = Tier.RAM
 #: Chain keys that one event refreshes: as many as the longest chain has. Takes some milliseconds.
 _CHAINED_AT_ONCE: Final = 2 * limits.MAX_BATCH_KEYS
-
-
-#: `IndexDelete._make` without a Python call.
-_hidden: Final = cast("Callable[[tuple[Entry]], IndexDelete]", partial(tuple.__new__, IndexDelete))
 
 
 class Refusal(Exception):
@@ -45,7 +40,16 @@ class Transition:
     """`now_ns` is the time of the event, `served_ns` the same in served time
     (`Tables.served_ns`), which deadlines are in."""
 
-    __slots__ = ("_chained_keys", "_erased", "effects", "now_ns", "served_ns", "tables")
+    __slots__ = (
+        "_chained_keys",
+        "_erased",
+        "_hidden",
+        "_listed",
+        "effects",
+        "now_ns",
+        "served_ns",
+        "tables",
+    )
 
     def __init__(self, tables: Tables, now_ns: int) -> None:
         self.tables = tables
@@ -54,6 +58,10 @@ class Transition:
         self.effects: list[Effect] = []
         #: The entries of each tier's `Erase`, of which there is at most one.
         self._erased: dict[Tier, list[EntryRef]] = {}
+        #: What the last change of the index hides, or lists, with the keys before it; the other one
+        #: is None.
+        self._hidden: list[Entry] | None = None
+        self._listed: tuple[list[Entry], list[bytes | None]] | None = None
         #: Chain keys that were refreshed so far.
         self._chained_keys = 0
 
@@ -290,8 +298,9 @@ class Transition:
                 unrecorded[entry.key] = entry
         tables.stamp_ns = stamp_ns
 
-    def enter(self, entries: Sequence[Entry]) -> None:
-        """Publish entries of one tier. The ledger has their room already."""
+    def enter(self, entries: Sequence[Entry], parents: Sequence[bytes | None]) -> None:
+        """Publish entries of one tier. The ledger has their room already. `parents`: the key before
+        each in its chain (`IndexPut`)."""
         tables = self.tables
         payload_bytes = 0
         for entry in entries:
@@ -302,6 +311,11 @@ class Transition:
             for entry in entries:
                 recount.entered(entry)
         tables.entries.add(entries)
+        if self._listed is None:
+            self._hidden, self._listed = None, ([], [])
+            self.effects.append(IndexPut(*self._listed))
+        self._listed[0].extend(entries)
+        self._listed[1].extend(parents)
 
     def evict(
         self, victim: Key, cause: EvictionCause, session: int = 0, heir: Entry | None = None
@@ -360,10 +374,14 @@ class Transition:
             if unrecorded:
                 unrecorded.pop(entry.key, None)
         tables.tier_counters[tier].payload_bytes -= payload_bytes
-        self.effects += map(_hidden, zip(entries))
+        # Later entries join these two effects. To hide or erase them sooner than necessary does no
+        # harm.
+        if self._hidden is None:
+            self._hidden, self._listed = [], None
+            self.effects.append(IndexDelete(self._hidden))
+        self._hidden += entries
         erased = self._erased.get(tier)
         if erased is None:
-            # Later entries join this effect. To erase them sooner than necessary does no harm.
             erased = self._erased[tier] = []
             self.effects.append(Erase(tier, erased))
         erased += entries

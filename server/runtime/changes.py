@@ -178,8 +178,10 @@ def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
     bodies = []
     for effect in effects:
         if isinstance(effect, IndexPut):
-            bodies.append(body_of(effect.entry, next(numbers), effect.parent))
+            for entry, parent in zip(effect.entries, effect.parents, strict=True):
+                bodies.append(body_of(entry, next(numbers), parent))
         elif isinstance(effect, IndexDelete):
-            entry = effect.entry
-            bodies.append(watch.evicted(entry.tier, entry.key, next(numbers), entry.generation))
+            for entry in effect.entries:
+                evicted = watch.evicted(entry.tier, entry.key, next(numbers), entry.generation)
+                bodies.append(evicted)
     return bodies

@@ -341,9 +341,9 @@ class Core:
                 self.health.fault("effects", f"{type(effect).__name__} failed: {problem!r}")
         listener = self.entry_listener
         if listener is not None:
-            published = [effect.entry for effect in effects if type(effect) is IndexPut]
-            if published:
-                listener.published(published)
+            for effect in effects:
+                if type(effect) is IndexPut:
+                    listener.published(effect.entries)
 
     def _change_index(self, effects: list[Effect]) -> None:
         index = self.index

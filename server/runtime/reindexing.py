@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
-from itertools import groupby
 from typing import Final
 
 import structlog
@@ -102,10 +101,8 @@ class Reindexing:
 
 def change(index: IndexWriter, effects: Iterable[Effect]) -> None:
     """Apply effects to an index, in their order. Raises what the index raises."""
-    changes = [e for e in effects if type(e) is IndexPut or type(e) is IndexDelete]
-    for of, some in groupby(changes, type):
-        entries = [change.entry for change in some]
-        if of is IndexPut:
-            index.put_all(entries)
-        else:
-            index.delete_all([entry.key for entry in entries])
+    for effect in effects:
+        if type(effect) is IndexPut:
+            index.put_all(effect.entries)
+        elif type(effect) is IndexDelete:
+            index.delete_all([entry.key for entry in effect.entries])

@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     rounds = parser.parse_args().rounds
     entries = [entry(number) for number in range(EVENTS)]
-    effects = [IndexPut(each, each.key) for each in entries]
+    effects = [IndexPut([each], [each.key]) for each in entries]
     log, idle = ChangeLog(2**24), ChangeLog(2**24)
     log.begin()
 

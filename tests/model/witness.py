@@ -69,6 +69,16 @@ class Witness:
         assert self.claims.keys() == tables.claims.keys(), "a claim was not reported to its session"
         assert self.outstanding == tables.waiting.keys()
 
+    def check_put(self, entry: Entry, starting: bool) -> None:
+        assert entry.key not in self.index
+        assert entry.generation not in self.generations, "a generation was used twice"
+        self.generations.add(entry.generation)
+        self.index[entry.key] = entry
+        if not starting:
+            (token,) = (t for t, order in self.orders.items() if order.entry is entry)
+            self.free(entry.tier, entry.location, ("save", token))
+        self.take(entry.tier, entry.location, ("entry", entry.key))
+
     def check_effect(self, effect: fx.Effect, event: ev.Event, starting: bool) -> None:
         match effect:
             case fx.Reply():
@@ -77,21 +87,15 @@ class Witness:
                 )
                 self.outstanding.remove(effect.request)
                 self.check_answer(effect.answer)
-            case fx.IndexPut(entry):
-                assert entry.key not in self.index
-                assert entry.generation not in self.generations, "a generation was used twice"
-                self.generations.add(entry.generation)
-                self.index[entry.key] = entry
-                if not starting:
-                    (token,) = (t for t, order in self.orders.items() if order.entry is entry)
-                    self.free(entry.tier, entry.location, ("save", token))
-                self.take(entry.tier, entry.location, ("entry", entry.key))
-            case fx.IndexDelete():
-                key = effect.key
-                if starting and key not in self.index:
-                    return  # a row of an earlier start
-                entry = self.index.pop(key)
-                self.free(entry.tier, entry.location, ("entry", key))
+            case fx.IndexPut(entries):
+                for entry in entries:
+                    self.check_put(entry, starting)
+            case fx.IndexDelete(entries):
+                for entry in entries:
+                    if starting and entry.key not in self.index:
+                        continue  # a row of an earlier start
+                    entry = self.index.pop(entry.key)
+                    self.free(entry.tier, entry.location, ("entry", entry.key))
                 # Claims that ended within this event are not in the tables any more.
                 live = self.state.tables.claims.keys() & self.claims.keys()
                 pinned = any(entry.generation in self.claims[number] for number in live)
@@ -186,7 +190,11 @@ def units(location: Location) -> list[int]:
 
 
 def facts_of(effect: fx.Effect) -> list[tuple[Any, ...]]:
-    """One tuple for each effect, or one for each entry of erasures and ended saves."""
+    """One tuple for each effect, or one for each entry that it concerns."""
+    if isinstance(effect, fx.IndexPut):
+        return [("put", name_of(entry.key)) for entry in effect.entries]
+    if isinstance(effect, fx.IndexDelete):
+        return [("delete", name_of(entry.key)) for entry in effect.entries]
     if isinstance(effect, fx.Erase):
         return [("erase", effect.tier.label, name_of(entry.key)) for entry in effect.entries]
     if isinstance(effect, fx.SaveEnded):
@@ -199,10 +207,6 @@ def plain(effect: fx.Effect) -> tuple[Any, ...]:
     match effect:
         case fx.Reply(request, answer):
             return ("reply", request, plain_answer(answer))
-        case fx.IndexPut(entry):
-            return ("put", name_of(entry.key))
-        case fx.IndexDelete():
-            return ("delete", name_of(effect.key))
         case fx.Commit(tier, tokens):
             return ("commit", tier.label, list(tokens))
         case fx.StopWriting(token):

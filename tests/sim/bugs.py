@@ -96,7 +96,8 @@ def _row_removed_after_reuse() -> Any:
             for effect in effects:
                 if isinstance(effect, IndexDelete):
                     later = asyncio.get_running_loop().call_later
-                    later(0.005, lambda key=effect.key: self.index.delete(key))
+                    keys = [entry.key for entry in effect.entries]
+                    later(0.005, lambda keys=keys: self.index.delete_all(keys))
             real(self, [one for one in effects if not isinstance(one, IndexDelete)])
 
         return change_index

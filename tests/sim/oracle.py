@@ -189,11 +189,14 @@ class Oracle:
         for effect in effects:
             match effect:
                 case IndexPut():
-                    self._published(daemon, effect.entry, found=isinstance(event, ev.TierRecovered))
+                    found = isinstance(event, ev.TierRecovered)
+                    for entry in effect.entries:
+                        self._published(daemon, entry, found=found)
                 case IndexDelete():
-                    if isinstance(event, ev.TierRecovered) and effect.key in self.durable:
-                        self.gave_way.add(self.durable[effect.key].generation)
-                    self._left(daemon, effect.key)
+                    for entry in effect.entries:
+                        if isinstance(event, ev.TierRecovered) and entry.key in self.durable:
+                            self.gave_way.add(self.durable[entry.key].generation)
+                        self._left(daemon, entry.key)
                 case Reply(answer=DeleteAnswer()):
                     assert isinstance(event, ev.DeleteAsked)
                     results = zip(event.keys, effect.answer.results, strict=True)
@@ -218,7 +221,12 @@ class Oracle:
                         if held and not allowed:
                             self.fail(PINNED, f"{name_of(one.key)} was evicted under a claim")
         if isinstance(event, ev.ResizeAsked) and event.tier in self.expected:
-            left = [effect.key for effect in effects if isinstance(effect, IndexDelete)]
+            left = [
+                entry.key
+                for effect in effects
+                if isinstance(effect, IndexDelete)
+                for entry in effect.entries
+            ]
             if left != self._next_victims[: len(left)]:
                 order = [*map(name_of, self._next_victims)]
                 self.fail(ORDER, f"{[*map(name_of, left)]} were evicted at a start, of {order}")

@@ -88,6 +88,18 @@ def stored(
     return StoredEntry(record, last_used_ns=used_ns, hits=hits)
 
 
+def listed(effects: Iterable[fx.Effect]) -> str:
+    """The names of the entries that became visible, in this order."""
+    puts = [effect for effect in effects if isinstance(effect, fx.IndexPut)]
+    return names(entry.key for put in puts for entry in put.entries)
+
+
+def hidden(effects: Iterable[fx.Effect]) -> str:
+    """The names of the entries that became invisible, in this order."""
+    deletes = [effect for effect in effects if isinstance(effect, fx.IndexDelete)]
+    return names(entry.key for delete in deletes for entry in delete.entries)
+
+
 def erased(effects: Iterable[fx.Effect]) -> list[tuple[Tier, str]]:
     """The tiers and names of the entries that are erased, in order."""
     return [

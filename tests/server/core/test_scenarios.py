@@ -329,10 +329,10 @@ class Scenario:
         match effect:
             case fx.Reply(request, answer):
                 return self.describe_answer(f"#{request}", answer)
-            case fx.IndexPut(entry):
-                return [f"+ {name_of(entry.key)} in {entry.tier.label}"]
-            case fx.IndexDelete():
-                return [f"- {name_of(effect.key)}"]
+            case fx.IndexPut(entries):
+                return [f"+ {name_of(entry.key)} in {entry.tier.label}" for entry in entries]
+            case fx.IndexDelete(entries):
+                return [f"- {name_of(entry.key)}" for entry in entries]
             case fx.Erase(tier, entries):
                 return [f"  {tier.label} erases {' '.join(name_of(e.key) for e in entries)}"]
             case fx.Commit(tier, tokens):

@@ -12,7 +12,15 @@ from prefixd.server.core import events as ev
 from prefixd.server.core import superseded
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers import extents
-from tests.support.state_driver import LOST_AFTER_NS, Driver, erased, key, names, stored
+from tests.support.state_driver import (
+    LOST_AFTER_NS,
+    Driver,
+    erased,
+    hidden,
+    key,
+    listed,
+    stored,
+)
 
 # ---- sessions
 
@@ -134,7 +142,7 @@ def test_operators_evict_what_is_next_until_it_is_enough() -> None:
     driver.save(session, "d", tier=Tier.DISK, payload_bytes=3)
     driver.claim(session, "c b", ClaimMode.ANY)
     assert driver.evict(1) == an.EvictAnswer(1, 2, more=True)
-    assert names(effect.key for effect in driver.of_kind(fx.IndexDelete)) == "a"
+    assert hidden(driver.effects) == "a"
     assert driver.evict(1) == an.EvictAnswer(0, 0, more=False), "b, c are claimed"
     assert driver.evict(9, Tier.DISK) == an.EvictAnswer(1, 3, more=False)
     assert driver.tables.tier_counters[Tier.RAM].evictions == 1
@@ -174,7 +182,7 @@ def test_a_damaged_entry_is_dropped_if_it_is_still_that_one() -> None:
     old = driver.entry("a")
     entry = driver.entry("a")
     gone, *rest = driver.damage("a")
-    assert gone == fx.IndexDelete(entry)
+    assert gone == fx.IndexDelete([entry])
     assert erased(rest) == [(Tier.RAM, "a")]
     assert not old.published
     gone = ev.EntryDamaged(key("a"), old.generation, "again", 0)
@@ -196,7 +204,7 @@ def test_a_damaged_entry_that_is_claimed_is_gone_at_once_and_its_room_later(
     two = driver.claim(bob, "b").claim
     damaged = driver.entry("b")
     gone, *rest = driver.damage("b")
-    assert gone == fx.IndexDelete(damaged)
+    assert gone == fx.IndexDelete([damaged])
     assert erased(rest) == [(Tier.RAM, "b")]
     assert not damaged.published
     assert driver.lookup("b").results == (None,)
@@ -247,7 +255,7 @@ def test_what_survived_comes_back_in_its_order_with_its_hits() -> None:
         dropped=4,
     )
     assert driver.order(Tier.DISK) == "b c a"
-    assert names(effect.entry.key for effect in driver.of_kind(fx.IndexPut)) == "b c a"
+    assert listed(driver.effects) == "b c a"
     assert driver.entry("a").hits == 5
     assert driver.entry("a").reason is SaveReason.FINISH
     counters = driver.tables.tier_counters[Tier.DISK]
@@ -270,7 +278,7 @@ def test_what_is_beyond_the_budget_is_erased_oldest_first() -> None:
     )
     assert driver.order(Tier.DISK) == "b c d"
     assert erased(driver.effects) == [(Tier.DISK, "a")]
-    assert [effect.key for effect in driver.of_kind(fx.IndexDelete)] == [key("a")]
+    assert hidden(driver.effects) == "a"
     assert driver.tables.tier_counters[Tier.DISK].dropped_at_start == 1
 
 

@@ -133,7 +133,7 @@ def test_an_eviction_is_told_to_readers_before_the_store(driver: Driver) -> None
     assert transition.evict(victim, EvictionCause.SAVE) is entry
     assert not entry.published
     gone, *rest = transition.effects
-    assert gone == fx.IndexDelete(entry)
+    assert gone == fx.IndexDelete([entry])
     assert erased(rest) == [(Tier.RAM, "b")]
     assert driver.state.check() == []
 

@@ -23,7 +23,7 @@ def entry(number: int) -> Entry:
 
 
 def put(*numbers: int) -> list[IndexPut]:
-    return [IndexPut(entry(number)) for number in numbers]
+    return [IndexPut([entry(number) for number in numbers], [None] * len(numbers))]
 
 
 def keys(bodies: list[bytes]) -> list[Key]:
@@ -34,7 +34,7 @@ def keys(bodies: list[bytes]) -> list[Key]:
 async def test_it_has_what_happened_in_order() -> None:
     log = ChangeLog(1000 * COST_BYTES)
     log.begin()
-    log.follow([*put(1, 2), Erase(Tier.RAM, ()), IndexDelete(entry(1))])
+    log.follow([*put(1, 2), Erase(Tier.RAM, ()), IndexDelete([entry(1)])])
     assert log.sequence == 4
     bodies = log.since(1, 10)
     assert keys(bodies) == [key(1), key(2), key(1)]
@@ -117,7 +117,7 @@ async def test_what_was_lost_is_known_to_be() -> None:
     # A change that can't be encoded does not prevent later ones.
     strange = entry(3)
     strange.content = strange.content._replace(token_count=-1)
-    log.follow([IndexPut(strange)])
+    log.follow([IndexPut([strange], [None])])
     assert log.lost_before == log.sequence == 5
 
 
