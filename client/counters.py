@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress
+from itertools import compress, groupby
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, cast, get_type_hints
 
@@ -327,12 +327,15 @@ class Counters:
         """How saves ended, each with the bytes of its payload, its tier and its reason."""
         statuses = [outcome.status for outcome in outcomes]
         saved = [status is _SAVED for status in statuses]
-        # `kinds` may be endless.
-        ended = Counter(zip(statuses, kinds, strict=False))
+        # `kinds` may be endless. Of one save, nearly all ended alike.
+        ended = [
+            (*kind, status, sum(1 for _ in some))
+            for (status, kind), some in groupby(zip(statuses, kinds, strict=False))
+        ]
         with self._lock:
             self._amounts["saved_entries",] += sum(saved)
             self._amounts["saved_bytes",] += sum(compress(payload_bytes, saved))
-            for (status, (tier, reason)), entries in ended.items():
+            for tier, reason, status, entries in ended:
                 self._amounts["saves", tier, reason, status] += entries
 
     @property

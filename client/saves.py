@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from types import NoneType
@@ -43,8 +42,7 @@ T = TypeVar("T")
 _BATCH_TOKEN_IDS_BYTES: Final = 2 * MAX_TOKEN_IDS_BYTES
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class SaveItem:
+class SaveItem(NamedTuple):
     """One key to save. The payload is referenced: don't change it before the save is done.
 
     `token_count`: tokens that the state stands for, at least one; None: not known, and hits with
@@ -443,9 +441,7 @@ def _usual_savings(items: Sequence[SaveItem], payloads: Sequence[FlatBytes]) -> 
     wrong, which `_saving` tells."""
     if not items:
         return None
-    keys = [item.key for item in items]
-    counts = [item.token_count for item in items]
-    layers = [item.layer_count for item in items]
+    keys, _, counts, layers, token_ids = zip(*items, strict=True)
     sizes_bytes = list(map(len, payloads))
     usual = (
         set(map(type, keys)) == {bytes}
@@ -457,7 +453,7 @@ def _usual_savings(items: Sequence[SaveItem], payloads: Sequence[FlatBytes]) -> 
         and most_bytes <= MAX_PAYLOAD_BYTES
         and (different := set(counts))
         and all(count is None or 0 < count < 2**32 for count in different)
-        and all(item.token_ids is None for item in items)
+        and set(map(type, token_ids)) == {NoneType}
     )
     if not usual:
         return None
