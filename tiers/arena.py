@@ -32,7 +32,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, cast
+from typing import Final
 
 from ..proto.arena_header import encode_arena_header
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
@@ -426,36 +426,10 @@ class ArenaWriter(EntryWriter):
         self._crc = self._put(view, self._crc)
         self._written_bytes = written_bytes
 
-    @classmethod
-    def write_whole(
-        cls, writers: Sequence[EntryWriter], payloads: Sequence[Buffer]
-    ) -> Sequence[int] | None:
-        starts: list[int] = []
-        arena = getattr(writers[0], "_arena", None)
-        if arena is None or not arena.puts_all:
-            return None
-        for writer, payload in zip(writers, payloads, strict=True):
-            if type(writer) is not cls or writer._written_bytes or writer._arena is not arena:
-                return None
-            location = writer._location
-            if len(location) != 2 or len(payload) > location[1]:
-                return None  # in several pieces
-            starts.append(location[0])
-        mine = cast("Sequence[ArenaWriter]", writers)
-        try:
-            mine[0]._before_first_byte()  # once for all: they are of one arena
-        except StoreError:
-            return None  # to be met again, by each of them alone
-        failed_syncs = arena.failed_syncs
-        crcs: list[int] = arena.put_all(starts, payloads)
-        for one, payload, crc in zip(mine, payloads, crcs, strict=True):
-            one.failed_syncs = failed_syncs
-            one._crc = crc
-            one._written_bytes = one._used_bytes = len(payload)
-            if not one._token_ids:
-                one.entry.payload_crc32c = crc
-                one.sealed = True
-        return crcs
+    def resume(self, payload_crc32c: int, failed_syncs: int) -> None:
+        self.failed_syncs = failed_syncs
+        self._crc = payload_crc32c
+        self._written_bytes = self._used_bytes = self.entry.content.payload_bytes
 
     def room(self, most_bytes: int) -> memoryview | None:
         self._begin()

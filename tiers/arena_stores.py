@@ -45,6 +45,7 @@ from .rows import ROW_BYTES, RowFile, RowTable
 from .store import (
     SEGMENT_BYTES,
     SMALLEST_SEGMENT_BYTES,
+    Buffer,
     Damaged,
     EntryRef,
     EntryWriter,
@@ -55,6 +56,7 @@ from .store import (
     StoredEntry,
     StoreError,
     Usage,
+    Whole,
 )
 
 
@@ -142,6 +144,22 @@ class ArenaStore(Store):
 
     def writer(self, entry: Recorded, token_ids: bytes = b"") -> EntryWriter:
         return ArenaWriter(self.arena, entry, token_ids, self._erase_forgotten)
+
+    def write_whole(self, entries: Sequence[Recorded], payloads: Sequence[Buffer]) -> Whole | None:
+        if not self.arena.puts_all:
+            return None
+        starts: list[int] = []
+        for entry, payload in zip(entries, payloads, strict=True):
+            location = entry.location
+            if len(location) != 2 or len(payload) > location[1]:
+                return None  # in several pieces
+            starts.append(location[0])
+        try:
+            self._erase_forgotten()
+        except StoreError:
+            return None  # to be met again, by each of their writers
+        failed_syncs = self.arena.failed_syncs
+        return Whole(self.arena.put_all(starts, payloads), failed_syncs)
 
     def _erase_forgotten(self) -> None:
         """Erase the records of forgotten entries, if there are records. Raises StoreError."""

@@ -127,16 +127,9 @@ class EntryWriter(ABC):
         the writer can't go on.
         """
 
-    @classmethod
-    def write_whole(
-        cls,
-        writers: Sequence[EntryWriter],  # noqa: ARG003  # for others
-        payloads: Sequence[Buffer],  # noqa: ARG003
-    ) -> Sequence[int] | None:
-        """`write` to each of these different writers its whole payload, all in one call, and `seal`
-        those of entries without token ids. Returns the CRC32Cs of the payloads. None: this store
-        can't, or something about them is not as usual, and nothing was written."""
-        return None
+    def resume(self, payload_crc32c: int, failed_syncs: int) -> None:
+        """Go on behind the payload, which `Store.write_whole` has stored."""
+        raise NotImplementedError
 
     def room(self, most_bytes: int) -> memoryview | None:  # noqa: ARG002  # for others
         """Memory into which the caller may write some of the next bytes, and then call `filled`.
@@ -153,6 +146,14 @@ class EntryWriter(ABC):
 
         Raises ValueError if bytes are missing, StoreError, StoreFull.
         """
+
+
+class Whole(NamedTuple):
+    """What `Store.write_whole` has stored: the CRC32C of each payload, and for `resume` how many
+    syncs had failed before."""
+
+    payload_crc32c: Sequence[int]
+    failed_syncs: int
 
 
 class Store(ABC):
@@ -256,6 +257,17 @@ class Store(ABC):
 
         Raises ValueError if the token ids are not as long as the entry says.
         """
+
+    def write_whole(
+        self,
+        entries: Sequence[Recorded],  # noqa: ARG002  # for others
+        payloads: Sequence[Buffer],  # noqa: ARG002
+    ) -> Whole | None:
+        """Store the whole payloads of these different entries in one call, without their writers.
+        An entry that has token ids, and any entry of a store with records, needs its writer
+        afterwards (`EntryWriter.resume`). None: this store can't, or something about the entries is
+        not as usual, and nothing was written."""
+        return None
 
     @abstractmethod
     def forget(self, entries: Iterable[EntryRef]) -> None:

@@ -255,11 +255,10 @@ def _check_token_ids(token_ids: Sequence[bytes]) -> None:
             )
 
 
-def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
+def parts_of(request: pb.SaveStagedRequest) -> StagedParts:
     """The parts that lie in staging memory: at most one of each payload, as large as a slot."""
-    items = request.items
-    columns: tuple[Collection[object], ...] = (
-        items,
+    columns: tuple[Collection[Any], ...] = (
+        request.items,
         request.staging_offset_bytes,
         request.length_bytes,
         request.last_parts,
@@ -267,9 +266,9 @@ def parts_of(request: pb.SaveStagedRequest) -> list[StagedPart]:
     )
     lengths = list(map(len, columns))
     if len(set(lengths)) != 1:
-        raise MalformedMessage(f"the columns of {len(items)} parts have {lengths} values")
-    check_parts(items)
-    return list(map(_part, zip(*columns, strict=True)))
+        raise MalformedMessage(f"the columns of {lengths[0]} parts have {lengths} values")
+    check_parts(request.items)
+    return StagedParts(*map(list, columns))
 
 
 def check_parts(parts: Collection[object]) -> None:
@@ -280,17 +279,14 @@ def check_parts(parts: Collection[object]) -> None:
         )
 
 
-class StagedPart(NamedTuple):
-    """A part of a payload in staging memory."""
+class StagedParts(NamedTuple):
+    """Parts of payloads in staging memory, in columns."""
 
-    item: int
-    staging_offset_bytes: int
-    length_bytes: int
-    last: bool
-    payload_crc32c: int
-
-
-_part = cast("Callable[[tuple[object, ...]], StagedPart]", partial(tuple.__new__, StagedPart))
+    items: list[int]
+    staging_offset_bytes: list[int]
+    length_bytes: list[int]
+    lasts: list[bool]
+    payload_crc32c: list[int]
 
 
 # ---- results

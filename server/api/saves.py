@@ -10,11 +10,10 @@ from collections.abc import (
     Coroutine,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Final, Protocol, TypeAlias, TypeVar, cast
 
 from ...proto import limits
@@ -189,13 +188,13 @@ class Saves:
 
             async def take(request: pb.SaveStagedRequest) -> None:
                 parts = messages.parts_of(request)
-                if not parts:
+                if not parts.items:
                     return
                 pieces = _staged_pieces(parts, staging, refusals)
                 if request.quiet:
                     incoming.begin(pieces, nothing)
                 else:
-                    copied = pb.SaveStagedResponse(parts_copied=len(parts))
+                    copied = pb.SaveStagedResponse(parts_copied=len(parts.items))
                     incoming.begin(pieces, partial(tell, copied))
                 if incoming.waiting > MAX_WAITING_MESSAGES:
                     await incoming.idle()
@@ -265,17 +264,24 @@ class Saves:
         self, header: pb.SaveHeader, membership: Membership
     ) -> tuple[Refusals, Incoming]:
         answer = await self._reserve(header, membership, begin=True)
-        incoming, slices = Incoming(self.core), Slices()
+        incoming, slices, results = Incoming(self.core), Slices(), answer.results
+        begin_write = self.core.begin_write
         refusals: Refusals = []
         try:
-            for number, reserved in enumerate(answer.results):
-                if isinstance(reserved, WriteOrder):
-                    incoming.add(number, self.core.begin_write(reserved))
-                    refusals.append(None)
-                else:
-                    refusals.append(messages.refused_save(reserved))
-                if not number % _BEGUN_AT_ONCE:
-                    await slices.pause()
+            for start in range(0, len(results), _BEGUN_AT_ONCE):
+                some = results[start : start + _BEGUN_AT_ONCE]
+                incoming.add(
+                    {
+                        number: begin_write(reserved)
+                        for number, reserved in enumerate(some, start)
+                        if isinstance(reserved, WriteOrder)
+                    }
+                )
+                refusals += [
+                    None if isinstance(reserved, WriteOrder) else messages.refused_save(reserved)
+                    for reserved in some
+                ]
+                await slices.pause()
         except BaseException:
             self._cancel_unseen(membership.number, answer, gone=True)
             raise
@@ -307,7 +313,7 @@ class Saves:
             order = await core.ask(question, WriteOrder)
         except UnknownReservation as error:
             return pb.SaveResult(status=pb.SAVE_STATUS_LOST, message=str(error))
-        incoming.add(number, core.begin_write(order))
+        incoming.add({number: core.begin_write(order)})
         return None
 
     # ---- how they go on
@@ -371,18 +377,18 @@ def _granted(item: int, refusals: Refusals) -> bool:
 
 
 def _staged_pieces(
-    parts: Sequence[messages.StagedPart], staging: Staging, refusals: Refusals
+    parts: messages.StagedParts, staging: Staging, refusals: Refusals
 ) -> list[Piece]:
     """The pieces of those parts whose items are being written. Raises MalformedMessage,
     UnknownStaging."""
     if refusals.count(None) < len(refusals):
-        parts = [part for part in parts if _granted(part.item, refusals)]
-    elif parts:
-        _granted(max(part[0] for part in parts), refusals)
-    if not parts:
-        return []
-    items, offsets, lengths, lasts, crcs = zip(*parts, strict=True)
-    return list(map(_piece, zip(items, staging.views(offsets, lengths), lasts, crcs, repeat(None))))
+        granted = [_granted(item, refusals) for item in parts.items]
+        parts = messages.StagedParts._make([list(compress(column, granted)) for column in parts])
+    else:
+        _granted(max(parts.items), refusals)
+    items, offsets, lengths, lasts, crcs = parts
+    views = staging.views(offsets, lengths)
+    return list(map(_piece, zip(items, views, lasts, crcs, repeat(None), strict=False)))
 
 
 #: `Piece._make` without a Python call, for every block.

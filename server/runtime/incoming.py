@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -107,12 +107,14 @@ class Incoming:
         #: what broke the stream: a piece out of order
         self.broken: PrefixdError | None = None
 
-    def add(self, number: int, write: Write) -> None:
-        """`number`: the name of the write in the stream's pieces."""
-        self._writes[number] = write
-        if write.ended is None:
-            self._open += 1
-            write.when_ended = self._one_ended
+    def add(self, writes: Mapping[int, Write]) -> None:
+        """Take in writes by their numbers, which name them in the stream's pieces."""
+        self._writes.update(writes)
+        one_ended = self._one_ended
+        for write in writes.values():
+            if write.ended is None:
+                self._open += 1
+                write.when_ended = one_ended
 
     def _one_ended(self) -> None:
         self._open -= 1

@@ -309,8 +309,8 @@ class Core:
     def begin_write(self, order: WriteOrder) -> Write:
         """Open the store's writer for a reservation. If the reservation was lost since it was
         granted, the returned write has ended."""
-        token, entry, token_ids = order
-        write = Write(token, entry, self.stores[entry.tier].writer(entry, token_ids))
+        token = order.token
+        write = Write(order, self.stores[order.entry.tier])
         if token in self.state.tables.reservations:
             self.writes[token] = write
         else:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.vocabulary import SaveStatus
-from ...tiers.store import Buffer, EntryWriter, StoreError
-from ..core.effects import SaveEnded
+from ...tiers.store import Buffer, EntryWriter, Store, StoreError
+from ..core.effects import SaveEnded, WriteOrder
 from ..core.entries import Entry
 from .limited_log import LimitedLog
 
@@ -31,6 +31,8 @@ class Write:
 
     # What all begin with belongs to the class: to set it in each takes time for every block.
 
+    #: made when it is needed: a payload that comes whole, for a store without records, needs none
+    _writer: EntryWriter | None = None
     #: how many messages other threads copy into its room, now or soon: if the reservation is lost,
     #: the room stays until they have
     busy: int = 0
@@ -52,10 +54,16 @@ class Write:
     #: why the write can't be completed
     problem: tuple[SaveStatus, str] | None = None
 
-    def __init__(self, token: int, entry: Entry, writer: EntryWriter) -> None:
-        self.token = token
-        self.entry = entry
-        self.writer = writer
+    def __init__(self, order: WriteOrder, store: Store) -> None:
+        self.token, self.entry, self.token_ids = order
+        self.store = store
+
+    @property
+    def writer(self) -> EntryWriter:
+        writer = self._writer
+        if writer is None:
+            writer = self._writer = self.store.writer(self.entry, self.token_ids)
+        return writer
 
     def take(self, piece: Piece) -> None:
         """Copy one piece. On any thread, but one at a time.
@@ -105,6 +113,20 @@ class Write:
         self.crc32c = crc32c = writer.seal()
         self.expected_crc32c = crc32c if payload_crc32c is None else payload_crc32c
 
+    def stored(self, crc32c: int, payload_crc32c: int | None, failed_syncs: int) -> None:
+        """The store has the whole payload (`Store.write_whole`). `payload_crc32c`: the expected
+        checksum, None: any."""
+        if self.token_ids or self.store.recorded:
+            try:
+                self.writer.resume(crc32c, failed_syncs)
+                self.finish(payload_crc32c)
+            except Exception as problem:  # its token ids could not be written
+                self.fail(problem)
+            return
+        self.complete = True
+        self.crc32c = crc32c
+        self.expected_crc32c = crc32c if payload_crc32c is None else payload_crc32c
+
     def mismatched(self, received_bytes: int) -> None:
         """Fewer or more bytes arrived than were reserved."""
         why = f"{received_bytes} bytes came, {self.entry.payload_bytes} were reserved"
@@ -124,32 +146,28 @@ def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
     """`take` each piece, all in one call of the store. False: one of them is not the whole payload
     of a write of its own, or the store takes them one by one, and nothing has happened."""
     # With few calls, because it runs for every block that is saved.
-    writers: list[EntryWriter] = []
+    store = writes[0].store
+    entries: list[Entry] = []
     for write, (_, data, last, _, offset_bytes) in zip(writes, pieces, strict=True):
+        entry = write.entry
         if (
             not last
             or offset_bytes
-            or len(data) != write.entry.content.payload_bytes
+            or len(data) != entry.content.payload_bytes
+            or write._writer is not None
             or write.complete
             or write.stopping
             or write.problem is not None
+            or write.store is not store
         ):
             return False
-        writers.append(write.writer)
-    if len(set(writers)) < len(writers):
+        entries.append(entry)
+    if len(set(writes)) < len(writes):
         return False
-    crcs = writers[0].write_whole(writers, [piece.data for piece in pieces])
-    if crcs is None:
+    whole = store.write_whole(entries, [piece.data for piece in pieces])
+    if whole is None:
         return False
-    for write, writer, piece, crc in zip(writes, writers, pieces, crcs, strict=True):
-        payload_crc32c = piece.payload_crc32c
-        if writer.sealed:
-            write.complete = True
-            write.crc32c = crc
-            write.expected_crc32c = crc if payload_crc32c is None else payload_crc32c
-            continue
-        try:
-            write.finish(payload_crc32c)
-        except Exception as problem:  # its token ids could not be written
-            write.fail(problem)
+    crcs, failed_syncs = whole
+    for write, piece, crc in zip(writes, pieces, crcs, strict=True):
+        write.stored(crc, piece.payload_crc32c, failed_syncs)
     return True

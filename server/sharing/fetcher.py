@@ -179,8 +179,8 @@ class Fetcher:
         self, granted: Sequence[tuple[SharedEntry, WriteOrder]], deadline_s: float
     ) -> int:
         incoming = Incoming(self._core)
-        for number, (_, order) in enumerate(granted):
-            incoming.add(number, self._core.begin_write(order))
+        begin_write = self._core.begin_write
+        incoming.add({number: begin_write(order) for number, (_, order) in enumerate(granted)})
         memory = memoryview(bytearray(sum(entry.payload_bytes for entry, _ in granted)))
         wanted = []
         for entry, _ in granted:

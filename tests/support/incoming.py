@@ -64,5 +64,5 @@ async def begin(
     incoming = Incoming(core)
     for number, order in enumerate(granted.results):
         assert isinstance(order, WriteOrder)
-        incoming.add(number, core.begin_write(order))
+        incoming.add({number: core.begin_write(order)})
     return incoming

@@ -278,8 +278,8 @@ def test_a_key_is_named_once_in_a_save() -> None:
 def test_parts_come_in_columns() -> None:
     parts = [StagedPart(0, 7, 8, True, 9), StagedPart(1, 15, 3)]
     request = pb.SaveStagedRequest(**staged(parts))
-    assert messages.parts_of(request) == [(0, 7, 8, True, 9), (1, 15, 3, False, 0)]
-    assert messages.parts_of(pb.SaveStagedRequest()) == []
+    assert messages.parts_of(request) == ([0, 1], [7, 15], [8, 3], [True, False], [9, 0])
+    assert messages.parts_of(pb.SaveStagedRequest()) == ([], [], [], [], [])
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ async def test_what_is_granted_to_nobody_is_given_back(
                 # Publishes the entry: the claim is granted.
                 await core.ask(ask.begin(held.token), WriteOrder)
                 incoming = Incoming(core)
-                incoming.add(0, core.begin_write(held))
+                incoming.add({0: core.begin_write(held)})
                 await incoming.feed([Piece(0, DATA, True, 0)])
             else:
                 await core.ask(ask.cancel(held.token), CancelAnswer)
@@ -177,7 +177,7 @@ async def test_a_save_whose_session_ends_as_it_is_granted_writes_nothing(tmp_pat
         (order,) = theirs.results
         assert isinstance(order, WriteOrder)
         incoming = Incoming(core)
-        incoming.add(0, core.begin_write(order))
+        incoming.add({0: core.begin_write(order)})
         wanted = payload(9, len(DATA))
         await incoming.feed([Piece(0, wanted, False, 0)])
         assert await saving == [pb.SAVE_STATUS_LOST]
