@@ -213,9 +213,11 @@ class AdminViews:
         return response
 
     async def curve(self, request: pb.CurveRequest, _caller: Caller) -> pb.CurveResponse:
-        t = self._core.state.tables
+        state = self._core.state
+        t = state.tables
         tier = messages.tier_of(request.tier, t.ledgers)
-        if tier not in t.curves:
+        sampled = state.curve(tier)
+        if sampled is None:
             raise CurveDisabled("this daemon samples no curve; set server.curve_keys")
         own_bytes = t.ledgers[tier].budget_bytes
         if len(request.budget_bytes) > limits.MAX_BATCH_KEYS:
@@ -223,7 +225,7 @@ class AdminViews:
         budgets = tuple(request.budget_bytes) or tuple(
             own_bytes * quarters // 4 for quarters in _DEFAULT_QUARTERS
         )
-        curve = t.curves[tier].estimate()
+        curve = sampled.estimate()
         return pb.CurveResponse(
             points=[
                 pb.CurvePoint(budget_bytes=budget, hit_tokens=round(curve.at(budget)))

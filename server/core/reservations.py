@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Final, cast
 
 from ...proto.entry import shared
@@ -126,9 +126,12 @@ def _observe(
         ]
     if items:
         keys, contents, _ = zip(*items, strict=True)
-        # Mostly one.
+        # Mostly one, and then one object.
+        first = contents[0]
+        alike = all(map(is_, contents, repeat(first)))
         sizes = {
-            each: footprint(each.payload_bytes, each.token_ids_bytes) for each in set(contents)
+            each: footprint(each.payload_bytes, each.token_ids_bytes)
+            for each in ((first,) if alike else set(contents))
         }
         token_counts = [each.token_count for each in contents]
         transition.observe(asked.tier, keys, token_counts, [sizes[each] for each in contents])
@@ -290,11 +293,11 @@ def _grant(
             stage,
         )
         reservations[token] = in_flight[key] = reservation
-        t.set_timer(expires_ns, Timer.RESERVATION, token)
         for recount in recounts:
             recount.reserved(reservation)
         parent = key
     t.stamp_ns, t.next_token = stamp_ns, tokens.stop
+    t.set_timers(expires_ns, Timer.RESERVATION, tokens)
     batch.unsettled.update(tokens)
     session.tokens.update(zip(tokens, repeat(None)))
     columns = zip(tokens, entries, [item.token_ids for item in items], strict=True)

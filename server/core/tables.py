@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol, TypeAlias
@@ -222,8 +222,9 @@ class Tables:
     recounts: list[Watcher] = field(default_factory=list)
     #: The hits that a tier would have had at other capacities, from a sample of its keys.
     curves: dict[Tier, SampledCurve[Key]] = field(default_factory=dict)
-    #: Accesses that the curves have not counted yet, in order.
+    #: Accesses that the curves have not counted yet, in order, and how many keys they are of.
     unobserved: list[Accesses] = field(default_factory=list)
+    unobserved_keys: int = 0
     #: Entries whose store has not recorded their last use yet, in order of use. None of the RAM
     #: tier, which does not outlive the daemon, unless `StateConfig.ram_use` is set.
     unrecorded: dict[Key, Entry] = field(default_factory=dict)
@@ -268,6 +269,13 @@ class Tables:
         """The session of that number, open or ending."""
         return self.sessions.get(session) or self.ending.get(session)
 
+    def observe_now(self) -> None:
+        """Have the curves count what they have not counted yet."""
+        for tier, keys, token_counts, stored_bytes in self.unobserved:
+            self.curves[tier].access(keys, token_counts, stored_bytes)
+        self.unobserved.clear()
+        self.unobserved_keys = 0
+
     def evicted(
         self, entries: Sequence[Entry], cause: EvictionCause, now_ns: int, session: int = 0
     ) -> None:
@@ -305,6 +313,12 @@ class Tables:
     def set_timer(self, at_ns: int, timer: Timer, number: int) -> None:
         """Set a deadline. `at_ns`: in served time."""
         heapq.heappush(self.timers, (at_ns, timer, number))
+
+    def set_timers(self, at_ns: int, timer: Timer, numbers: Iterable[int]) -> None:
+        """`set_timer` for each number."""
+        timers = self.timers
+        for number in numbers:
+            heapq.heappush(timers, (at_ns, timer, number))
 
     def next_timer(self) -> tuple[int, Timer, int] | None:
         """The next deadline, which stays set; None if there is none."""

@@ -235,10 +235,12 @@ class Transition:
     ) -> None:
         """Show accesses (root first) to the tier's hit curve: hits, and misses that are saved now.
 
-        The next event does it, because no answer depends on it.
+        A later event has them counted, because no answer depends on it (`Tables.observe_now`).
         """
-        if keys and tier in self.tables.curves:
-            self.tables.unobserved.append((tier, keys, token_counts, stored_bytes))
+        tables = self.tables
+        if keys and tier in tables.curves:
+            tables.unobserved.append((tier, keys, token_counts, stored_bytes))
+            tables.unobserved_keys += len(keys)
 
     def observe_entries(self, entries: Sequence[Entry]) -> None:
         """Show hits to the hit curves of their tiers."""
@@ -251,13 +253,6 @@ class Transition:
                 [entry.content.token_count for entry in its_own],
                 [entry.stored_bytes for entry in its_own],
             )
-
-    def observe_now(self) -> None:
-        """Do what `observe` left for this event."""
-        tables = self.tables
-        for tier, keys, token_counts, stored_bytes in tables.unobserved:
-            tables.curves[tier].access(keys, token_counts, stored_bytes)
-        tables.unobserved.clear()
 
     def refresh_chain(self, chain: Sequence[Key], session: Session | None) -> None:
         """Make a chain the most recent: now, or in the backlog if this event has refreshed many

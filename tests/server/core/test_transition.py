@@ -7,6 +7,7 @@ import pytest
 from prefixd.proto.errors import UnknownSession
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core import effects as fx
+from prefixd.server.core import state
 from prefixd.server.core.events import LookupAsked
 from prefixd.server.core.journal import EvictionCause
 from prefixd.server.core.sessions import Claim
@@ -143,9 +144,13 @@ def test_a_curve_is_shown_what_is_read_in_its_tier_and_what_is_saved_there() -> 
     session = driver.open()
 
     def shown() -> dict[Tier, str]:
-        for _, _, token_counts, stored_bytes in driver.tables.unobserved:
+        unobserved = driver.tables.unobserved
+        for _, _, token_counts, stored_bytes in unobserved:
             assert (set(token_counts), set(stored_bytes)) == ({10}, {1})
-        return {tier: names(keys) for tier, keys, *_ in driver.tables.unobserved}
+        seen = {tier: names(keys) for tier, keys, *_ in unobserved}
+        assert driver.tables.unobserved_keys == sum(len(keys) for _, keys, *_ in unobserved)
+        driver.tables.observe_now()
+        return seen
 
     tokens = driver.granted(session, "a b")
     assert shown() == {Tier.RAM: "a b"}
@@ -158,3 +163,24 @@ def test_a_curve_is_shown_what_is_read_in_its_tier_and_what_is_saved_there() -> 
     assert shown() == {Tier.RAM: "b", Tier.SHM: "d"}, "b is there already"
     driver.touch("c b a")
     assert shown() == {Tier.RAM: "a b", Tier.SHM: "c"}, "the root first"
+
+
+def test_accesses_are_counted_by_the_curves_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state, "_OBSERVED_AT_ONCE", 4)
+    driver = Driver(curve_keys=1_000)
+    session = driver.open()
+    curve = driver.tables.curves[Tier.RAM]
+    driver.save(session, "a b c")
+    assert (len(curve), driver.state.busy) == (0, False)
+    assert driver.state.curve(Tier.RAM) is curve
+    assert len(curve) == 3, "whoever asks for it sees them"
+    driver.save(session, "d")
+    driver.tick(flush=True)
+    assert len(curve) == 4
+    driver.claim(session, "a b c d")
+    assert driver.state.busy
+    assert sum(curve._values.values()) == 0
+    driver.tick()
+    assert not driver.state.busy
+    assert sum(curve._values.values()) == 40, "a hit of each, of 10 tokens"
+    assert Driver().state.curve(Tier.RAM) is None
