@@ -53,7 +53,8 @@ class StackDistances(Generic[K]):
 
     def __init__(self, *, root_mru: bool = False) -> None:
         self.root_mru = root_mru
-        self._slots: dict[K, int] = {}
+        #: The slot of each key, in no order. Only `StackDistances` changes it.
+        self.slots: dict[K, int] = {}
         self._keys: list[K | None] = []
         self._levels: list[list[int]] = [[]]
         #: Keys move from slot `_read` to slot `_write`: all slots below `_write` have keys, none
@@ -62,10 +63,10 @@ class StackDistances(Generic[K]):
         self._write = 0
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self.slots)
 
     def __contains__(self, key: object) -> bool:
-        return key in self._slots
+        return key in self.slots
 
     def access(
         self, keys: Sequence[K], weights: Sequence[int] | None = None
@@ -77,7 +78,7 @@ class StackDistances(Generic[K]):
         was never seen are in no step. `weights` has one weight for each key (None: 1 each); the
         weights of the last access count.
         """
-        found = list(map(self._slots.get, keys))
+        found = list(map(self.slots.get, keys))
         steps = self._steps(found)
         self._vacate(found)
         if weights is None:
@@ -143,7 +144,7 @@ class StackDistances(Generic[K]):
             # Only the last touch of a repeated key counts.
             last = dict(zip(reversed(keys), reversed(weights), strict=True))
             keys, weights = list(last)[::-1], list(last.values())[::-1]
-        slots, levels = self._slots, self._levels
+        slots, levels = self.slots, self._levels
         start = slot = len(levels[0])
         for key in keys:
             slots[key] = slot
@@ -181,11 +182,11 @@ class StackDistances(Generic[K]):
 
     def remove(self, key: K) -> None:
         """Forget a key. The distances of older keys shrink by its weight."""
-        self._vacate([self._slots.pop(key)])
+        self._vacate([self.slots.pop(key)])
 
     def _move_down(self, slots: int) -> None:
         """Move the keys of the next slots, at least `slots` of them, into the empty slots below."""
-        at, keys, weights = self._slots, self._keys, self._levels[0]
+        at, keys, weights = self.slots, self._keys, self._levels[0]
         read, write = self._read, self._write
         assert read is not None
         stop = min(read + slots, len(keys))
@@ -349,16 +350,21 @@ class SampledCurve(Generic[K]):
         scale = POSITIONS / threshold
         self._sampled += sum(sample_values) * scale
         if self._max_keys is not None:
-            for key in dict.fromkeys(sample):
-                if key not in self._stack:
-                    heappush(self._highest, (-position(key), key))
-        done = 0
+            known = self._stack.slots
+            for key in dict.fromkeys([key for key in sample if key not in known]):
+                heappush(self._highest, (-position(key), key))
+        # With few calls, because there may be a step for every key.
+        hits, done = self._values, 0
         for distance, count in self._stack.access(sample, sample_weights):
             # The key's own weight is exact; the weight above it is known for the sample only.
             own = sample_weights[done]
-            full = _rounded(round((distance - own) * scale) + own)
-            value = sum(sample_values[done:count]) * scale
-            self._values[full] = self._values.get(full, 0.0) + value
+            full = round((distance - own) * scale) + own
+            shift = full.bit_length() - _DISTANCE_BITS
+            if shift > 0:  # to the nearest number with that many significant bits
+                full = (full + (1 << shift >> 1)) >> shift << shift
+            one = count - done == 1
+            value = sample_values[done] if one else sum(sample_values[done:count])
+            hits[full] = hits.get(full, 0.0) + value * scale
             done = count
         self._shrink()
 
@@ -386,9 +392,3 @@ class SampledCurve(Generic[K]):
         sums = accumulate((self._values[distance] for distance in distances), initial=missing)
         values = [min(max(value, 0.0), float(self._total)) for value in sums]
         return CurveEstimate([0, *distances], values, float(self._total), self.rate, len(self))
-
-
-def _rounded(distance: int) -> int:
-    """The nearest number with at most `_DISTANCE_BITS` significant bits."""
-    shift = max(0, distance.bit_length() - _DISTANCE_BITS)
-    return (distance + (1 << shift >> 1)) >> shift << shift
