@@ -34,10 +34,12 @@ def gather(
     starts: Sequence[int],
     limits_bytes: Sequence[int],
     sources: Sequence[Buffer | Sequence[Buffer]],
+    around: bool,
     /,
 ) -> list[int]:
     """Copy each source, a buffer or a list of buffers, to `memory[start:]`; it is at most `limit`
-    long. Returns the CRC32C of each. Raises OSError if a source is longer than its limit, or does
+    long. `around`: past the processor's cache, if it can, as nobody reads the bytes soon. Returns
+    the CRC32C of each. Raises OSError if a source is longer than its limit, or does
     not fit into the memory."""
 
 def restore(

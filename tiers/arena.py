@@ -341,7 +341,8 @@ class Arena(BaseArena):
     puts_all = native is not None
 
     def put_all(self, starts: Sequence[int], data: Sequence[Buffer]) -> list[int]:
-        return native.gather(self._writable, starts, list(map(len, data)), data)
+        # Saves are read much later, if at all: the cache is for whoever computes on this host.
+        return native.gather(self._writable, starts, list(map(len, data)), data, True)
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         """Views of the arena itself, one per extent. Nothing is copied."""

@@ -116,7 +116,7 @@ class StagingMemory:
             ]
         lengths = list(map(len, payloads))
         with self.room(0, self._slots * self.slot_bytes) as held:
-            return native.gather(held, places, lengths, all_buffers_of(payloads))
+            return native.gather(held, places, lengths, all_buffers_of(payloads), False)
 
     def close(self) -> None:
         """Unmap the memory, now or when the last copy into it is done."""

@@ -12,6 +12,9 @@
 
 typedef uint32_t checksum(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size);
 
+/* Compiled once for each constant argument. */
+#define INLINE __attribute__((always_inline)) static inline
+
 /* ---- the table: any processor */
 
 static uint32_t table[8][256];
@@ -86,7 +89,15 @@ SSE static inline __m128i fold128(__m128i from, __m128i factors, __m128i into) {
     return _mm_xor_si128(_mm_xor_si128(low, high), into);
 }
 
-SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+/* Store to the cache, or around it: then `at` is aligned. */
+SSE static inline void put128(void *at, __m128i value, int around) {
+    if (around)
+        _mm_stream_si128(at, value);
+    else
+        _mm_storeu_si128(at, value);
+}
+
+SSE INLINE uint32_t clmul(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size, int around) {
     uint64_t left = ~crc;
     if (size >= 64) {
         const __m128i factors = _mm_set_epi64x(FOLD_512), near = _mm_set_epi64x(FOLD_128);
@@ -94,7 +105,7 @@ SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from,
         __m128i sum[4];
         for (int i = 0; i < 4; i++) {
             sum[i] = _mm_loadu_si128(in + i);
-            if (to) _mm_storeu_si128((__m128i *)to + i, sum[i]);
+            if (to) put128(to + 16 * i, sum[i], around);
         }
         sum[0] = _mm_xor_si128(sum[0], _mm_cvtsi32_si128((int)~crc));
         for (;;) {
@@ -105,9 +116,8 @@ SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from,
             __m128i next0 = _mm_loadu_si128(in), next1 = _mm_loadu_si128(in + 1);
             __m128i next2 = _mm_loadu_si128(in + 2), next3 = _mm_loadu_si128(in + 3);
             if (to) {
-                __m128i *out = (__m128i *)to;
-                _mm_storeu_si128(out, next0), _mm_storeu_si128(out + 1, next1);
-                _mm_storeu_si128(out + 2, next2), _mm_storeu_si128(out + 3, next3);
+                put128(to, next0, around), put128(to + 16, next1, around);
+                put128(to + 32, next2, around), put128(to + 48, next3, around);
             }
             sum[0] = fold128(sum[0], factors, next0), sum[1] = fold128(sum[1], factors, next1);
             sum[2] = fold128(sum[2], factors, next2), sum[3] = fold128(sum[3], factors, next3);
@@ -119,21 +129,40 @@ SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from,
     return ~rest_by_sse(left, to, from, size);
 }
 
+SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+    return clmul(crc, to, from, size, 0);
+}
+
+SSE static uint32_t around_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+    if ((uintptr_t)to % 16) return clmul(crc, to, from, size, 0);
+    crc = clmul(crc, to, from, size, 1);
+    _mm_sfence();
+    return crc;
+}
+
 AVX512 static inline __m512i fold512(__m512i from, __m512i factors, __m512i into) {
     __m512i low = _mm512_clmulepi64_epi128(from, factors, 0x00);
     __m512i high = _mm512_clmulepi64_epi128(from, factors, 0x11);
     return _mm512_ternarylogic_epi64(low, high, into, 0x96); /* the xor of all three */
 }
 
-AVX512 static uint32_t crc_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+AVX512 static inline void put512(void *at, __m512i value, int around) {
+    if (around)
+        _mm512_stream_si512(at, value);
+    else
+        _mm512_storeu_si512(at, value);
+}
+
+AVX512 INLINE uint32_t avx512(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size,
+                              int around) {
     if (size < 256) return crc_by_clmul(crc, to, from, size);
     const __m512i factors = _mm512_broadcast_i32x4(_mm_set_epi64x(FOLD_2048));
     const __m512i near = _mm512_broadcast_i32x4(_mm_set_epi64x(FOLD_512));
     __m512i sum0 = _mm512_loadu_si512(from), sum1 = _mm512_loadu_si512(from + 64);
     __m512i sum2 = _mm512_loadu_si512(from + 128), sum3 = _mm512_loadu_si512(from + 192);
     if (to) {
-        _mm512_storeu_si512(to, sum0), _mm512_storeu_si512(to + 64, sum1);
-        _mm512_storeu_si512(to + 128, sum2), _mm512_storeu_si512(to + 192, sum3);
+        put512(to, sum0, around), put512(to + 64, sum1, around);
+        put512(to + 128, sum2, around), put512(to + 192, sum3, around);
     }
     sum0 = _mm512_xor_si512(sum0, _mm512_zextsi128_si512(_mm_cvtsi32_si128((int)~crc)));
     for (;;) {
@@ -143,8 +172,8 @@ AVX512 static uint32_t crc_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *f
         __m512i next0 = _mm512_loadu_si512(from), next1 = _mm512_loadu_si512(from + 64);
         __m512i next2 = _mm512_loadu_si512(from + 128), next3 = _mm512_loadu_si512(from + 192);
         if (to) {
-            _mm512_storeu_si512(to, next0), _mm512_storeu_si512(to + 64, next1);
-            _mm512_storeu_si512(to + 128, next2), _mm512_storeu_si512(to + 192, next3);
+            put512(to, next0, around), put512(to + 64, next1, around);
+            put512(to + 128, next2, around), put512(to + 192, next3, around);
         }
         sum0 = fold512(sum0, factors, next0), sum1 = fold512(sum1, factors, next1);
         sum2 = fold512(sum2, factors, next2), sum3 = fold512(sum3, factors, next3);
@@ -156,6 +185,18 @@ AVX512 static uint32_t crc_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *f
     _mm512_storeu_si512(words, sum3);
     for (int i = 0; i < 8; i++) left = _mm_crc32_u64(left, words[i]);
     return ~rest_by_sse(left, to, from, size);
+}
+
+AVX512 static uint32_t crc_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+    return avx512(crc, to, from, size, 0);
+}
+
+AVX512 static uint32_t around_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *from,
+                                        size_t size) {
+    if ((uintptr_t)to % 64) return around_by_clmul(crc, to, from, size);
+    crc = avx512(crc, to, from, size, 1);
+    _mm_sfence();
+    return crc;
 }
 
 #elif defined(__aarch64__)
@@ -227,12 +268,14 @@ PMULL static uint32_t crc_by_pmull(uint32_t crc, uint8_t *to, const uint8_t *fro
 /* ---- the choice */
 
 static const char *names[4];
-static checksum *forms[4];
+/* Of each form: to the cache, and around it where it can. */
+static checksum *forms[4], *around[4];
 static int chosen;
 
-static void add(int *count, const char *name, checksum *form) {
+static void add(int *count, const char *name, checksum *form, checksum *around_form) {
     names[*count] = name;
-    forms[(*count)++] = form;
+    forms[*count] = form;
+    around[(*count)++] = around_form;
 }
 
 __attribute__((constructor)) static void choose(void) {
@@ -243,15 +286,15 @@ __attribute__((constructor)) static void choose(void) {
     int clmul = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("pclmul");
     int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
-    if (clmul && wide) add(&count, "avx512", crc_by_avx512);
-    if (clmul) add(&count, "clmul", crc_by_clmul);
+    if (clmul && wide) add(&count, "avx512", crc_by_avx512, around_by_avx512);
+    if (clmul) add(&count, "clmul", crc_by_clmul, around_by_clmul);
 #elif defined(__aarch64__)
     unsigned long has = getauxval(AT_HWCAP);
     enum { HAS_PMULL = 1 << 4, HAS_CRC32 = 1 << 7 };
-    if (has & HAS_CRC32 && has & HAS_PMULL) add(&count, "pmull", crc_by_pmull);
-    if (has & HAS_CRC32) add(&count, "crc", crc_by_crc);
+    if (has & HAS_CRC32 && has & HAS_PMULL) add(&count, "pmull", crc_by_pmull, crc_by_pmull);
+    if (has & HAS_CRC32) add(&count, "crc", crc_by_crc, crc_by_crc);
 #endif
-    add(&count, "table", crc_by_table);
+    add(&count, "table", crc_by_table, crc_by_table);
     names[count] = NULL;
 }
 
@@ -271,4 +314,8 @@ uint32_t kernel_crc32c(uint32_t crc, const uint8_t *from, size_t size) {
 
 uint32_t kernel_copy_crc32c(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
     return forms[chosen](crc, to, from, size);
+}
+
+uint32_t kernel_store_crc32c(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
+    return around[chosen](crc, to, from, size);
 }

@@ -163,19 +163,22 @@ static PyObject *crc32c(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* gather(memory, starts, limits, sources): copy each source, whose size is at most `limit`, to
+/* gather(memory, starts, limits, sources, around): copy each source, whose size is at most `limit`, to
  * `memory[start:]`. Returns the CRC32C of each. */
 static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
-    if (count != 4) {
-        PyErr_SetString(PyExc_TypeError, "gather(memory, starts, limits, sources)");
+    if (count != 5) {
+        PyErr_SetString(PyExc_TypeError, "gather(memory, starts, limits, sources, around)");
         return NULL;
     }
     PyObject *result = NULL;
     struct exported all = {NULL, 0, 0};
     struct part *parts = NULL;
     Py_ssize_t many = length_of(args[3]);
-    if (many < 0) return NULL;
+    int around = PyObject_IsTrue(args[4]);
+    if (many < 0 || around < 0) return NULL;
+    uint32_t (*copy)(uint32_t, uint8_t *, const uint8_t *, size_t) =
+        around ? kernel_store_crc32c : kernel_copy_crc32c;
     for (int i = 1; i < 3; i++) {
         Py_ssize_t length = length_of(args[i]);
         if (length < 0) return NULL;
@@ -213,7 +216,7 @@ static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count)
         uint8_t *to = memory + part->start;
         for (Py_ssize_t piece = 0; piece < part->pieces; piece++) {
             Py_buffer *from = all.buffers + part->first + piece;
-            part->crc = kernel_copy_crc32c(part->crc, to, from->buf, (size_t)from->len);
+            part->crc = copy(part->crc, to, from->buf, (size_t)from->len);
             to += from->len;
         }
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import mmap
 import os
 import random
 import shutil
@@ -200,13 +201,27 @@ def test_gather_is_a_checked_copy_of_each(entries: list[tuple[int, list[int], bo
     starts = [start for start, _, _ in entries]
     sources = [[noise(size, size) for size in sizes] for _, sizes, _ in entries]
     limits = [sum(sizes) for _, sizes, _ in entries]
-    room, plain = bytearray(8192), bytearray(8192)
-    crcs = _native.gather(room, starts, limits, sources)
-    for start, pieces in zip(starts, sources, strict=True):
-        part = b"".join(pieces)
-        plain[start : start + len(part)] = part
-    assert room == plain
-    assert crcs == [crc32.iscsi(b"".join(pieces)) for pieces in sources]
+    for around in (False, True):
+        room, plain = bytearray(8192), bytearray(8192)
+        crcs = _native.gather(room, starts, limits, sources, around)
+        for start, pieces in zip(starts, sources, strict=True):
+            part = b"".join(pieces)
+            plain[start : start + len(part)] = part
+        assert room == plain
+        assert crcs == [crc32.iscsi(b"".join(pieces)) for pieces in sources]
+
+
+@pytest.mark.usefixtures("form")
+def test_gather_around_the_cache_stores_all_bytes_wherever_they_go() -> None:
+    """Whole lines of the cache go around it only from a place where one begins."""
+    with mmap.mmap(-1, 20_000) as memory:
+        for start in (0, 16, 64, 100):
+            for size in (0, 63, 64, 255, 256, 300, 4096 + 7, 16_384):
+                data = noise(size, size)
+                memory[:] = bytes(20_000)
+                crcs = _native.gather(memory, [start], [size], [data], True)
+                assert memory[:] == bytes(start) + data + bytes(20_000 - start - size)
+                assert crcs == [crc32.iscsi(data)]
 
 
 @pytest.mark.parametrize("where", ["memory", "file"])
@@ -270,7 +285,7 @@ def test_nothing_moves_before_everything_was_checked() -> None:
     room = bytearray(100)
     for limits in ([10, 10], [10, 9]):
         with pytest.raises(OSError, match="does not hold"):
-            _native.gather(room, [0, 95 if limits[1] == 10 else 0], limits, [b"x" * 10] * 2)
+            _native.gather(room, [0, 95 if limits[1] == 10 else 0], limits, [b"x" * 10] * 2, True)
         assert room == bytes(100)
     row = packed(0, 10)
     for wrong in (
@@ -298,7 +313,7 @@ def test_nothing_moves_before_everything_was_checked() -> None:
         (room, [0], [10], ["text"]),
     ):
         with pytest.raises((BufferError, ValueError, TypeError, OverflowError)):
-            _native.gather(*wrong)
+            _native.gather(*wrong, False)
         assert room == bytes(100)
 
 
@@ -464,7 +479,7 @@ def test_the_form_is_said_in_words(variable: str, begins: str) -> None:
 
 #: For each `ABI`, what the functions look like. With a change of them the number goes up, also if
 #: only what one does has changed.
-SIGNATURES = {1: "c97a780154cf87b7", 2: "54fd8d18476e48d1", 3: "9a364199ed035e00"}
+SIGNATURES = {1: "c97a780154cf87b7", 2: "54fd8d18476e48d1", 3: "8f25f0fcd4e7bcaf"}
 
 
 def test_a_change_of_the_functions_goes_with_another_number() -> None:
