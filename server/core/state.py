@@ -49,7 +49,7 @@ _STEPS_OF_AN_ITEM: Final = 16
 
 #: Accesses of so many keys are counted by the hit curves at once. Those of one save alone would
 #: find their memory far away: 50 us for 48 keys, where it takes 15 after others.
-_OBSERVED_AT_ONCE: Final = 512
+_OBSERVED_AT_ONCE: Final = 256
 
 #: How much longer a session may be silent that holds nothing.
 _IDLE_FACTOR: Final = (
