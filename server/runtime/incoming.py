@@ -110,14 +110,14 @@ class Incoming:
     def add(self, writes: Mapping[int, Write]) -> None:
         """Take in writes by their numbers, which name them in the stream's pieces."""
         self._writes.update(writes)
-        one_ended = self._one_ended
+        some_ended = self._some_ended
         for write in writes.values():
             if write.ended is None:
                 self._open += 1
-                write.when_ended = one_ended
+                write.when_ended = some_ended
 
-    def _one_ended(self) -> None:
-        self._open -= 1
+    def _some_ended(self, writes: int) -> None:
+        self._open -= writes
         if not self._open and self._all_ended is not None and not self._all_ended.done():
             self._all_ended.set_result(None)
 

@@ -75,7 +75,7 @@ from .reindexing import Reindexing, change
 from .slices import recount
 from .supervision import Health, Supervisor, ended_within
 from .verification import Verifications
-from .writes import Write
+from .writes import Write, end
 
 log = structlog.get_logger("prefixd.loop")
 _damage_log = LimitedLog("prefixd.loop")
@@ -317,7 +317,7 @@ class Core:
             # Its room may be reused by now: nothing more is written there.
             write.stopping = True
             why = "the reservation was lost before its bytes came"
-            write.end(SaveEnded((token,), SaveStatus.LOST, why))
+            end((write,), SaveEnded((token,), SaveStatus.LOST, why))
         return write
 
     def stop_write(self, write: Write, outcome: SaveStatus, why: str) -> None:
@@ -377,9 +377,8 @@ class Core:
     def _do(self, effect: Effect) -> None:
         match effect:
             case SaveEnded():
-                for token in effect.tokens:
-                    if (ended := self.writes.pop(token, None)) is not None:
-                        ended.end(effect)
+                began = [self.writes.pop(token, None) for token in effect.tokens]
+                end([write for write in began if write is not None], effect)
             case IndexPut() | IndexDelete():
                 pass
             case Reply():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ...proto.errors import InvalidSize, MalformedMessage
@@ -42,8 +42,8 @@ class Write:
     stopping: bool = False
     #: the result of the save, once there is one
     ended: SaveEnded | None = None
-    #: called when `ended` is set
-    when_ended: Callable[[], None] | None = None
+    #: called when `ended` is set, with how many writes of the same call have ended with it
+    when_ended: Callable[[int], None] | None = None
     #: the last piece arrived
     complete: bool = False
     #: CRC32C of the bytes in the store; set when the write is sealed
@@ -132,14 +132,25 @@ class Write:
         why = f"{received_bytes} bytes came, {self.entry.payload_bytes} were reserved"
         self.problem = (SaveStatus.LENGTH_MISMATCH, why)
 
-    def end(self, ended: SaveEnded) -> None:
-        """The save ended."""
-        if self.ended is None:
-            self.ended = ended
-            # Reset: it refers back to this write, and the cycle would wait for the collector.
-            when_ended, self.when_ended = self.when_ended, None
-            if when_ended is not None:
-                when_ended()
+
+def end(writes: Iterable[Write], ended: SaveEnded) -> None:
+    """Tell writes that their saves have ended."""
+    # With few calls, because it runs for every block that is saved. Most are of one call.
+    told: Callable[[int], None] | None = None
+    many = 0
+    for write in writes:
+        if write.ended is not None:
+            continue
+        write.ended = ended
+        # Reset: it refers back to this write, and the cycle would wait for the collector.
+        when_ended, write.when_ended = write.when_ended, None
+        if when_ended is not told:
+            if told is not None:
+                told(many)
+            told, many = when_ended, 0
+        many += 1
+    if told is not None:
+        told(many)
 
 
 def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
