@@ -47,9 +47,9 @@ from .transition import Refusal, Transition
 #: Finding room for one item of a save takes as long as this many other steps.
 _STEPS_OF_AN_ITEM: Final = 16
 
-#: Accesses of so many keys are counted by the hit curves at once. Those of one save alone would
-#: find their memory far away: 50 us for 48 keys, where it takes 15 after others.
-_OBSERVED_AT_ONCE: Final = 256
+#: Accesses of so many keys are counted by the hit curves at once. Those of one call alone find the
+#: curves' memory far away: 50 us for 48 keys. Of many more at once, the next call waits for them.
+_OBSERVED_AT_ONCE: Final = 96
 
 #: How much longer a session may be silent that holds nothing.
 _IDLE_FACTOR: Final = (
