@@ -69,7 +69,8 @@ What readers rely on:
   same place, has a good copy.
 - A reader may hold the number of a row that was removed and used again. It then sees another key,
   or bytes of both rows, which the checksum refuses. If it does not find its key and `shape` has
-  changed, its walk may have followed a moved row, and it tries again, a bounded number of times.
+  changed, its walk may have followed a moved row, and it tries again, a bounded number of times. A
+  writer that loses its processor while it moves rows gets 4 ms to go on, and after that no more.
 - Stores become visible in program order, and loads happen in it, as on x86-64. On other processors
   the checksum still refuses mixtures.
 - A writer that dies at any instruction leaves rows that are right, and misses.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from .errors import RecordError
 from .index import (
@@ -41,10 +42,15 @@ from .kernel import native
 from .limits import KEY_BYTES
 from .payload import crc32c
 
+T = TypeVar("T")
+
 _REST_OF_CHAIN: Final = range(MAX_CHAIN - 1)
 _KEY_PART: Final = slice(KEY_BYTES)
 #: How often a search follows a chain that keeps changing, before it reports the key as absent.
 _TRIES: Final = 8
+#: How long a search waits for a writer that is amid a change, 4 ms in all: it has lost its
+#: processor there.
+_WAITS_S: Final = (0.0, 0.0001, 0.0003, 0.0006, 0.001, 0.002)
 #: Keys that one call of the kernel looks up in a lazy sequence.
 _MOST_KEYS: Final = 64
 #: Equal to no shape.
@@ -95,8 +101,14 @@ def _pieces(keys: Iterable[bytes]) -> Iterator[Sequence[bytes]]:
         most = min(2 * most, _MOST_KEYS) if growing else 1
 
 
+def _fewer_than(keys: Sequence[bytes]) -> Callable[[Any], bool]:
+    """Whether the kernel's `find_rows` has not found all of these keys."""
+    return lambda found: found is not None and len(found[0]) < len(keys) * ROW_BYTES
+
+
 class IndexReader:
-    """Looks entries up in a mapped index. Thread-safe; takes no locks.
+    """Looks entries up in a mapped index. Thread-safe; takes no locks. A writer that lost its
+    processor amid a change is waited for, for some milliseconds once.
 
     It returns packed rows, for `unpack_row` and `generation_of`. A key that is not `KEY_BYTES` long
     raises struct.error or ValueError. No content of the file makes a method raise or loop: damaged
@@ -116,6 +128,8 @@ class IndexReader:
         self._multiplier: Final = multiplier
         self._data: Final = buffer
         self._owned: mmap.mmap | None = None
+        #: The shape in which a writer was stopped or killed amid a change.
+        self._stuck: int | None = None
         with memoryview(buffer) as whole, whole[: layout.size_bytes] as used:
             words = used.cast("I")
             longs = used.cast("Q")
@@ -175,7 +189,7 @@ class IndexReader:
         if native and not self._header[HANGING]:
             tiers = bytearray()
             for some in _pieces(keys):
-                tiers += native.tiers(self._data, *self._described, some, _stop_of(stop_at))
+                tiers += self._settled(native.tiers, some, stop_at, lambda found: 0 in found)
                 if stop_at is not None and bool(tiers[-1]) == stop_at:
                     break
             return tiers
@@ -188,6 +202,8 @@ class IndexReader:
         header = self._header
         if native:
             tier: int = native.tiers(self._data, *self._described, (key,), -1)[0]
+            if not tier and header[SHAPE] & MOVING:
+                tier = self.tiers((key,))[0]
             if header[STATE] != LIVE:
                 return None
             return tier if tier and not header[HANGING] >> tier & 1 else 0
@@ -293,7 +309,7 @@ class IndexReader:
             (word,) = hashed_word(key)
             hashed = word * multiplier >> HASH_SHIFT
             found: bytes | None = None
-            tries = _TRIES
+            tries, waited = _TRIES, False
             while live:
                 bucket = hashed & mask
                 if bucket >= count:
@@ -318,7 +334,9 @@ class IndexReader:
                     break
                 tries -= 1
                 if not tries:
-                    break
+                    if waited or not self._moving or not self._wait_for_writer():
+                        break
+                    waited, tries = True, _TRIES
                 seen, count, mask = self._shape()
             if found is None:
                 add(None)
@@ -334,7 +352,7 @@ class IndexReader:
         """`_find`."""
         results: list[Placed | None] = []
         for some in _pieces(keys):
-            results += native.find(self._data, *self._described, some, _stop_of(stop_at))
+            results += self._settled(native.find, some, stop_at, lambda found: None in found)
             if stop_at is not None and (results[-1] is not None) == stop_at:
                 break
         return results
@@ -361,7 +379,7 @@ class IndexReader:
         positions: Sequence[int] = range(0)
         looked = 0
         for some in _pieces(keys):
-            found = native.find_rows(self._data, *self._described, some, _stop_of(stop_at))
+            found = self._settled(native.find_rows, some, stop_at, _fewer_than(some))
             if found is None:
                 return None
             packed, others = found
@@ -376,6 +394,44 @@ class IndexReader:
             if (count > 0) if stop_at else stop_at is False and count < len(some):
                 break
         return PackedRows(parts[0] if len(parts) == 1 else b"".join(parts)), positions
+
+    def _settled(
+        self,
+        look: Callable[..., T],
+        keys: Sequence[bytes],
+        stop_at: bool | None,
+        missed: Callable[[T], bool],
+    ) -> T:
+        """What the kernel finds, where `look` is one of its functions. What it does not find while
+        the writer is amid a change may be there: `missed` tells whether there is any."""
+        header = self._header
+        tries = _TRIES
+        while True:
+            seen = header[SHAPE]
+            found = look(self._data, *self._described, keys, _stop_of(stop_at))
+            if not missed(found) or (header[SHAPE] == seen and not seen & MOVING):
+                return found
+            tries -= 1
+            if not tries or not self._wait_for_writer():
+                return found
+
+    @property
+    def _moving(self) -> bool:
+        return bool(self._header[SHAPE] & MOVING)
+
+    def _wait_for_writer(self) -> bool:
+        """Give a writer that is amid a change some time. False: it does not go on; it was stopped
+        or killed there, and is not waited for again."""
+        seen = self._header[SHAPE]
+        if seen == self._stuck:
+            return False
+        for wait_s in _WAITS_S:
+            if not self._moving:
+                return True
+            time.sleep(wait_s)
+        if self._header[SHAPE] == seen:
+            self._stuck = seen
+        return not self._moving
 
     def _shape(self) -> tuple[int, int, int]:
         """The shape (`_UNSETTLED` while rows are moved), the number of heads, and the hash mask."""

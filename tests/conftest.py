@@ -47,9 +47,8 @@ SLOW = (
     "soak",
 )
 #: Tests marked `alone`: daemons that are stopped, killed and flooded, while others are held to
-#: times that a machine with too much to do can't keep: each has a core for itself. A writer of the
-#: index that loses its processor while it divides a chain makes readers miss what they don't find
-#: at once.
+#: times that a machine with too much to do can't keep: each has a core for itself. Readers of the
+#: index miss what a writer moves that loses its processor for longer than they wait for it.
 ALONE = ("client/test_misses_add_up.py", "hostile", "server/runtime/test_index.py")
 #: Tests that wait for most of their time: for a Prometheus, for a bound that must pass, for an
 #: engine that changes hands. They run first, while other workers keep the processors busy. At the

@@ -14,15 +14,23 @@ import signal
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count, islice
 from pathlib import Path
 
 import pytest
 
+from prefixd.proto import index_reader
 from prefixd.proto.entry import Content
-from prefixd.proto.index import INCARNATION_BYTES, MAX_CHAIN, MAX_EXTENTS, IndexRow, unpack_row
+from prefixd.proto.index import (
+    INCARNATION_BYTES,
+    MAX_CHAIN,
+    MAX_EXTENTS,
+    MOVING,
+    IndexRow,
+    unpack_row,
+)
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.server.runtime import index as runtime_index
@@ -444,6 +452,82 @@ def test_readers_keep_a_closed_index() -> None:
     writer.close()
     assert reader.contains([key_of(1), key_of(2)]) == [True, False]
     reader.close()
+
+
+# ---- writers that lose their processor
+
+
+@pytest.fixture(params=["native", "pure"])
+def form_of_readers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "pure":
+        monkeypatch.setattr(index_reader, "native", None)
+    elif index_reader.native is None:
+        pytest.skip("the native kernel was not built: no C compiler")
+
+
+class Waits:
+    """Stands in for the clock of readers. `then` is called in the wait of this number."""
+
+    def __init__(self, number: int, then: Callable[[], object] = lambda: None) -> None:
+        self.number, self.then = number, then
+        self.waited_s: list[float] = []
+
+    def sleep(self, wait_s: float) -> None:
+        self.waited_s.append(wait_s)
+        if len(self.waited_s) == self.number:
+            self.then()
+
+
+#: The look-ups, each of keys of which the second and the third are there.
+LOOK_UPS: dict[str, Callable[[IndexReader, list[Key]], object]] = {
+    "contains": lambda reader, keys: reader.contains(keys) == [False, True, True],
+    "a run": lambda reader, keys: [f is None for f in reader.find(keys[1:], False)] == [False] * 2,
+    "rows": lambda reader, keys: len((reader.find_rows(keys) or ((), ()))[1]) == 2,
+    "tiers": lambda reader, keys: [*map(bool, reader.tiers(keys))] == [False, True, True],
+    "one tier": lambda reader, keys: reader.tier_of(keys[2]),
+}
+
+
+@pytest.mark.usefixtures("form_of_readers")
+@pytest.mark.parametrize("look_up", LOOK_UPS)
+def test_a_writer_that_loses_its_processor_amid_a_change_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, look_up: str
+) -> None:
+    with index(10) as (writer, reader):
+        writer.put(entry_of(key_of(1), 1, extents=1))
+        writer._publish(writer._shape | MOVING)
+
+        def go_on() -> None:
+            writer.put(entry_of(key_of(2), 2, extents=1))
+            writer._publish(writer._shape & ~MOVING)
+
+        waits = Waits(3, go_on)
+        monkeypatch.setattr(index_reader, "time", waits)
+        assert LOOK_UPS[look_up](reader, [key_of(0), key_of(1), key_of(2)])
+        assert len(waits.waited_s) == 3
+
+
+@pytest.mark.usefixtures("form_of_readers")
+def test_a_writer_that_was_killed_amid_a_change_is_waited_for_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with index(10) as (writer, reader):
+        writer.put(entry_of(key_of(1), 1))
+        before = writer._shape
+        writer._publish(before | MOVING)
+        waits = Waits(0)
+        monkeypatch.setattr(index_reader, "time", waits)
+        keys = [key_of(number) for number in range(5)]
+        assert reader.contains(keys) == [False, True, False, False, False]
+        assert 0.002 < sum(waits.waited_s) < 0.005
+        waited = len(waits.waited_s)
+        assert reader.contains(keys) == [False, True, False, False, False]
+        assert reader.tier_of(key_of(2)) == 0
+        assert len(waits.waited_s) == waited
+        writer._publish(before)
+        writer.put(entry_of(key_of(2), 2))
+        assert reader.contains(keys) == [False, True, True, False, False]
+        assert len(waits.waited_s) == waited
 
 
 # ---- readers in other processes
