@@ -133,8 +133,11 @@ SSE static uint32_t crc_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from,
     return clmul(crc, to, from, size, 0);
 }
 
+/* Stores around the cache have no order of their own. The fences keep theirs: a row that was removed
+ * is gone before its room is overwritten, and a row that is listed later has all of its bytes. */
 SSE static uint32_t around_by_clmul(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size) {
     if ((uintptr_t)to % 16) return clmul(crc, to, from, size, 0);
+    _mm_sfence();
     crc = clmul(crc, to, from, size, 1);
     _mm_sfence();
     return crc;
@@ -194,6 +197,7 @@ AVX512 static uint32_t crc_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *f
 AVX512 static uint32_t around_by_avx512(uint32_t crc, uint8_t *to, const uint8_t *from,
                                         size_t size) {
     if ((uintptr_t)to % 64) return around_by_clmul(crc, to, from, size);
+    _mm_sfence();
     crc = avx512(crc, to, from, size, 1);
     _mm_sfence();
     return crc;

@@ -21,7 +21,8 @@ uint32_t kernel_crc32c(uint32_t crc, const uint8_t *from, size_t size);
 uint32_t kernel_copy_crc32c(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size);
 
 /* The same for bytes that nobody reads soon: past the processor's cache where the form of the
- * checksum can, so that what else is in it stays. Whoever sees a later store sees these. */
+ * checksum can, so that what else is in it stays. Whoever sees these stores sees all before them, and
+ * whoever sees a later store sees these. */
 uint32_t kernel_store_crc32c(uint32_t crc, uint8_t *to, const uint8_t *from, size_t size);
 
 /* ---- SHA-256 */

@@ -163,8 +163,8 @@ static PyObject *crc32c(PyObject *self, PyObject *const *args, Py_ssize_t count)
     return PyLong_FromUnsignedLong(found);
 }
 
-/* gather(memory, starts, limits, sources, around): copy each source, whose size is at most `limit`, to
- * `memory[start:]`. Returns the CRC32C of each. */
+/* gather(memory, starts, limits, sources, around): copy each source, whose size is at most `limit`,
+ * to `memory[start:]`. Returns the CRC32C of each. */
 static PyObject *gather(PyObject *self, PyObject *const *args, Py_ssize_t count) {
     (void)self;
     if (count != 5) {
