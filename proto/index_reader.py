@@ -405,15 +405,17 @@ class IndexReader:
         """What the kernel finds, where `look` is one of its functions. What it does not find while
         the writer is amid a change may be there: `missed` tells whether there is any."""
         header = self._header
-        tries = _TRIES
+        tries, waited = _TRIES, False
         while True:
             seen = header[SHAPE]
             found = look(self._data, *self._described, keys, _stop_of(stop_at))
-            if not missed(found) or (header[SHAPE] == seen and not seen & MOVING):
-                return found
             tries -= 1
-            if not tries or not self._wait_for_writer():
+            if not missed(found) or not tries or (header[SHAPE] == seen and not seen & MOVING):
                 return found
+            if self._moving:
+                if waited or not self._wait_for_writer():
+                    return found
+                waited = True
 
     @property
     def _moving(self) -> bool:
