@@ -16,12 +16,12 @@ from hypothesis import settings
 
 from prefixd.client.local import local_transport
 from prefixd.server.api import http
-from tests.support.lengths import LONG
+from tests.support.lengths import LONG, times
 from tests.support.warm import warm_starts
 
 # No deadline: how long an example takes depends on the machine more than on the code.
 settings.register_profile(
-    "prefixd", deadline=None, derandomize=True, database=None, max_examples=50
+    "prefixd", deadline=None, derandomize=True, database=None, max_examples=times(50, 100)
 )
 settings.register_profile("long", settings.get_profile("prefixd"), max_examples=1_000)
 settings.load_profile("long" if LONG else "prefixd")
