@@ -27,10 +27,11 @@ class ServerProcess:
         """Raises OSError. Not from a thread: the kernel ends the server with the thread."""
         kept = {name: value for name, value in environment.items() if name not in unset}
         parent = os.getpid()
-        libc = ctypes.CDLL(None, use_errno=True)
+        # Looked up before the fork: another thread may hold the loader's lock during it.
+        prctl = ctypes.CDLL(None).prctl
 
         def end_with_parent() -> None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
             if os.getppid() != parent:
                 os._exit(1)
 
