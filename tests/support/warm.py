@@ -108,12 +108,16 @@ class _Starter:
         self._namespaces = _namespaces()
         self._prctl = ctypes.CDLL(None).prctl
         self._exec = _posixsubprocess.fork_exec
+        self._spawns = subprocess._USE_POSIX_SPAWN  # type: ignore[attr-defined]
 
     def install(self) -> None:
+        # From Python 3.13 on, most starts would not pass `fork_exec`.
+        subprocess._USE_POSIX_SPAWN = False  # type: ignore[attr-defined]
         self._put(self.fork_exec)
 
     def close(self) -> None:
         self._put(self._exec)
+        subprocess._USE_POSIX_SPAWN = self._spawns  # type: ignore[attr-defined]
         for requests in self._requests.values():
             requests.close()
         for helper in self._helpers:
