@@ -23,6 +23,8 @@ class Authority:
             *("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"),
             *("-nodes", "-keyout", self._key, "-out", self.certificate, "-days", "2"),
             *("-subj", "/CN=test authority"),
+            # Without it and the identifier below, Python 3.13 refuses what the authority signed.
+            *("-addext", "keyUsage=critical,keyCertSign,cRLSign"),
         )
 
     def sign(self, name: str, *, days: int = 2, address: str = "127.0.0.1") -> tuple[Path, Path]:
@@ -30,7 +32,7 @@ class Authority:
         certificate, key = self._directory / f"{name}.pem", self._directory / f"{name}.key"
         request = self._directory / f"{name}.csr"
         extensions = self._directory / f"{name}.ext"
-        extensions.write_text(f"subjectAltName=IP:{address}\n")
+        extensions.write_text(f"subjectAltName=IP:{address}\nauthorityKeyIdentifier=keyid\n")
         _openssl(
             *("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"),
             *("-keyout", key, "-out", request, "-subj", f"/CN={name}"),

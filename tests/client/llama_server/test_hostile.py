@@ -100,7 +100,8 @@ def test_bodies_that_do_not_end(through: Through, sent: bytes) -> None:
     async def test(proxy: Proxy) -> None:
         head = b"POST /completion HTTP/1.1\r\nHost: a\r\n"
         found = await raw(proxy, head + sent, ends=True)
-        assert found == b"" or found.startswith(b"HTTP/1.1 400")
+        # It names version 1.0 if head and broken chunk came at once: then it has read no head.
+        assert found == b"" or found.startswith((b"HTTP/1.1 400", b"HTTP/1.0 400"))
         assert not proxy.llama.bodies
         assert await proxy.ask(P) == expected(proxy, P)
 
