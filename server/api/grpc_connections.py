@@ -1,5 +1,5 @@
 """The connections of the gRPC servers, which gRPC shows to nobody: they are found among the
-descriptors of the process (`own_sockets`).
+descriptors of the process (`OwnSockets`).
 
 Over TCP, gRPC accepts every connection until there are too many, and then none, so clients that
 prove nothing could keep all others out. Here those that prove nothing have only the places that
@@ -14,16 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import os
 import socket
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
+from contextlib import suppress
 from ipaddress import IPv6Network
-from typing import Final, TypeAlias
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..core.arrivals import Arrivals, places_for_arrivals
 from ..core.shares import Holder, Shares
 from ..runtime.descriptors import DescriptorWatch, with_arrivals
-from .own_sockets import OwnSockets, Place, ask, process_behind, sent_something, shut_down
+from .calls import Process
+
+T = TypeVar("T")
 
 #: An address and a port.
 _Peer: TypeAlias = tuple[str, int]
@@ -37,6 +42,77 @@ _MANY: Final = 16
 MAX_REFUSALS: Final = 32
 #: Connections to the workers' socket beyond one a session: of clients that are about to open one.
 _ARRIVING: Final = 64
+_DESCRIPTORS: Final = "/proc/self/fd"
+_SOCKET: Final = "socket:["
+#: Where `struct tcp_info` has the bytes that came (`tcpi_bytes_received`).
+_CAME: Final = struct.Struct("128xQ")
+
+
+class Place(NamedTuple):
+    """Where a socket is: a descriptor, which may be another's soon, and an inode, which may not."""
+
+    fd: int
+    inode: int
+
+
+class OwnSockets(Generic[T]):
+    """The connections that `describe` describes. On one thread at a time.
+
+    A look costs little, because what a socket is does not change: only new ones are asked.
+    """
+
+    def __init__(self, describe: Callable[[socket.socket], T | None]) -> None:
+        """`describe`: None for a socket of no interest; may raise OSError."""
+        self._describe = describe
+        #: By inode.
+        self._known: dict[int, T | None] = {}
+
+    def look(self) -> dict[Place, T]:
+        """Those that are open now."""
+        now: dict[int, T | None] = {}
+        found: dict[Place, T] = {}
+        for name in os.listdir(_DESCRIPTORS):  # noqa: PTH208  # paths would take longer than the look
+            try:
+                leads_to = os.readlink(f"{_DESCRIPTORS}/{name}")  # noqa: PTH115
+            except OSError:
+                continue  # closed meanwhile
+            if not leads_to.startswith(_SOCKET):
+                continue
+            place = Place(int(name), int(leads_to[len(_SOCKET) : -1]))
+            if place.inode in self._known:
+                what = self._known[place.inode]
+            else:
+                what = ask(place, self._describe)
+            now[place.inode] = what
+            if what is not None:
+                found[place] = what
+        self._known = now
+        return found
+
+
+def ask(place: Place, question: Callable[[socket.socket], T]) -> T | None:
+    """The answer of a socket; None: it is not there any more, or not connected."""
+    with suppress(OSError):
+        # Of its own: the descriptor may become another's at any moment.
+        own = os.dup(place.fd)
+        if os.fstat(own).st_ino != place.inode:
+            os.close(own)
+            return None
+        with socket.socket(fileno=own) as sock:
+            return question(sock)
+    return None
+
+
+def shut_down(places: Iterable[Place]) -> None:
+    """End these connections. Their owner notices it as if the client had hung up."""
+    for place in places:
+        ask(place, lambda sock: sock.shutdown(socket.SHUT_RDWR))
+
+
+def sent_something(sock: socket.socket) -> bool:
+    """Whether a byte came over this TCP connection."""
+    (came_bytes,) = _CAME.unpack(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _CAME.size))
+    return bool(came_bytes)
 
 
 class GrpcConnections:
@@ -180,7 +256,7 @@ class WorkersConnections:
         if sock.family != socket.AF_UNIX or sock.getsockname() not in self.names:
             return None
         sock.getpeername()  # fails for the one that listens
-        return process_behind(sock)
+        return Process.behind(sock).pid
 
     def looked(self, found: Mapping[Place, int]) -> set[Place]:
         """These connections are open now, each with the process that made it. Returns those that

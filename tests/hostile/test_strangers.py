@@ -26,12 +26,12 @@ from prefixd.server.api.access import Access, Role, Tokens
 from prefixd.server.api.grpc_connections import (
     MAX_REFUSALS,
     GrpcConnections,
+    Place,
     WorkersConnections,
     network_of,
     plain_host,
 )
 from prefixd.server.api.grpc_door import Door
-from prefixd.server.api.own_sockets import Place
 from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from prefixd.server.api.own_sockets import (
+from prefixd.server.api.calls import Process
+from prefixd.server.api.grpc_connections import (
     OwnSockets,
     ask,
-    process_behind,
     sent_something,
     shut_down,
 )
@@ -88,4 +88,4 @@ def test_the_owner_of_what_is_shut_down_sees_that_the_client_has_gone(
 def test_the_process_behind_a_unix_socket_is_known() -> None:
     one, other = socket.socketpair()
     with one, other:
-        assert process_behind(one) == os.getpid()
+        assert Process.behind(one).pid == os.getpid()
