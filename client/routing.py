@@ -3,7 +3,7 @@
     with Router({"a": "10.0.0.5:7070", "b": "10.0.0.6:7070"}) as router:
         choice = router.best_node(block_keys(namespace, tokens, 512), {"a": 3.0, "b": 0.5})
 
-A `Router` watches the daemons and keeps the keys of each in a compact set (`compact_keys`: at most
+A `Router` watches the daemons and keeps the keys of each in a compact set (`CompactKeys`: at most
 16 bytes a key and node, and no false positive that a test can find). The rule of `best_node`:
 
 1. The candidates are the nodes in `loads`. A node's run is the number of the chain's leading blocks
@@ -28,6 +28,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -39,7 +40,6 @@ from ..proto.errors import PrefixdError
 from ..proto.keys import Key
 from ..proto.namespaces import Namespace
 from ..proto.vocabulary import Tier
-from .compact_keys import MARK_BYTES, CompactKeys, mark_of
 from .watch import Cleared, Disconnected, Evicted, Published, Synced, Watch, WatchEvent
 
 logger = logging.getLogger("prefixd.client")
@@ -56,6 +56,115 @@ REMEMBERED: Final = 32
 _KIND: Final = attrgetter("kind")
 #: Above this, `RecentLoads` returns to small numbers.
 _MOST_WEIGHT: Final = 1e100
+#: Of a key, the bytes that its mark is made of.
+MARK_BYTES: Final = 8
+_LEAST_SLOTS: Final = 16
+
+
+def mark_of(key: bytes) -> int:
+    """The mark of a key: its first 8 bytes, a number in little-endian (0 counts as 1)."""
+    return int.from_bytes(key[:MARK_BYTES], "little") or 1
+
+
+class CompactKeys:
+    """A set of keys, by their marks. One thread at a time may change it. `in` may run on others
+    meanwhile, and then miss a key that is there.
+
+    Keys are SHA-256, so two keys of a node with the same mark are as likely as a collision of 64
+    random bits: of 32,768 keys and one that is not among them, 1.8e-15. Such a key would count as
+    resident, or leave with the other one. For routing that is exact enough, because the node checks
+    the whole key.
+
+    The marks lie in one array, hashed by division, with linear probing. Removing moves later marks
+    back, so nothing is left behind. The array has 4/3 to 2 slots for each key, which is at most 16
+    bytes a key (and 128 bytes at least).
+    """
+
+    __slots__ = ("_count", "_slots")
+
+    def __init__(self) -> None:
+        #: Marks; 0: an empty slot. At least one slot is empty.
+        self._slots = array("Q", bytes(8 * _LEAST_SLOTS))
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def size_bytes(self) -> int:
+        """The memory of the array."""
+        return len(self._slots) * self._slots.itemsize
+
+    def __contains__(self, mark: object) -> bool:
+        """Whether the key with this mark is in the set."""
+        if not isinstance(mark, int):
+            return False
+        slots = self._slots
+        room = len(slots)
+        at = mark % room
+        while held := slots[at]:
+            if held == mark:
+                return True
+            at = at + 1 if at + 1 < room else 0
+        return False
+
+    def add(self, marks: Iterable[int]) -> None:
+        """Add keys by their marks."""
+        slots, count = self._slots, self._count
+        room = len(slots)
+        for mark in marks:
+            at = mark % room
+            while held := slots[at]:
+                if held == mark:
+                    break
+                at = at + 1 if at + 1 < room else 0
+            else:
+                slots[at] = mark
+                count += 1
+                if 4 * count > 3 * room:
+                    room = 2 * count
+                    slots = self._moved_to(room)
+        self._count = count
+
+    def discard(self, marks: Iterable[int]) -> None:
+        """Remove those of these keys that are in the set."""
+        for mark in marks:
+            self._discard(mark)
+
+    def _discard(self, mark: int) -> None:
+        slots = self._slots
+        room = len(slots)
+        at = mark % room
+        while (held := slots[at]) != mark:
+            if not held:
+                return
+            at = at + 1 if at + 1 < room else 0
+        # Fill the gap with a later mark that may lie there, then the gap that this leaves.
+        gap = at
+        while True:
+            at = at + 1 if at + 1 < room else 0
+            held = slots[at]
+            if not held:
+                break
+            if (at - held) % room >= (at - gap) % room:
+                slots[gap] = held
+                gap = at
+        slots[gap] = 0
+        self._count -= 1
+        if 2 * self._count < room and room > _LEAST_SLOTS:
+            self._moved_to(max(_LEAST_SLOTS, 3 * self._count // 2))
+
+    def _moved_to(self, room: int) -> array[int]:
+        """New slots, with the same marks."""
+        slots = array("Q", bytes(8 * room))
+        for mark in self._slots:
+            if mark:
+                at = mark % room
+                while slots[at]:
+                    at = at + 1 if at + 1 < room else 0
+                slots[at] = mark
+        self._slots = slots
+        return slots
 
 
 class Choice(NamedTuple):

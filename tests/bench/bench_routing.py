@@ -27,8 +27,7 @@ import grpc
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from prefixd.client.compact_keys import mark_of
-from prefixd.client.routing import NodeKeys, Router, RoutingTable, apply
+from prefixd.client.routing import NodeKeys, Router, RoutingTable, apply, mark_of
 from prefixd.client.watch import Watch
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import watch as encoding
