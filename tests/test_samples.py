@@ -25,7 +25,7 @@ from prefixd.client import Client, SavePolicy
 from prefixd.client.chains import COARSE_TOKENS, MAX_WALK_LENGTHS
 from prefixd.client.ctl.main import app
 from prefixd.proto import limits
-from prefixd.server.api import lent_saves
+from prefixd.server.api import local_socket
 from prefixd.server.api.access import Tokens
 from prefixd.server.config.loading import load_config
 from prefixd.server.core.entries import Entry as CoreEntry
@@ -263,8 +263,8 @@ def test_a_stated_number_is_that_of_the_code(
 def test_lent_saves_have_as_many_threads_as_is_said() -> None:
     import os
 
-    assert min(16, max(4, 2 * (os.cpu_count() or 1))) == lent_saves.THREADS
-    assert lent_saves._SESSION_THREADS == 2
+    assert min(16, max(4, 2 * (os.cpu_count() or 1))) == local_socket.LENT_THREADS
+    assert local_socket._SESSION_THREADS == 2
     assert CoreEntry.__slots__, "176 bytes an entry need slots"
 
 

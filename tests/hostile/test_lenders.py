@@ -14,7 +14,7 @@ from prefixd.client import Client, SaveItem, SaveStatus, Tier
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
 from prefixd.proto.keys import Key
-from prefixd.server.api.lent_saves import THREADS
+from prefixd.server.api.local_socket import LENT_THREADS
 from tests.support import stuck_lender
 from tests.support.daemon import eventually, private_daemon, problems_of
 from tests.support.outside import daemon_process
@@ -57,7 +57,7 @@ def test_lenders_of_memory_that_never_comes_harm_nobody(monkeypatch: pytest.Monk
     monkeypatch.setattr(staging, "LEND_BYTES", 1)
     with private_daemon("--server.staging=1MiB") as daemon, ExitStack() as lenders:
         with Client(daemon.address) as client:
-            for taken in range(2, THREADS + 1, 2):
+            for taken in range(2, LENT_THREADS + 1, 2):
                 lenders.enter_context(lender(daemon, 3))
                 eventually(lambda expected=taken: threads_taken(daemon) == expected)  # type: ignore[misc]
                 items = [SaveItem(Key(os.urandom(32)), bytes(PAYLOAD_BYTES), 1) for _ in range(2)]

@@ -16,7 +16,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import PrefixdError
 from prefixd.proto.payload import address_of, addresses_of
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import lent_saves
+from prefixd.server.api import local_socket
 from prefixd.server.runtime.lent_memory import LentMemory, LentTurn
 from tests.support.event_loop import PATIENCE_S, in_loop
 from tests.support.running import OpenSession, Refused, item, key, payload, running
@@ -66,7 +66,7 @@ async def test_a_large_save_goes_over_two_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread waits for the other: one alone would never finish."""
-    monkeypatch.setattr(lent_saves, "_TURN_BYTES", 100_000)
+    monkeypatch.setattr(local_socket, "_TURN_BYTES", 100_000)
     both = threading.Barrier(2, timeout=PATIENCE_S)
     copying: set[int] = set()
 

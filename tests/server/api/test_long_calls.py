@@ -17,7 +17,7 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidBatch, InvalidSize, MalformedMessage
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import admin_views, data_transfers, lent_saves, service
+from prefixd.server.api import admin_views, data_transfers, local_socket, service
 from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.data_calls import DataCalls
 from prefixd.server.api.data_streams import Stream
@@ -361,10 +361,10 @@ def test_too_many_lent_pieces_are_not_looked_at() -> None:
     lent.addresses = lent.lengths_bytes = Unseen(limits.MAX_LENT_PIECES + 1)
     lent.pieces = Unseen(1)
     with pytest.raises(InvalidBatch, match="16385 pieces of 1 payloads"):
-        lent_saves._payloads(lent)
+        local_socket._payloads(lent)
     lent.addresses, lent.pieces = Unseen(1), [1]
     with pytest.raises(MalformedMessage, match="each lent piece has an address"):
-        lent_saves._payloads(lent)
+        local_socket._payloads(lent)
 
 
 @in_loop
