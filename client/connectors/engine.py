@@ -201,15 +201,6 @@ def attach(
     return Attached(client, tiers[tier.lower()])
 
 
-def plain_fields(fields: Mapping[Any, Any]) -> dict[str, Any]:
-    """An engine's fields for a namespace: values that are not plain become their text."""
-    plain = bool | int | float | str | None
-    return {
-        str(name): value if isinstance(value, plain) else str(value)
-        for name, value in fields.items()
-    }
-
-
 # ---- identities
 
 #: What a user can do whose engine does not tell its connector which weights it runs.

@@ -170,16 +170,6 @@ class Sessions:
         """Whether this session is open."""
         return number in self._open
 
-    def holder_of(self, number: int) -> Holder:
-        """Whose share of everything the calls of this session count to."""
-        membership = self._open.get(number)
-        return Holder() if membership is None else membership.holder
-
-    def access_of(self, number: int) -> Access | None:
-        """What the token grants that this session was opened with, if there was one."""
-        membership = self._open.get(number)
-        return None if membership is None else membership.access
-
     def opened_with_others(self, tokens: Container[Access]) -> list[int]:
         """The sessions that were opened with a token that is not among these."""
         return [
