@@ -23,8 +23,7 @@ from .results import NO_ENTRIES, Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
 from .wire.holdings import Holding
-from .wire.sinks import Sink, renumbered
-from .wire.transport import Range
+from .wire.transport import Range, Sink, renumbered
 
 if TYPE_CHECKING:
     from .buffers import Payload

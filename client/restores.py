@@ -21,8 +21,7 @@ from .policy import LoadSpeeds
 from .results import Entries
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment, Deadline
-from .wire.sinks import Rooms
-from .wire.transport import MAX_STREAMS, Copied
+from .wire.transport import MAX_STREAMS, Copied, Rooms
 
 T = TypeVar("T")
 

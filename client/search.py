@@ -20,8 +20,7 @@ from .restores import Restore
 from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline
 from .wire.holdings import Holding
-from .wire.sinks import Sink
-from .wire.transport import Claimed
+from .wire.transport import Claimed, Sink
 
 if TYPE_CHECKING:
     from .buffers import Payload

@@ -31,7 +31,6 @@ from ..wire.framed_calls import FramedCalls
 from ..wire.holdings import Holding
 from ..wire.link import Link
 from ..wire.remote_transport import RemoteTransport, Stage
-from ..wire.sinks import renumbered
 from ..wire.transport import (
     Claimed,
     Copied,
@@ -42,6 +41,7 @@ from ..wire.transport import (
     SaveTerms,
     Saving,
     Sink,
+    renumbered,
 )
 from .disk_reads import DiskReads
 from .node import InPlace, LocalNode

@@ -26,8 +26,8 @@ from ...proto.prefixd_pb2_grpc import CacheStub
 from .deadline import woken
 from .reach import Reached, reach
 from .security import Security, open_channel
-from .sinks import Sink
 from .trace_context import trace_metadata
+from .transport import Sink
 
 T = TypeVar("T")
 RequestT = TypeVar("RequestT")

@@ -34,8 +34,7 @@ from ..counters import Counters
 from .connection import Calls
 from .deadline import Deadline, woken
 from .framed_connection import FramedConnection, NoConnection, Place
-from .sinks import Sink
-from .transport import MAX_STREAMS
+from .transport import MAX_STREAMS, Sink
 
 logger = logging.getLogger("prefixd.client")
 T = TypeVar("T")

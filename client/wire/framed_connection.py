@@ -31,8 +31,8 @@ from ...proto.payload import FlatBytes, crc32c, views_of
 from .greenlets import sockets_switch
 from .reach import connect
 from .security import Security
-from .sinks import Rooms, Sink
 from .trace_context import TRACEPARENT
+from .transport import Rooms, Sink
 
 #: Size of the buffer that messages, and perhaps the bytes behind them, are received into.
 _AHEAD_BYTES: Final = 16 * 2**10
