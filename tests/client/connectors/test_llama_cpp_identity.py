@@ -15,7 +15,7 @@ import pytest
 from prefixd.client import Client
 from prefixd.client.connectors import llama_cpp, llama_cpp_identity
 from prefixd.client.connectors.engine import UnsupportedEngine
-from prefixd.client.connectors.llama_cpp_context import LlamaContext
+from prefixd.client.connectors.llama_cpp import LlamaContext
 from prefixd.client.connectors.llama_cpp_identity import CONTEXT_PARAMS, MODEL_PARAMS
 
 MODEL_ADDRESS, CONTEXT_ADDRESS = 1_000, 2_000
@@ -28,7 +28,7 @@ class Engine:
         self.lib = ModuleType("llama_cpp.llama_cpp")
         self.watch = llama_cpp_identity.Watch()
         monkeypatch.setattr(llama_cpp_identity, "watch", self.watch)
-        monkeypatch.setattr("prefixd.client.connectors.llama_cpp_context.watch", self.watch)
+        monkeypatch.setattr(llama_cpp, "watch", self.watch)
         for name in llama_cpp_identity._NEEDED:
             setattr(self.lib, name, lambda *_: 0)
         monkeypatch.setitem(sys.modules, "llama_cpp", ModuleType("llama_cpp"))
