@@ -41,13 +41,14 @@ from . import device_copies, transformers_states
 from .engine import Engine, UnsupportedEngine
 from .transformers_identity import (
     ENGINE,
+    Passes,
+    first_of,
     identity_of,
     layer_devices,
     media_tokens,
     rope_limit,
     stamp,
 )
-from .transformers_passes import Passes, first_of
 
 __all__ = ["Loaded", "ModelNamespace", "identity_of", "load_cache", "namespace_of", "save_cache"]
 

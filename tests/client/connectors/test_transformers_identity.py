@@ -17,12 +17,12 @@ from prefixd.client.connectors.engine import UnsupportedEngine
 from prefixd.client.connectors.transformers import ModelNamespace, namespace_of
 from prefixd.client.connectors.transformers_identity import (
     WITHOUT_EFFECT,
+    Passes,
     identity_of,
     layer_devices,
     media_tokens,
     rope_limit,
 )
-from prefixd.client.connectors.transformers_passes import Passes
 from prefixd.client.ranks import Rank
 from prefixd.proto.errors import CallerError
 
