@@ -19,8 +19,8 @@ from prefixd.proto.errors import InvalidBatch, InvalidSize, MalformedMessage
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import admin_views, data_transfers, local_socket, service
 from prefixd.server.api.calls import PlainCaller
-from prefixd.server.api.data_calls import DataCalls
 from prefixd.server.api.data_streams import Stream
+from prefixd.server.api.data_transfers import DataCalls
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
 from prefixd.server.runtime import slices
 from prefixd.tiers.store import Damaged
