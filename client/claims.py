@@ -10,7 +10,7 @@ from ..proto.errors import CallerError
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason
 from .results import Entries, Entry
-from .wire.holdings import Holding
+from .wire.transport import Holding
 
 
 class Pins:

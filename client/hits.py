@@ -22,8 +22,7 @@ from .restores import Copier, Restore, RestoreFuture, Streams, Verify
 from .results import NO_ENTRIES, Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.holdings import Holding
-from .wire.transport import Range, Sink, renumbered
+from .wire.transport import Holding, Range, Sink, renumbered
 
 if TYPE_CHECKING:
     from .buffers import Payload

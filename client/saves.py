@@ -29,8 +29,7 @@ from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.holdings import Holding
-from .wire.transport import Granted, Item, SaveTerms, Saving, Share
+from .wire.transport import Granted, Holding, Item, SaveTerms, Saving, Share
 
 if TYPE_CHECKING:
     from ..proto.tokens import Tokens

@@ -19,8 +19,7 @@ from .policy import MinBenefit
 from .restores import Restore
 from .results import NO_ENTRIES, Entries, Entry, Found, RestoreResult, restore_result
 from .wire.deadline import Deadline
-from .wire.holdings import Holding
-from .wire.transport import Claimed, Sink
+from .wire.transport import Claimed, Holding, Sink
 
 if TYPE_CHECKING:
     from .buffers import Payload

@@ -28,13 +28,13 @@ from ...proto.vocabulary import ClaimMode, Presence, Tier
 from ..results import Entries, Found, SaveOutcome
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
-from ..wire.holdings import Holding
 from ..wire.link import Link
 from ..wire.remote_transport import RemoteTransport, Stage
 from ..wire.transport import (
     Claimed,
     Copied,
     Granted,
+    Holding,
     Item,
     Looked,
     Range,

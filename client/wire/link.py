@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final
+from weakref import WeakValueDictionary
 
 import grpc
 
@@ -34,7 +35,7 @@ from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import Counters, Report
 from .connection import Calls, Connection
 from .framed_calls import FramedCalls
-from .holdings import Holdings
+from .transport import Holding
 
 #: Heartbeats sent per interval of the daemon, so that one late heartbeat loses no session.
 BEATS_PER_INTERVAL: Final = 2
@@ -45,6 +46,43 @@ _MAX_OFFERED: Final = 64
 #: Marks in the outbox: send a heartbeat now, and send the last one.
 _BEAT: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
 _FAREWELL: Final = pb.SessionRequest(heartbeat=pb.Heartbeat())
+
+
+class Holdings:
+    """The claims or reservations of a session that are still referenced. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Re-entrant: the finalizer of a forgotten client may run while this thread holds it.
+        self._lock = threading.RLock()
+        self._held: WeakValueDictionary[int, Holding] = WeakValueDictionary()
+        self._why_ended: str | None = None
+
+    def hold(self, link: object, number: int) -> Holding:
+        """Record what the daemon granted. It is lost already if the session has ended meanwhile."""
+        with self._lock:
+            holding = Holding(link, number, self._why_ended)
+            self._held[number] = holding
+            return holding
+
+    def lose(self, number: int, why: str) -> bool:
+        """The daemon took it back. False: it is not held here."""
+        with self._lock:
+            holding = self._held.pop(number, None)
+            if holding is None:
+                return False
+            holding.why_lost = why
+            return True
+
+    def __bool__(self) -> bool:
+        """Whether anything is held."""
+        return bool(self._held)
+
+    def end(self, why: str) -> None:
+        """The session has ended: everything in it is lost."""
+        with self._lock:
+            self._why_ended = why
+            for holding in self._held.values():
+                holding.why_lost = holding.why_lost or why
 
 
 class Link:

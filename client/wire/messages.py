@@ -23,9 +23,8 @@ from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes, crc32c_of, views_of
 from ...proto.vocabulary import Presence, SaveReason, SaveStatus, Tier
 from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
-from .holdings import Holding
 from .link import Link
-from .transport import Granted, Item, Range, SaveTerms, Saving
+from .transport import Granted, Holding, Item, Range, SaveTerms, Saving
 
 
 @contextmanager

@@ -39,7 +39,6 @@ from .deadline import Deadline
 from .framed_calls import FramedCalls
 from .framed_connection import NoConnection, Place, TcpPlace, UnixPlace
 from .greenlets import prepare_grpc
-from .holdings import Holding
 from .link import Link
 from .security import Security
 from .session import Backoff, Recorders, SessionKeeper, check_answering, hello_of
@@ -48,6 +47,7 @@ from .transport import (
     SOME_TIER,
     Claimed,
     Granted,
+    Holding,
     Item,
     Range,
     SaveTerms,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 
 from ...proto.entry import Content, content_bytes
 from ...proto.keys import Key
@@ -17,10 +17,27 @@ from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, SaveReason, Tier
 from ..results import Entries, Entry, Found, ReserveStatus, SaveOutcome
 from .deadline import Deadline
-from .holdings import Holding
 
 #: A restore from another machine is divided over at most so many connections.
 MAX_STREAMS: Final = 4
+
+
+class Holding:
+    """A claim or a reservation: valid until it is given back, lost, or its session ends."""
+
+    __slots__ = ("__weakref__", "entries", "in_place", "link", "number", "why_lost")
+
+    def __init__(self, link: Any, number: int, why_lost: str | None) -> None:
+        #: The session that holds it (`link.Link`).
+        self.link = link
+        #: The claim id, or the token of the reservation.
+        self.number = number
+        #: Why it was lost, as a sentence; None while it is held.
+        self.why_lost = why_lost
+        #: The entries that a claim pins.
+        self.entries: Sequence[Entry] = ()
+        #: What validates a claim that was made or viewed in place; see `local.node.InPlace`.
+        self.in_place: object | None = None
 
 
 class Claimed(NamedTuple):

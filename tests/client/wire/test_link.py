@@ -13,8 +13,7 @@ import pytest
 from prefixd.client.counters import Counters
 from prefixd.client.wire import link as link_module
 from prefixd.client.wire.connection import Connection
-from prefixd.client.wire.holdings import Holdings
-from prefixd.client.wire.link import Link
+from prefixd.client.wire.link import Holdings, Link
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable, LimitReached
 from tests.support.fakes import FakeDaemon

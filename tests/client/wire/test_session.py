@@ -16,8 +16,8 @@ import pytest
 
 from prefixd.client.counters import Counters
 from prefixd.client.wire.deadline import Deadline
-from prefixd.client.wire.holdings import Holding
 from prefixd.client.wire.session import Backoff, SessionKeeper
+from prefixd.client.wire.transport import Holding
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import (
     ClientClosed,
