@@ -33,8 +33,7 @@ from .data_socket import DataServer
 from .grpc_adapter import Ends, Method, add_service, methods_of
 from .grpc_connections import GrpcConnections, WorkersConnections
 from .grpc_door import Door, PublicHandler
-from .hand_over import Handoff
-from .local_socket import LocalServer
+from .local_socket import Handoff, LocalServer
 from .saves import Saves
 from .service import CacheService
 from .sessions import ServiceConfig, Sessions

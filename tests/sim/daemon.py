@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import assembly, daemon, opening
-from prefixd.server.api.hand_over import Handoff
+from prefixd.server.api.local_socket import Handoff
 from prefixd.server.api.saves import Saves
 from prefixd.server.api.service import CacheService
 from prefixd.server.api.sessions import ServiceConfig, Sessions

@@ -21,7 +21,7 @@ from prefixd.proto.index import unpack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import hand_over as module
+from prefixd.server.api.local_socket import Package
 from prefixd.server.api.sessions import Membership
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter
@@ -95,7 +95,7 @@ async def settled_descriptors(daemon: Running) -> Counter[str]:
             return now
 
 
-def without_descriptors(what: Callable[[], module.Package]) -> module.Package:
+def without_descriptors(what: Callable[[], Package]) -> Package:
     """Call `what` while this process can open no descriptor."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowest = os.dup(0)
