@@ -30,9 +30,8 @@ from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
 from .admin import AdminService
 from .connections import Connections
 from .data_socket import DataServer
-from .grpc_adapter import Ends, Method, add_service, methods_of
+from .grpc_adapter import Door, Ends, Method, PublicHandler, add_service, methods_of
 from .grpc_connections import GrpcConnections, WorkersConnections
-from .grpc_door import Door, PublicHandler
 from .local_socket import Handoff, LocalServer
 from .saves import Saves
 from .service import CacheService

@@ -23,6 +23,7 @@ from prefixd.proto.limits import MAX_LABELS
 from prefixd.proto.namespaces import Namespace
 from prefixd.server.api import grpc_adapter, grpc_connections
 from prefixd.server.api.access import Access, Role, Tokens
+from prefixd.server.api.grpc_adapter import Door
 from prefixd.server.api.grpc_connections import (
     MAX_REFUSALS,
     GrpcConnections,
@@ -31,7 +32,6 @@ from prefixd.server.api.grpc_connections import (
     network_of,
     plain_host,
 )
-from prefixd.server.api.grpc_door import Door
 from prefixd.server.api.usage import UsageBook
 from prefixd.server.core.shares import HOST
 from tests.support.certificates import Authority
