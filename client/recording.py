@@ -270,14 +270,9 @@ class FolderRecorder(Recorder):
 class SessionRecorder(Recorder):
     """Sends look-ups to the daemon, which has asked for them."""
 
-    def __init__(
-        self,
-        record: pb.Record,
-        send: Callable[[pb.SessionRequest], bool],
-        clock: Callable[[], float] = time.time,
-    ) -> None:
+    def __init__(self, record: pb.Record, send: Callable[[pb.SessionRequest], bool]) -> None:
         """`send` returns False if it takes no more for now."""
-        super().__init__(record.sample_permille / 1000, record.secret, clock)
+        super().__init__(record.sample_permille / 1000, record.secret, time.time)
         self.record = record
         self._send = send
         self._last_ns = 0
