@@ -73,7 +73,6 @@ PURE = [
     "tiers/eviction/*.py",
     # What the proxy before llama-server decides, apart from its I/O.
     "client/llama_server/arguments.py",
-    "client/llama_server/decisions.py",
     "client/llama_server/requests.py",
     "client/llama_server/slot_file.py",
     "client/llama_server/slots.py",

@@ -28,13 +28,12 @@ from ...proto.vocabulary import SaveReason, Tier
 from ..aio import AsyncClient
 from ..policy import SavePolicy
 from .counts import Counts
-from .decisions import SaveGates
 from .folder import SlotFolder
 from .identity import Unsupported
 from .model import Model
 from .requests import KEPT_BYTES, Asked, Bypassed, shorter_chats, timings_of, understand
 from .slot_file import BadSlotFile, Tokens, common_tokens
-from .slots import Slot
+from .slots import SaveGates, Slot
 from .states import Restored
 from .upstream import EVALUATION_TIMEOUT_S, FAILURES, Auth, ModelServer, Refused, Upstream
 

@@ -15,11 +15,10 @@ import numpy as np
 from ...proto.vocabulary import Tier
 from ..aio import AsyncClient
 from ..identity import StateIdentity
-from .decisions import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit
 from .folder import SlotFolder
 from .identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_salt
 from .slot_file import Tokens, common_tokens
-from .slots import Slot, choose
+from .slots import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit, Slot, choose
 from .states import States
 from .upstream import ModelServer, Refused
 
