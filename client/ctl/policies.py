@@ -13,11 +13,11 @@ from .failures import bad_input
 from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
 
 if TYPE_CHECKING:
+    from ..lab.breakdown import Prices
     from ..lab.curve import LruCurve
     from ..lab.model_config import KvSize
     from ..lab.simulate import Cell, ReplayResult, TouchOrder
     from ..lab.trace import Request, TraceColumns
-    from ..lab.worth import Prices
 
 #: Panels of options in --help.
 PICTURES: Final = "Pictures and pages"
@@ -200,8 +200,8 @@ def curve(
     some shares of the different blocks.
     """
     from ..lab.breakdown import Requests
-    from ..lab.charts import curve_picture
     from ..lab.curve import exact_curve, sampled_curve
+    from ..lab.page import curve_picture
     from ..lab.report import render_report, report_data
     from ..lab.simulate import TouchOrder
     from ..lab.trace import TraceColumns, TraceReader, TraceSummary
@@ -334,7 +334,7 @@ def _replays(
 
 
 def _prices(prefill_tokens_per_s: float | None, gpu_hour: float | None, gpus: int) -> Prices | None:
-    from ..lab.worth import Prices
+    from ..lab.breakdown import Prices
 
     if prefill_tokens_per_s is not None:
         return Prices(prefill_tokens_per_s, gpu_hour, gpus)

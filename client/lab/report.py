@@ -13,12 +13,23 @@ from typing import Any, TypeVar
 
 from ... import __version__
 from ...proto.units import format_bytes, percent
-from .charts import curve_chart, curve_legend, label
+from .breakdown import Prices
 from .curve import DEFAULT_POINTS, LruCurve, curve_error
 from .optimal import OPTIMAL
-from .page import Format, Json, cards, count, figure, render_page, table, value_at
+from .page import (
+    Format,
+    Json,
+    cards,
+    count,
+    curve_chart,
+    curve_legend,
+    figure,
+    label,
+    render_page,
+    table,
+    value_at,
+)
 from .simulate import ReplayResult
-from .worth import Prices
 
 K = TypeVar("K")
 

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ....proto.units import format_bytes, format_duration, percent
 from ...lab import report
-from ...lab.charts import label
 from ...lab.optimal import OPTIMAL
+from ...lab.page import label
 from ...lab.simulate import TouchOrder
 from .tables import make_table, pairs_table, size
 

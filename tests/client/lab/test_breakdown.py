@@ -2,9 +2,8 @@
 
 import pytest
 
-from prefixd.client.lab.breakdown import Requests
+from prefixd.client.lab.breakdown import Prices, Requests
 from prefixd.client.lab.trace import Request
-from prefixd.client.lab.worth import Prices
 
 
 def watched() -> tuple[Requests, list[int], list[int]]:

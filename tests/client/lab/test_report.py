@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from prefixd.client.lab import charts
+from prefixd.client.lab import page as page_module
 from prefixd.client.lab.page import SCRIPT, STYLE, count, value_at
 from prefixd.client.lab.report import render_report
 from prefixd.proto.units import format_bytes, percent
@@ -238,10 +238,10 @@ def test_an_estimate_says_so() -> None:
 
 def test_the_marks_are_where_their_values_are() -> None:
     data = report_data()
-    svg = charts.curve_chart(data, 900, 430)
+    svg = page_module.curve_chart(data, 900, 430)
     root = ElementTree.fromstring(svg)
     x_min, x_max = float(root.get("data-x-min", "")), float(root.get("data-x-max", ""))
-    frame = charts.Frame(900, 430, x_min, x_max, float(root.get("data-y-max", "")))
+    frame = page_module.Frame(900, 430, x_min, x_max, float(root.get("data-y-max", "")))
     assert frame.x(x_min) == frame.left
     assert frame.x(x_max) == 900 - frame.right
     assert frame.y(0) == 430 - frame.bottom
@@ -264,7 +264,7 @@ def test_the_marks_are_where_their_values_are() -> None:
 
 @pytest.mark.parametrize("top", [0.0104, 0.05, 0.1, 0.37, 0.999, 1.04])
 def test_axis_steps_are_round_and_reach_the_top(top: float) -> None:
-    steps = charts.nice_steps(top)
+    steps = page_module.nice_steps(top)
     assert steps[0] == 0
     assert steps[-1] >= top - 1e-9
     assert 2 <= len(steps) <= 7
@@ -272,15 +272,15 @@ def test_axis_steps_are_round_and_reach_the_top(top: float) -> None:
 
 
 def test_axis_labels() -> None:
-    assert [charts.short_blocks(2**n) for n in (0, 9, 10, 17, 20, 30)] == [
+    assert [page_module.short_blocks(2**n) for n in (0, 9, 10, 17, 20, 30)] == [
         "1", "512", "1Ki", "128Ki", "1Mi", "1Gi",
     ]  # fmt: skip
-    assert charts.powers_between(48, 200_000, 6) == [64, 256, 1024, 4096, 16384, 65536]
+    assert page_module.powers_between(48, 200_000, 6) == [64, 256, 1024, 4096, 16384, 65536]
 
 
 def test_the_chart_as_a_file_of_its_own() -> None:
     data = report_data(block_bytes=64 << 20)
-    picture = charts.curve_picture(data)
+    picture = page_module.curve_picture(data)
     root = ElementTree.fromstring(picture)
     texts = " ".join(root.itertext())
     for words in ("unlimited 37.89 %", "knee 8,000 blocks", "GiB", data["title"]):
@@ -290,7 +290,7 @@ def test_the_chart_as_a_file_of_its_own() -> None:
     assert "var(" not in picture, "a viewer without CSS variables shows it, too"
     assert "#0b62a8" in picture
     assert "#62b5f5" not in picture, "the colours are those on white"
-    assert charts.curve_picture(data) == picture
+    assert page_module.curve_picture(data) == picture
 
 
 @pytest.mark.parametrize(("width", "scrolls"), [(400, True), (1280, False)])
