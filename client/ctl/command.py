@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from itertools import islice
 from typing import (
     TYPE_CHECKING,
@@ -22,13 +22,16 @@ from typing import (
     Final,
     ParamSpec,
     TypeVar,
+    get_args,
+    get_origin,
 )
 
 import typer
+from typer.core import TyperCommand, TyperGroup
+from typer.models import ArgumentInfo
 
 from ...proto.units import parse_bytes, parse_duration_ns
 from ...proto.vocabulary import SaveReason, Tier
-from .values import PlainCommand, name_value
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -304,6 +307,53 @@ TimeoutOption = Annotated[
 ]
 
 
+# ---- names of values in --help
+#
+# Typer names values by the types of Python (`<bool>`, `<int range>`, `<str>`), in another way in
+# each of its versions.
+
+#: Of an option without a name of its own for its value.
+_NAMES = {bool: "", int: "N", float: "N", str: "TEXT"}
+
+
+def _name_value(parameter: inspect.Parameter) -> None:
+    """Name the value of an option or an argument of a command that has no name for it yet."""
+    annotation = parameter.annotation
+    if get_origin(annotation) is not Annotated:
+        return
+    kind, info = get_args(annotation)[:2]
+    (kind,) = [each for each in get_args(kind) or (kind,) if each is not type(None)][:1]
+    if info.metavar is not None or not isinstance(kind, type):
+        return
+    if isinstance(info, ArgumentInfo):
+        info.metavar = parameter.name.upper()
+    elif issubclass(kind, Enum):
+        info.metavar = "|".join(str(each.value) for each in kind)
+    else:
+        info.metavar = _NAMES.get(kind)
+
+
+class _Plain:
+    """Shows no types in the help of a command or of a group."""
+
+    def get_params(self, ctx: Any) -> Any:
+        parameters = super().get_params(ctx)  # type: ignore[misc]  # the command's
+        for each in parameters:
+            if getattr(each, "is_flag", False):
+                each.metavar = ""  # --help and --version, too
+            if each.param_type_name == "argument" and hasattr(each, "display_type_rich"):
+                each.display_type_rich = lambda **_: None  # of 0.29, behind the argument's name
+        return parameters
+
+
+class _PlainCommand(_Plain, TyperCommand):
+    """A command."""
+
+
+class PlainGroup(_Plain, TyperGroup):
+    """A group of commands."""
+
+
 # ---- registration
 
 
@@ -334,13 +384,13 @@ def command(
 
     parameters = [_option("ctx", typer.Context, inspect.Parameter.empty), *own, *common]
     for parameter in parameters:
-        name_value(parameter)
+        _name_value(parameter)
     invoke.__name__ = function.__name__
     invoke.__doc__ = unwrapped(function.__doc__)
     # Typer reads the signature and the annotations.
     vars(invoke)["__signature__"] = inspect.Signature(parameters)
     invoke.__annotations__ = {p.name: p.annotation for p in parameters}
-    app.command(name, cls=PlainCommand, rich_help_panel=panel)(invoke)
+    app.command(name, cls=_PlainCommand, rich_help_panel=panel)(invoke)
 
 
 def _option(name: str, annotation: Any, default: object = None) -> inspect.Parameter:

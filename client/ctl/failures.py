@@ -21,8 +21,7 @@ from typing import Any, Final, NoReturn
 
 import typer
 
-from .command import versioned
-from .values import PlainGroup
+from .command import PlainGroup, versioned
 
 #: Errors of a write that say that nothing can be written: no room, or nowhere to.
 UNWRITABLE: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF}

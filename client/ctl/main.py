@@ -14,11 +14,12 @@ from typing import Annotated, Final
 
 import typer
 
-from . import bench, change, identity, lab, live, look, policies, record, transfer, watch
+from . import bench, change, lab, live, look, policies, record, transfer, watch
 from .command import (
     AddressOption,
     Ctl,
     JsonOption,
+    PlainGroup,
     TargetsOption,
     TimeoutOption,
     command,
@@ -26,7 +27,6 @@ from .command import (
     unwrapped,
 )
 from .failures import Group
-from .values import PlainGroup
 
 #: The panels of --help.
 START: Final = "Start here"
@@ -124,7 +124,7 @@ command(app, "inspect", look.inspect, panel=LOOK)
 command(app, "claims", look.claims, panel=LOOK)
 command(app, "reservations", look.reservations, panel=LOOK)
 command(app, "sessions", look.sessions, panel=LOOK)
-command(app, "identity", identity.identity, panel=LOOK)
+command(app, "identity", look.identity, panel=LOOK)
 command(app, "preview", look.preview, panel=LOOK)
 command(app, "check", look.check, panel=LOOK)
 command(app, "verify", look.verify, panel=LOOK)

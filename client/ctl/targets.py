@@ -25,10 +25,9 @@ from .connection import AdminConnection
 from .failures import ExitCode, exit_if
 from .views.daemon import check_view
 from .views.progress import live_view
-from .views.stats import health_text, notice_lines
+from .views.stats import health_text, hit_tokens, notice_lines, tokens_line, total_usage
 from .views.tables import make_table, percent, size, used_bytes
 from .views.top import Board, Rates
-from .views.usage import hit_tokens, tokens_line, total_usage
 
 R = TypeVar("R")
 

@@ -14,8 +14,8 @@ from ....proto.units import format_duration
 from ....proto.vocabulary import Tier, label_of
 from ..message_json import label_in
 from . import stats as stats_views
-from . import usage as usage_views
 from .daemon import claims_table
+from .stats import busiest, count_usage, hit_tokens, missed_words, tokens_line, total_usage
 from .tables import TierBar, make_table, percent, size, tier_name, used_bytes
 
 #: How many namespaces are shown.
@@ -63,7 +63,7 @@ class Board:
         found.CopyFrom(self._now)
         for label, usage in found.usage.items():
             if label in self._before.usage:
-                usage_views.count_usage(usage, self._before.usage[label], -1)
+                count_usage(usage, self._before.usage[label], -1)
         before = {stage.stage: stage for stage in self._before.stages}
         for stage in found.stages:
             if stage.stage in before:
@@ -73,12 +73,12 @@ class Board:
 
     def rates(self) -> Rates:
         """The rates between the samples."""
-        usage = usage_views.total_usage(self.between().usage.values())
+        usage = total_usage(self.between().usage.values())
         before = {tier.tier: tier for tier in self._before.tiers}
         pairs = [(tier, before.get(tier.tier, pb.TierStats())) for tier in self._now.tiers]
         fetched = [sample.shared.get("fetched_bytes", 0) for sample in (self._now, self._before)]
         return Rates(
-            usage_views.hit_tokens(usage),
+            hit_tokens(usage),
             usage.lookup_tokens,
             self._rate(usage.lookups),
             self._rate(_restored_bytes(usage)),
@@ -96,7 +96,7 @@ class Board:
         lines += stats_views.notice_lines(now)
         lines.append(self._hits_line(between))
         lines.append(self.tiers_table())
-        if usage_views.busiest(now.usage):
+        if busiest(now.usage):
             lines.append(self._namespaces_table(between))
         if now.shared:
             lines.append(self._shared_line())
@@ -113,14 +113,14 @@ class Board:
 
     def _hits_line(self, between: pb.StatsResponse) -> Text:
         """Tokens hit and missed between the samples, and why."""
-        recent = usage_views.total_usage(between.usage.values())
-        ever = usage_views.total_usage(self._now.usage.values())
-        line = usage_views.tokens_line(recent)
+        recent = total_usage(between.usage.values())
+        ever = total_usage(self._now.usage.values())
+        line = tokens_line(recent)
         first = not self._before.incarnation
         if ever.lookup_tokens and not first:
-            since = percent(usage_views.hit_tokens(ever), ever.lookup_tokens)
+            since = percent(hit_tokens(ever), ever.lookup_tokens)
             line.append(f" ({since} hit since the start)", style="not bold")
-        if why := usage_views.missed_words(recent):
+        if why := missed_words(recent):
             line.append(f"\nmissed     {why}", style="not bold")
         rates = (
             f"\n           {self._rate(recent.lookups):,.0f} look-ups/s"
@@ -182,17 +182,17 @@ class Board:
         table = make_table(
             "namespace|>tokens hit|>look-ups/s|>hit tokens/s|>restored/s|mostly missed"
         )
-        labels = [label for label, _ in usage_views.busiest(self._now.usage)]
+        labels = [label for label, _ in busiest(self._now.usage)]
         labels.sort(key=lambda label: -between.usage[label].lookups)
         for label in labels[:NAMESPACES]:
             usage = between.usage[label]
             table.add_row(
                 label,
-                percent(usage_views.hit_tokens(usage), usage.lookup_tokens),
+                percent(hit_tokens(usage), usage.lookup_tokens),
                 f"{self._rate(usage.lookups):,.0f}",
-                f"{self._rate(usage_views.hit_tokens(usage)):,.0f}",
+                f"{self._rate(hit_tokens(usage)):,.0f}",
                 size(self._rate(_restored_bytes(usage))),
-                usage_views.missed_words(usage, most=1),
+                missed_words(usage, most=1),
             )
         return table
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -476,3 +477,36 @@ def test_a_list_of_any_length_is_shown_as_tables_of_some_rows(
     assert capsys.readouterr().out == "[]\n"
     Ctl(as_json=True).show_list("numbers", iter(range(2)), lambda page: str(list(page)))
     assert json.loads(capsys.readouterr().out) == {"version": 1, "numbers": [0, 1]}
+
+
+# ---- the names of values in --help
+
+
+def paths(command: Any, before: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """The words of every command, of groups too."""
+    below = getattr(command, "commands", {})
+    return [before, *(path for name, one in below.items() for path in paths(one, (*before, name)))]
+
+
+@pytest.mark.parametrize("path", paths(get_command(real_app)), ids=" ".join)
+def test_no_help_shows_a_type_of_python(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(real_app, [*path, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "--help" in shown
+    assert not re.search(r"<\w", shown), shown
+    assert "...}" not in shown, shown
+
+
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [
+        ("kick", ["prefixctl kick [OPTIONS] {SESSION}"]),
+        ("ls", ["--limit N [x>=0] Entries", "--tier ram|shm|disk Which"]),
+        ("log-level", ["[OPTIONS] {LEVEL}", "LEVEL The lowest level to log: debug,"]),
+        ("publish-kv-events", ["--topic TEXT"]),
+    ],
+)
+def test_values_have_names(path: str, lines: list[str]) -> None:
+    shown = CliRunner().invoke(real_app, [path, "--help"], env={"COLUMNS": "100"}).stdout
+    shown = " ".join(shown.split())
+    for line in lines:
+        assert line in shown, shown

@@ -20,7 +20,6 @@ from prefixd.client.ctl import main, targets
 from prefixd.client.ctl.views import daemon, lab, live
 from prefixd.client.ctl.views import identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
-from prefixd.client.ctl.views import usage as usage_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Board
 from prefixd.client.identity import Dimension, Part, StateIdentity, differences, unrevealed
@@ -78,8 +77,8 @@ def usage(scale: int) -> pb.Usage:
     ]
     return pb.Usage(
         lookups=scale, hits=scale // 2, lookup_tokens=scale, restored_tokens=scale // 2,
-        misses=dict.fromkeys(usage_views.MISS_WORDS, scale // 24), tiers=tiers,
-        failures=dict.fromkeys(usage_views.MISS_WORDS, scale // 24),
+        misses=dict.fromkeys(stats_views.MISS_WORDS, scale // 24), tiers=tiers,
+        failures=dict.fromkeys(stats_views.MISS_WORDS, scale // 24),
         missed=[
             *(
                 pb.Missed(
@@ -337,9 +336,9 @@ def of_daemons() -> dict[str, RenderableType]:
         "stats.shared_nodes_table": stats_views.shared_nodes_table(stats.shared_nodes),
         "stats.stats_view": stats_views.stats_view(stats, "unix:/run/prefixd/prefixd.sock"),
         "top.Board": board().__rich__(),
-        "usage.failures_table": usage_views.failures_table(stats.usage[LABEL].failures),
-        "usage.labels_table": usage_views.labels_table(stats),
-        "usage.missed_table": usage_views.missed_table(stats.usage[LABEL]),
+        "stats.failures_table": stats_views.failures_table(stats.usage[LABEL].failures),
+        "stats.labels_table": stats_views.labels_table(stats),
+        "stats.missed_table": stats_views.missed_table(stats.usage[LABEL]),
         "daemon.why_view": daemon.why_view("c8c9", events(), NOW_NS),
     }  # fmt: skip
 
