@@ -9,9 +9,8 @@ from pathlib import Path
 
 from ...proto.errors import CallerError
 from ...proto.units import format_bytes
-from .run import ALONE, EVICTED, PINNED, UNPINNED
+from .run import ALONE, EVICTED, HASHING, PINNED, UNPINNED, searches
 from .samples import BLOCK_BYTES, Row
-from .searches import HASHING, searches
 from .transfers import CROWD_OP, MEMCPY
 
 

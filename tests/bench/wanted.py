@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from prefixd.client.bench.report import Rows, Table, as_markdown, read_rows
-from prefixd.client.bench.run import EVICTED, PINNED, UNPINNED
+from prefixd.client.bench.run import EVICTED, HASHING, PINNED, UNPINNED, searches
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.searches import HASHING, searches
 from prefixd.client.bench.transfers import MEMCPY
 from prefixd.proto.units import format_bytes
 

@@ -13,17 +13,21 @@ import pytest
 
 from prefixd.client.bench import transfers
 from prefixd.client.bench.run import (
+    CHAIN_BLOCKS,
     EVICTED,
+    HASHING,
     MOVERS,
     OPS,
     PARTS,
     Evictions,
     Plan,
+    Walks,
+    lookups_of,
     measure,
     measure_evictions,
+    rpcs_of,
 )
 from prefixd.client.bench.samples import Row
-from prefixd.client.bench.searches import CHAIN_BLOCKS, HASHING, Walks, lookups_of, rpcs_of
 from prefixd.client.bench.transfers import (
     Batch,
     Buffers,
