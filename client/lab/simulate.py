@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction import make_policy
@@ -124,43 +124,62 @@ def replay(
     if block_tokens < 1:
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
     if cell.policy == OPTIMAL:
-        return _optimum(trace, cell, block_tokens, per_request)
-    if cell.policy == LRU.name and cell.capacity_blocks:
-        return _lru(trace, cell, block_tokens, per_request)
-    if cell.policy == S3FIFO.name and cell.capacity_blocks:
-        return _s3fifo(trace, cell, block_tokens, per_request)
-    policy = make_policy(cell.policy, cell.capacity_blocks)
-    root_mru = cell.touch_order is TouchOrder.ROOT_MRU
-    resident_run, access_run = policy.resident_run, policy.access_run
-    hit_tokens, prompt_tokens = array("q"), array("q")
-    hit_blocks = 0
+        run = _optimum
+    elif cell.policy == LRU.name and cell.capacity_blocks:
+        run = _lru
+    elif cell.policy == S3FIFO.name and cell.capacity_blocks:
+        run = _s3fifo
+    else:
+        run = _any_policy
     started = perf_counter()
-    for blocks, input_length in trace:
-        hit_tokens.append(min(resident_run(blocks) * block_tokens, input_length))
-        prompt_tokens.append(input_length)
-        if root_mru:
-            blocks.reverse()
-        hit_blocks += access_run(blocks)
+    outcome = run(trace, cell, block_tokens)
     seconds = perf_counter() - started
-    # Every block of weight 1 fits into any capacity but 0.
-    admitted = trace.blocks - hit_blocks if cell.capacity_blocks else 0
+    prompt_tokens = array("q", trace.lengths)
     return ReplayResult(
         cell=cell,
         block_tokens=block_tokens,
-        total_hit_tokens=sum(hit_tokens),
+        total_hit_tokens=sum(outcome.hit_tokens),
         total_prompt_tokens=sum(prompt_tokens),
-        final_cache_blocks=len(policy),
-        evictions=admitted - len(policy),
-        ghost_blocks=policy.ghosts,
+        final_cache_blocks=outcome.kept,
+        evictions=outcome.evictions,
+        ghost_blocks=outcome.ghosts,
         accesses=trace.blocks,
-        queue_moves=policy.moves,
+        queue_moves=outcome.moves,
         seconds=seconds,
-        hit_tokens_percentiles=_percentiles(hit_tokens),
-        per_request=(prompt_tokens, hit_tokens) if per_request else None,
+        hit_tokens_percentiles=_percentiles(outcome.hit_tokens),
+        per_request=(prompt_tokens, outcome.hit_tokens) if per_request else None,
     )
 
 
-def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+class _Outcome(NamedTuple):
+    """What became of a trace: the hit tokens of each request, blocks that are kept at the end,
+    evictions, and the ghosts and moves of a policy's queues."""
+
+    hit_tokens: array[int]
+    kept: int
+    evictions: int
+    ghosts: int = 0
+    moves: int = 0
+
+
+def _any_policy(trace: TraceColumns, cell: Cell, block_tokens: int) -> _Outcome:
+    """The policy itself, as a tier of the daemon has it."""
+    policy = make_policy(cell.policy, cell.capacity_blocks)
+    root_mru = cell.touch_order is TouchOrder.ROOT_MRU
+    resident_run, access_run = policy.resident_run, policy.access_run
+    hit_tokens = array("q")
+    hit_blocks = 0
+    for blocks, input_length in trace:
+        hit_tokens.append(min(resident_run(blocks) * block_tokens, input_length))
+        if root_mru:
+            blocks.reverse()
+        hit_blocks += access_run(blocks)
+    # Every block of weight 1 fits into any capacity but 0.
+    admitted = trace.blocks - hit_blocks if cell.capacity_blocks else 0
+    return _Outcome(hit_tokens, len(policy), admitted - len(policy), policy.ghosts, policy.moves)
+
+
+def _lru(trace: TraceColumns, cell: Cell, block_tokens: int) -> _Outcome:
     """LRU without a list of what is resident: the trace itself is the order of recency.
 
     The uses of blocks form a window, which begins where everything before was evicted. A block is
@@ -169,8 +188,7 @@ def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) 
     the capacity.
     """
     capacity, root_mru = cell.capacity_blocks, cell.touch_order is TouchOrder.ROOT_MRU
-    hit_tokens, prompt_tokens = array("q"), array("q")
-    started = perf_counter()
+    hit_tokens = array("q")
     #: The uses of each block in the window.
     uses = array("I", bytes(4 * trace.unique_blocks))
     oldest = _reversed_uses(trace) if root_mru else iter(trace.references)
@@ -194,7 +212,6 @@ def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) 
             hits += run
             rest = blocks[run:]
         hit_tokens.append(min(run * block_tokens, input_length))
-        prompt_tokens.append(input_length)
         for block in rest:
             number = uses[block]
             uses[block] = number + 1
@@ -208,20 +225,7 @@ def _lru(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) 
                     uses[victim] = number
                     if not number:
                         break
-    return ReplayResult(
-        cell=cell,
-        block_tokens=block_tokens,
-        total_hit_tokens=sum(hit_tokens),
-        total_prompt_tokens=sum(prompt_tokens),
-        final_cache_blocks=size,
-        evictions=trace.blocks - hits - size,
-        ghost_blocks=0,
-        accesses=trace.blocks,
-        queue_moves=trace.blocks,
-        seconds=perf_counter() - started,
-        hit_tokens_percentiles=_percentiles(hit_tokens),
-        per_request=(prompt_tokens, hit_tokens) if per_request else None,
-    )
+    return _Outcome(hit_tokens, size, trace.blocks - hits - size, moves=trace.blocks)
 
 
 #: What S3-FIFO knows of a block, in one byte: not there, a ghost, or in the small or main queue
@@ -230,15 +234,14 @@ _GHOST, _SMALL, _MAIN = 1, 2, 6
 _AFTER_HIT = bytes((0, 1, 3, 4, 5, 5, 7, 8, 9, 9))
 
 
-def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int) -> _Outcome:
     """`S3FIFO` of blocks that all weigh 1 and are never pinned, with a byte for each different one.
 
     A ghost that is hit stays in the queue until it comes to the head of it.
     """
     root_mru = cell.touch_order is TouchOrder.ROOT_MRU
     small_share, main_share = shares(cell.capacity_blocks)
-    hit_tokens, prompt_tokens = array("q"), array("q")
-    started = perf_counter()
+    hit_tokens = array("q")
     state, after_hit = bytearray(trace.unique_blocks), _AFTER_HIT
     small: deque[int] = deque()
     main: deque[int] = deque()
@@ -291,7 +294,6 @@ def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: boo
             hits += run
             rest = blocks[run:]
         hit_tokens.append(min(run * block_tokens, input_length))
-        prompt_tokens.append(input_length)
         for block in rest:
             known = state[block]
             if known >= _SMALL:
@@ -319,20 +321,8 @@ def _s3fifo(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: boo
                 small.append(block)
                 state[block] = _SMALL
     size = len(small) + len(main)
-    return ReplayResult(
-        cell=cell,
-        block_tokens=block_tokens,
-        total_hit_tokens=sum(hit_tokens),
-        total_prompt_tokens=sum(prompt_tokens),
-        final_cache_blocks=size,
-        evictions=trace.blocks - hits - size,
-        ghost_blocks=ghost_count,
-        accesses=trace.blocks,
-        queue_moves=moves + trace.blocks - hits,
-        seconds=perf_counter() - started,
-        hit_tokens_percentiles=_percentiles(hit_tokens),
-        per_request=(prompt_tokens, hit_tokens) if per_request else None,
-    )
+    evictions = trace.blocks - hits - size
+    return _Outcome(hit_tokens, size, evictions, ghost_count, moves + trace.blocks - hits)
 
 
 def _taken(past: Counter[int], block: int) -> bool:
@@ -349,29 +339,14 @@ def _reversed_uses(trace: TraceColumns) -> Iterator[int]:
         yield from reversed(blocks)
 
 
-def _optimum(trace: TraceColumns, cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
+def _optimum(trace: TraceColumns, cell: Cell, block_tokens: int) -> _Outcome:
     """The optimum in the form of a replay, which moves no queues."""
-    started = perf_counter()
     hit_blocks, kept, evictions = Optimum(trace).hits(cell.capacity_blocks)
-    prompt_tokens = array("q", [length for _, length in trace])
     hit_tokens = array(
         "q",
-        [min(n * block_tokens, m) for n, m in zip(hit_blocks, prompt_tokens, strict=True)],
+        [min(n * block_tokens, m) for n, m in zip(hit_blocks, trace.lengths, strict=True)],
     )
-    return ReplayResult(
-        cell=cell,
-        block_tokens=block_tokens,
-        total_hit_tokens=sum(hit_tokens),
-        total_prompt_tokens=sum(prompt_tokens),
-        final_cache_blocks=kept,
-        evictions=evictions,
-        ghost_blocks=0,
-        accesses=trace.blocks,
-        queue_moves=0,
-        seconds=perf_counter() - started,
-        hit_tokens_percentiles=_percentiles(hit_tokens),
-        per_request=(prompt_tokens, hit_tokens) if per_request else None,
-    )
+    return _Outcome(hit_tokens, kept, evictions)
 
 
 def _percentiles(hit_tokens: array[int]) -> dict[str, int]:
@@ -385,12 +360,6 @@ def _percentiles(hit_tokens: array[int]) -> dict[str, int]:
         else 0
         for percent in (10, 50, 90)
     }
-
-
-def percentile(ranked: Sequence[int], percent: int) -> int:
-    """The nearest rank: the first of the ascending values with `percent` % at or below it; 0 if
-    there are none."""
-    return ranked[max(0, -(-len(ranked) * percent // 100) - 1)] if ranked else 0
 
 
 def replay_all(

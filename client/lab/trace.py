@@ -639,6 +639,11 @@ class TraceColumns:
         """Where each request ends in `references`."""
         return self._ends
 
+    @property
+    def lengths(self) -> _Column:
+        """Prompt tokens of each request."""
+        return self._lengths
+
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         """The requests in order: (block numbers in a new list, prompt tokens)."""
         blocks, start = self._blocks, 0
