@@ -5,7 +5,7 @@ All commands over traces share the options that are defined here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from enum import StrEnum
 from itertools import chain
 from pathlib import Path
@@ -19,7 +19,7 @@ from .failures import ExitCode, bad_input, fail
 from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
 
 if TYPE_CHECKING:
-    from ..lab.trace import Request, RequestReader, TraceColumns
+    from ..lab.trace import RequestReader, TraceColumns
 
 T = TypeVar("T")
 Name = TypeVar("Name", bound=StrEnum)
@@ -368,6 +368,7 @@ def simulate(
     and its load is not far above the mean; else to the least loaded.
     """
     from ...proto.units import parse_bytes
+    from ..lab.breakdown import Requests
     from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
     from ..lab.report import render_fleet
     from ..lab.trace import TraceColumns, TraceReader
@@ -388,7 +389,7 @@ def simulate(
         if token_bytes is not None and token_bytes < 1:
             raise ValueError(f"a token must have at least one byte, got {bytes_per_token}")
         reader = TraceReader(trace, limit=limit, skip_bad=skip_bad, block_tokens=block_tokens)
-        timed = _Timed(reading(reader, "reading"))
+        timed = Requests(reading(reader, "reading"))
         block_size = reader.block_tokens
         columns = TraceColumns.load(timed)
         others = requested.alternatives() if compare else []
@@ -411,26 +412,6 @@ def simulate(
             for each in (data, *data["compared"])]  # fmt: skip
     show_result(ctl, data, lambda: fleet_view(data), output, force=force, rows=rows)
     warn(notes_on(reader, columns))
-
-
-class _Timed:
-    """Passes requests on, and measures the time from the earliest to the latest of them."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self._first_ms: float | None = None
-        self._last_ms = 0.0
-
-    @property
-    def duration_s(self) -> float:
-        return 0.0 if self._first_ms is None else (self._last_ms - self._first_ms) / 1000
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            time_ms = request.timestamp_ms
-            self._first_ms = time_ms if self._first_ms is None else min(self._first_ms, time_ms)
-            self._last_ms = max(self._last_ms, time_ms)
-            yield request
 
 
 # ---- values of options

@@ -205,7 +205,7 @@ def _agentic(record: Record, state: FileState) -> list[Prompt]:
         delay = records.moment({"t": record.get("delay") or 0})
         assert delay is not None
         at_ms = max(state.arrivals_ms[str(name)] for name in waits) + delay.value
-        prompt.at = Moment(at_ms, None, "wait_for", "ms")
+        prompt.at = Moment(at_ms, None, "ms")
         state.notes["requests that wait for others come `delay` after those came: how long the "
                     "others ran is not in the file"] = None  # fmt: skip
     if prompt.at is not None:
@@ -261,7 +261,7 @@ def _weka(record: Record, state: FileState) -> list[Prompt]:
             if stated is not None:
                 prompt.source_block_tokens = records.stated_size("block_size", stated)
             prompt.output_length = records.output_length(request, state.options)
-            prompt.at = Moment(start + at_s, "s", "t")
+            prompt.at = Moment(start + at_s, "s")
             found.append(_with(prompt, {**record, **request}, state, "s", session))
 
     add(record["requests"], 0.0)

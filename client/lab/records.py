@@ -131,12 +131,11 @@ class ConvertOptions:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A time as a record says it, in `field`: in a `unit` that it names, or (None) a bare number,
-    whose unit all times together tell. `usual` is the unit of such numbers in this format."""
+    """A time as a record says it: in a `unit` that it names, or (None) a bare number, whose unit
+    all times together tell. `usual` is the unit of such numbers in this format."""
 
     value: float
     unit: str | None
-    field: str
     usual: str | None = None
 
 
@@ -269,14 +268,14 @@ def _moment(name: str, value: object, unit: str | None, usual: str | None = None
         with suppress(ValueError, OverflowError):
             when = datetime.fromisoformat(date)
             in_zone = when if when.tzinfo else when.replace(tzinfo=UTC)
-            return Moment(in_zone.timestamp() * 1000, "ms", name)
+            return Moment(in_zone.timestamp() * 1000, "ms")
         try:
             value = float(value)
         except ValueError:
             raise ValueError(f"{name} is no time: {quoted(value)}") from None
     if type(value) not in (int, float) or not abs(value) <= MAX_FIELD:  # type: ignore[arg-type]
         raise ValueError(f"{name} is no time: {quoted(value)}")
-    return Moment(float(value), unit, name, usual)  # type: ignore[arg-type]
+    return Moment(float(value), unit, usual)  # type: ignore[arg-type]
 
 
 def scope_of(record: Record, extra: str = "") -> Scope:
