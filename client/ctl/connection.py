@@ -108,24 +108,11 @@ class AdminConnection:
     def inspect(self, key: bytes, *, verify: bool) -> pb.InspectResponse:
         return self._operate(self._admin.Inspect, pb.InspectRequest(key=key, verify=verify))
 
-    def claims(self) -> list[pb.ClaimDetail]:
-        """The same as `all_claims`, at once."""
-        return list(self.all_claims())
-
     def all_claims(self) -> Iterator[pb.ClaimDetail]:
         """Every claim, with the first of its keys. Fetches a page at a time."""
         request = pb.ListClaimsRequest(page_claims=PAGE_ENTRIES)
         for page in self._pages(self._admin.ListClaims, request):
             yield from page.claims
-
-    def claim(self, claim_id: int) -> pb.ClaimDetail:
-        """One claim with all of its keys. Raises UnknownClaim."""
-        request = pb.ListClaimsRequest(claim_id=claim_id)
-        return self._operate(self._admin.ListClaims, request).claims[0]
-
-    def reservations(self) -> list[pb.ReservationDetail]:
-        """The same as `all_reservations`, at once."""
-        return list(self.all_reservations())
 
     def all_reservations(self) -> Iterator[pb.ReservationDetail]:
         """Every save that is not published yet. Fetches a page at a time."""

@@ -42,7 +42,6 @@ import numpy as np
 import numpy.typing as npt
 
 Tokens = npt.NDArray[np.int32]
-Bytes = npt.NDArray[np.uint8]
 
 MAGIC: Final = 0x67677371
 VERSIONS: Final = range(2, 5)

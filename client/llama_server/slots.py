@@ -88,10 +88,6 @@ class Slot:
         """How many of these tokens it has, from the first on."""
         return common_tokens(self.tokens, tokens) if salt == self.salt else 0
 
-    @property
-    def unsaved(self) -> int:
-        return self.length - self.saved
-
     def took(self, tokens: Tokens, salt: bytes, *, kept: int) -> None:
         """A request with this prompt begins; of what was in the slot, `kept` tokens stay."""
         self.saved = min(self.saved, kept)

@@ -12,7 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ...proto.limits import MAX_BATCH_KEYS
@@ -377,6 +377,3 @@ class _MaybeHit:
     async def __aexit__(self, *_: object) -> None:
         if self._hit is not None:
             await self._hit.release()
-
-
-__all__: Final = ["Restored", "States"]

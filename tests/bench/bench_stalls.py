@@ -438,7 +438,7 @@ def outside(entries: int, found: Callable[[Row], None]) -> None:
             ("preview of 4,096", lambda: [preview(admin) for _ in range(10)]),
             ("ls", lambda: [admin.next_victims(Tier.RAM, 20) for _ in range(20)]),
             ("why", lambda: [admin.why(keys[0][:2]) for _ in range(5)]),
-            ("claims", lambda: [admin.claims() for _ in range(20)]),
+            ("claims", lambda: [list(admin.all_claims()) for _ in range(20)]),
             ("config reload", reload),
             ("check", admin.check),
             ("gc", admin.gc),

@@ -489,7 +489,7 @@ def test_the_release_of_a_lost_claim_reports_the_loss(
     assert client.save(key, b"bytes", tier=Tier.RAM, reason=EVICT).ok
     hit = client.claim([key])
     with daemon.admin() as admin:
-        eventually(lambda: not admin.claims())
+        eventually(lambda: not list(admin.all_claims()))
         admin.evict(2**40, [Tier.RAM])
     assert not hit.release()
 
@@ -526,7 +526,7 @@ def test_claims_and_reservations_of_a_call_that_timed_out_are_given_back(
             assert client.claim(keys, deadline_ms=100).miss is MissReason.DEADLINE
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        eventually(lambda: granted()[0] > claims and not admin.claims())
+        eventually(lambda: granted()[0] > claims and not list(admin.all_claims()))
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         reservations = granted()[1]
         os.kill(daemon.pid, signal.SIGSTOP)
@@ -537,7 +537,7 @@ def test_claims_and_reservations_of_a_call_that_timed_out_are_given_back(
             assert late.status is ReserveStatus.FAILED
         finally:
             os.kill(daemon.pid, signal.SIGCONT)
-        eventually(lambda: granted()[1] > reservations and not admin.reservations())
+        eventually(lambda: granted()[1] > reservations and not list(admin.all_reservations()))
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         with client.claim(keys) as hit:
             assert len(hit) == len(keys)

@@ -82,10 +82,10 @@ def holds_nothing(admin: AdminConnection) -> bool:
 def test_what_a_killed_client_held_is_free_within_two_heartbeats(
     admin: AdminConnection, holder: subprocess.Popen[str]
 ) -> None:
-    (claim,) = admin.claims()
+    (claim,) = admin.all_claims()
     assert "holder" in claim.owner
     assert {bytes(key) for key in claim.keys} == set(PUBLISHED)
-    held = admin.reservations()
+    held = list(admin.all_reservations())
     assert {bytes(reservation.key) for reservation in held} == set(RESERVED)
     before = admin.stats()
     assert [tier.pinned_entries for tier in before.tiers] == [len(PUBLISHED), 0, 0]

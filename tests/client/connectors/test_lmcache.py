@@ -141,11 +141,12 @@ def test_store_look_up_load_unlock(adapter: Any, daemon: PrivateDaemon) -> None:
     assert load(adapter, [keys[2], keys[0], keys[3]], targets) == [True, True, False]
     assert [target.byte_array[0] for target in targets] == [3, 1, 0]
     with daemon.admin() as admin:
-        eventually(admin.claims)  # a look-up in place is answered before its claim is made
+        # A look-up in place is answered before its claim is made.
+        eventually(lambda: list(admin.all_claims()))
         adapter.submit_unlock(keys[:2])
-        assert admin.claims(), "the third key is still locked"
+        assert list(admin.all_claims()), "the third key is still locked"
         adapter.submit_unlock(keys[2:])
-        eventually(lambda: not admin.claims())
+        eventually(lambda: not list(admin.all_claims()))
 
 
 def test_a_subset_is_loaded_without_a_lock(adapter: Any) -> None:
@@ -169,9 +170,9 @@ def test_locks_are_counted_for_each_key(adapter: Any, daemon: PrivateDaemon) -> 
     assert look_up(adapter, keys) == look_up(adapter, keys) == [True, True]
     with daemon.admin() as admin:
         adapter.submit_unlock(keys)
-        eventually(lambda: len(admin.claims()) == 1)
+        eventually(lambda: len(list(admin.all_claims())) == 1)
         adapter.submit_unlock(keys)
-        eventually(lambda: not admin.claims())
+        eventually(lambda: not list(admin.all_claims()))
     adapter.submit_unlock(keys)
 
 

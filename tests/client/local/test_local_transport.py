@@ -481,7 +481,7 @@ def test_a_claim_is_held_on_when_its_connection_ends_with_another_call(
         assert node.calls._idle == []
         eventually(lambda: descriptors_of(daemon) < there)
         admin.evict(2**40, [Tier.RAM])
-        assert [list(claim.keys) for claim in admin.claims()] == [keys]
+        assert [list(claim.keys) for claim in admin.all_claims()] == [keys]
         assert hit.buffers is not None
         assert b"".join(hit.buffers) == payload_of(keys[0], 1_000)
     assert not hit.lost

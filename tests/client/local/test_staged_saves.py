@@ -320,12 +320,12 @@ def test_a_client_that_is_killed_in_the_middle_of_a_save(
         try:
             assert victim.stdout is not None
             assert victim.stdout.readline() == "half\n"
-            (held,) = admin.reservations()
+            (held,) = admin.all_reservations()
             assert held.key == key_of("half a save")
             assert admin.stats().tiers[1].reserved_bytes > 0
         finally:
             victim.kill()
-    eventually(lambda: not admin.reservations())
+    eventually(lambda: not list(admin.all_reservations()))
     after = admin.stats()
     assert [tier.entries for tier in after.tiers] == [tier.entries for tier in before.tiers]
     assert after.tiers[1].reserved_bytes == 0

@@ -476,7 +476,7 @@ def test_a_daemon_that_stops_in_the_middle_costs_each_call_its_deadline() -> Non
         assert client.wait_connected(deadline_ms=round(PATIENCE_S * 1e3))
         assert hit.release()
         with daemon.admin() as admin:
-            eventually(lambda: not admin.reservations())
+            eventually(lambda: not list(admin.all_reservations()))
         moves(client)
 
 

@@ -65,7 +65,7 @@ def test_one_round_trip_reads_payloads_independently() -> None:
             rpcs = peer._client.counters["rpcs"]
             assert {name: count for name, count in rpcs.items() if count} == {"Fetch": 1}
             with daemon.admin() as admin:
-                assert not admin.claims()
+                assert not list(admin.all_claims())
             daemon.kill()
             assert peer.read(reads[:1], monotonic() + PATIENCE_S) == [Outcome.UNAVAILABLE]
             assert peer.read(reads[:1], monotonic()) == [Outcome.UNAVAILABLE]
