@@ -22,10 +22,9 @@ from prefixd.client import Client, SaveItem, Tier
 from prefixd.proto.keys import Key
 from prefixd.proto.units import parse_bytes, parse_duration_ns
 from prefixd.server.api.metrics import PRESSURE, SHARED, SHARED_GAUGES, StateCollector
-from prefixd.server.config import memory
-from prefixd.server.config.budgets import resolve
+from prefixd.server.config import budgets
+from prefixd.server.config.budgets import memory_parts, resolve
 from prefixd.server.config.loading import load_config
-from prefixd.server.config.memory import memory_parts
 from prefixd.server.config.options import Config
 from prefixd.server.core.counters import Histogram
 from prefixd.server.core.state import MetaState
@@ -315,11 +314,11 @@ def test_the_readme_lists_every_bound_that_takes_memory() -> None:
 
 def test_the_readme_says_what_the_sum_is_made_of() -> None:
     each = {
-        "server.max_connections": memory._CONNECTION_BYTES,
-        "server.max_rpcs": memory._CALL_BYTES,
-        "sessions.max_sessions": memory._SESSION_BYTES,
-        "sessions.max_held_keys": memory._HELD_KEY_BYTES,
-        "entries": memory._ENTRY_BYTES,
+        "server.max_connections": budgets._CONNECTION_BYTES,
+        "server.max_rpcs": budgets._CALL_BYTES,
+        "sessions.max_sessions": budgets._SESSION_BYTES,
+        "sessions.max_held_keys": budgets._HELD_KEY_BYTES,
+        "entries": budgets._ENTRY_BYTES,
     }
     table = README[README.index("### What clients may take") : README.index("## Access")]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
@@ -327,7 +326,7 @@ def test_the_readme_says_what_the_sum_is_made_of() -> None:
     for name, size_bytes in each.items():
         size, _, word = said[name].rpartition(" ")
         assert (parse_bytes(size.replace(" ", "")), word) == (size_bytes, "each"), name
-    assert parse_bytes(said["the daemon itself"].replace(" ", "")) == memory._BASE_BYTES
+    assert parse_bytes(said["the daemon itself"].replace(" ", "")) == budgets._BASE_BYTES
 
 
 def test_the_pods_paths_ports_and_volumes_fit_together() -> None:

@@ -10,9 +10,8 @@ import pytest
 
 from prefixd import __version__
 from prefixd.proto.units import parse_bytes
-from prefixd.server.config.budgets import resolve
+from prefixd.server.config.budgets import memory_parts, resolve
 from prefixd.server.config.loading import load_config
-from prefixd.server.config.memory import memory_parts
 from prefixd.server.config.options import Config
 from tests.support.running import MACHINE
 

@@ -31,8 +31,8 @@ from ...proto.trace_parent import TRACING_VARIABLE
 from ...proto.trust import why_no_place
 from ...proto.units import format_bytes, format_duration
 from ...tiers.arena import MIN_SLAB_BYTES
-from . import memory, sources
-from .budgets import Plan, resolve, too_small
+from . import sources
+from .budgets import Plan, describe_memory, resolve, too_small
 from .machine import Machine
 from .options import Config, Server, Shared, TierSection
 from .sources import Given, Option
@@ -174,7 +174,7 @@ def _load(
         assert plan is not None
         warnings = [f"warning: {warning}" for warning in plan.warnings]
         good = "The configuration is possible, but likely not meant:" if warnings else _GOOD
-        print(good, *warnings, *plan.describe(), memory.describe(plan), sep="\n")
+        print(good, *warnings, *plan.describe(), describe_memory(plan), sep="\n")
         raise SystemExit(0)
     return config, plan
 

@@ -30,7 +30,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
 {{- else -}}{{ $number }}{{- end -}}
 {{- end -}}
 
-{{- /* What the daemon may take, in GiB. server/config/memory.py has the parts, and a test compares the two. */ -}}
+{{- /* What the daemon may take, in GiB. server/config/budgets.py has the parts, and a test compares the two. */ -}}
 {{- define "prefixd.memory" -}}
 {{- $ram := include "prefixd.mib" .Values.budgets.ram | int64 -}}
 {{- $shm := include "prefixd.mib" .Values.budgets.shm | int64 -}}

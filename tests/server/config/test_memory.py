@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from prefixd.server.config import memory
-from prefixd.server.config.budgets import resolve
+from prefixd.server.config import budgets
+from prefixd.server.config.budgets import describe_memory, memory_parts, resolve
 from prefixd.server.config.loading import load_config
-from prefixd.server.config.memory import describe, memory_parts
 from prefixd.server.sharing.link import MAX_KNOWN
 from tests.support.running import MACHINE
 
@@ -48,11 +47,11 @@ def test_an_engine_is_remembered_and_a_bucket_twice_more() -> None:
 
 
 def test_as_many_keys_are_known_as_the_sum_says() -> None:
-    assert memory._KNOWN_KEYS == MAX_KNOWN
+    assert budgets._KNOWN_KEYS == MAX_KNOWN
 
 
 def test_the_sum_is_described_with_its_largest_parts() -> None:
     plan = resolve(load_config(["--ram=64GiB", "--shm=0", "--disk=0"], {}), MACHINE)
-    line = describe(plan)
+    line = describe_memory(plan)
     assert line.startswith("memory: at most 67.71GiB")
     assert "of which ram.budget 64GiB, " in line
