@@ -23,7 +23,6 @@ from .journal import Happening
 from .sessions import Claim, Session
 from .superseded import DELETED
 from .tables import Timer
-from .tenants import may_pin
 from .transition import Refusal, Transition
 
 
@@ -132,9 +131,7 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
                 )
             )
         its = session.of
-        if its is not None and not may_pin(
-            its, t.ledgers[tier], entries, t.config.max_pinned_share
-        ):
+        if its is not None and not its.may_pin(t.ledgers[tier], entries, t.config.max_pinned_share):
             t.counters.quota_refusals += 1
             raise Refusal(
                 LimitReached(

@@ -21,7 +21,6 @@ from .reads import find
 from .saves import lose
 from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
 from .tables import Reserve, StateConfig, Timer
-from .tenants import may_reserve
 from .transition import Refusal, Transition
 
 _FITS, _AFTER_EVICTION = Admission.FITS, Admission.AFTER_EVICTION
@@ -342,7 +341,7 @@ def make_room(
     its = session.of
     if (
         its is not None
-        and not may_reserve(its, ledger, coming, t.config.max_reserved_share)
+        and not its.may_reserve(ledger, coming, t.config.max_reserved_share)
         and (its.held_bytes(tier) or not begin)
     ):
         t.counters.quota_refusals += 1

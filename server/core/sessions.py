@@ -1,4 +1,5 @@
-"""Sessions and what they hold: claims with their pins, and reservations with their stages.
+"""Sessions and what they hold: claims with their pins, and reservations with their stages; and what
+all sessions of a tenant may hold of a tier together.
 
 The pins of a session are many small dicts once there are many: a dict of a million entries takes
 30 ms to grow, and stops everything meanwhile.
@@ -6,15 +7,16 @@ The pins of a session are many small dicts once there are many: a dict of a mill
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from typing import Final
 
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
+from ...tiers.ledger import Ledger
 from .entries import Entry
-from .shares import HOST, Holder
+from .shares import HOST, Holder, may_hold
 
 #: A session that pins this many entries keeps them in `_PARTS` dicts from then on.
 SPLIT_AT: Final = 8_192
@@ -165,8 +167,14 @@ class Pins:
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """What the open sessions of a tenant over TCP hold together (`core.shares`). The clients on
-    this host have none: only their sessions leave room to each other."""
+    """What the open sessions of a tenant over TCP hold together: pins and reservations. The clients
+    on this host have none: only their sessions leave room to each other.
+
+    A tenant holds no more than it leaves free to others (`core.shares`). While nobody else holds
+    anything it may hold as much as one session: `max_pinned_share`, `max_reserved_share`. Where
+    namespaces have shares of the tier, both concern the room beyond them: what a namespace holds
+    within its share is its own.
+    """
 
     #: Those that are open or ending.
     sessions: int = 0
@@ -178,6 +186,49 @@ class Tenant:
 
     def held_bytes(self, tier: Tier) -> int:
         return self.pinned_bytes.get(tier, 0) + self.reserved_bytes.get(tier, 0)
+
+    def may_pin(self, ledger: Ledger, entries: Sequence[Entry], most_share: float) -> bool:
+        """Whether it may pin those of `entries` that are in this tier. An entry may be as large as
+        it likes if the tenant holds nothing else."""
+        tier, pins = ledger.tier, self.pins
+        more = {entry for entry in entries if entry.tier is tier and entry not in pins}
+        if len(more) <= 1 and not self.held_bytes(tier):
+            return True
+        more_bytes = sum(entry.stored_bytes for entry in more)
+        new_bytes = sum(entry.stored_bytes for entry in more if not entry.pins)
+        most_bytes = int(ledger.limit_bytes * most_share) - self.pinned_bytes.get(tier, 0)
+        return not more or self._may(
+            ledger, next(iter(more)).key, more_bytes, new_bytes, most_bytes
+        )
+
+    def may_reserve(self, ledger: Ledger, coming: Entry, most_share: float) -> bool:
+        """Whether it may reserve room for an entry."""
+        most_bytes = int(ledger.limit_bytes * most_share)
+        most_bytes -= self.reserved_bytes.get(ledger.tier, 0)
+        stored_bytes = coming.stored_bytes
+        return self._may(ledger, coming.key, stored_bytes, stored_bytes, most_bytes)
+
+    def _may(
+        self, ledger: Ledger, key: Key, more_bytes: int, new_bytes: int, most_bytes: int
+    ) -> bool:
+        """`new_bytes` of `more_bytes` are held by nobody yet. `most_bytes`: the most that it may
+        take while nobody else holds anything."""
+        its_bytes = self.held_bytes(ledger.tier)
+        total_bytes, used_bytes = ledger.limit_bytes, ledger.pinned_bytes + ledger.reserved_bytes
+        shares = ledger.shares
+        if shares is not None:
+            share_bytes = shares.standings[shares.number_of(key)].share_bytes
+            total_bytes = max(0, total_bytes - shares.share_bytes)
+            used_bytes = sum(
+                max(0, standing.fixed_bytes - standing.share_bytes) for standing in shares.standings
+            )
+            then_bytes = max(0, its_bytes + more_bytes - share_bytes)
+            its_bytes = max(0, its_bytes - share_bytes)
+            more_bytes = then_bytes - its_bytes
+            new_bytes = min(new_bytes, more_bytes)
+        if used_bytes <= its_bytes:
+            return more_bytes <= most_bytes
+        return may_hold(its_bytes, more_bytes, new_bytes, used_bytes, total_bytes)
 
     def pin(self, entry: Entry) -> None:
         """One more session pins an entry."""

@@ -13,7 +13,6 @@ from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import TAG_BYTES, tag_of
 from prefixd.proto.vocabulary import ClaimMode, SaveStatus, Tier
 from prefixd.server.core.sessions import Tenant
-from prefixd.server.core.tenants import may_reserve
 from tests.support.state_driver import Driver, ledger
 
 #: The driver's tiers have 10 bytes, of which 1 is for clients on this host.
@@ -94,7 +93,7 @@ def test_what_a_namespace_holds_within_its_share_is_its_own() -> None:
     def may(used_bytes: int, key: Key) -> bool:
         tenant = Tenant(reserved_bytes={Tier.RAM: used_bytes})
         coming: Any = SimpleNamespace(key=key, stored_bytes=1)
-        return may_reserve(tenant, tier, coming, 1.0)
+        return tenant.may_reserve(tier, coming, 1.0)
 
     team, nobody = Key(bytes(32 - TAG_BYTES) + tag_of("team")), Key(bytes(32))
     rest.fixed_bytes, share.fixed_bytes = 1, 5
