@@ -32,11 +32,11 @@ from .arena import (
     Arena,
     ArenaWriter,
     BaseArena,
+    DiskArena,
     NoArena,
     check_slab,
     whole_slabs,
 )
-from .disk_arena import DiskArena
 from .files import HERE, FileCalls, sync_parents, write_errors
 from .graves import Graves
 from .lmdb_rows import TABLE_FIXED_BYTES, TABLE_SLAB_BYTES, LmdbRows

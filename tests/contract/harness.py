@@ -19,8 +19,8 @@ from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.tiers.arena import PIECE_BYTES
 from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
-from prefixd.tiers.disk_arena import PIECE_BYTES
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.store import EntryWriter, RecoveryBatch, Store, StoredEntry
 

@@ -29,7 +29,7 @@ from prefixd.server import daemon
 from prefixd.server.runtime.loop import Core
 Core.close = partialmethod(Core.close, 0.3)
 daemon._ENDED_WITHIN_S = 0.3
-from prefixd.tiers.disk_arena import DiskArena
+from prefixd.tiers.arena import DiskArena
 sync = DiskArena.sync
 def hang(self):
     place = self.path.parent.parent

@@ -34,7 +34,6 @@ TARGETS: Final = (
     "tiers/ledger.py",
     "tiers/extents.py",
     "tiers/arena.py",
-    "tiers/disk_arena.py",
     "tiers/arena_stores.py",
     "server/runtime/committer.py",
     "client/local/node.py",

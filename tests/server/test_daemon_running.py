@@ -27,9 +27,8 @@ from prefixd.server import daemon as module
 from prefixd.server.config.budgets import resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.runtime import resizing
-from prefixd.tiers.arena import Arena, BaseArena
+from prefixd.tiers.arena import Arena, BaseArena, DiskArena
 from prefixd.tiers.arena_stores import ARENA_FILE, ArenaStore
-from prefixd.tiers.disk_arena import DiskArena
 from prefixd.tiers.file_calls import CallsApart
 from tests.support.daemon import eventually
 from tests.support.devices import FAILING_WRITES

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 
-from prefixd.tiers import disk_arena
-from prefixd.tiers.disk_arena import PIECE_BYTES, DiskArena
+from prefixd.tiers import arena
+from prefixd.tiers.arena import PIECE_BYTES, DiskArena
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
@@ -315,14 +315,14 @@ def test_what_a_client_writes_meanwhile_does_not_change_what_is_checked(
     """The checksum is that of the bytes in the file, although the memory changes meanwhile."""
     placed = disk()
     staging = bytearray(payload_of(1, 3 * PIECE_BYTES))
-    real = disk_arena.copy_crc32c
+    real = arena.copy_crc32c
 
     def scribbling(room: memoryview, piece: memoryview, crc: int) -> int:
         crc = real(room, piece, crc)
         staging[:] = bytes(len(staging))
         return crc
 
-    monkeypatch.setattr(disk_arena, "copy_crc32c", scribbling)
+    monkeypatch.setattr(arena, "copy_crc32c", scribbling)
     entry = placed.entry(0, payload_bytes=len(staging))
     writer = placed.store.writer(entry)
     writer.write(staging)

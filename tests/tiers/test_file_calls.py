@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.tiers import file_calls
-from prefixd.tiers.disk_arena import DiskArena
+from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.file_calls import CallsApart
 from prefixd.tiers.files import HERE, ROOM_BYTES, FileCalls, open_own_file, pread_into, pwrite_all
 from prefixd.tiers.store import StoreError
