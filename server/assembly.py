@@ -18,7 +18,6 @@ from ..tiers.eviction import EvictionPolicy, make_policy
 from ..tiers.extents import ExtentAllocator
 from ..tiers.file_calls import CallsApart
 from ..tiers.files import HERE
-from ..tiers.heap import give_back_free_heap
 from ..tiers.ledger import Ledger
 from ..tiers.shares import Share
 from ..tiers.store import Store
@@ -31,6 +30,7 @@ from .runtime.index import IndexWriter
 from .runtime.listeners import Tracing
 from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
+from .runtime.process_memory import give_back_free_heap
 from .runtime.staging import StagingPool
 from .runtime.traced_loop import TracedCore
 from .sharing.link import SharingConfig, WritePolicy

@@ -23,7 +23,6 @@ from .. import __version__
 from ..proto.endpoints import LOCAL_SUFFIX, socket_path
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.vocabulary import Tier
-from ..tiers.heap import keep_large_blocks
 from ..tiers.store import StoreError
 from . import assembly, preflight
 from .api.front import HEALTH_SERVICES, Front
@@ -44,7 +43,7 @@ from .runtime.clock import Clock
 from .runtime.descriptors import Descriptors, secure
 from .runtime.index import IndexWriter
 from .runtime.loop import Core
-from .runtime.process_memory import give_back_idle_heap
+from .runtime.process_memory import give_back_idle_heap, keep_large_blocks
 
 log = structlog.get_logger("prefixd")
 

@@ -25,9 +25,9 @@ from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import copy, copy_crc32c, crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
+from prefixd.server.runtime.process_memory import keep_large_blocks
 from prefixd.tiers.arena_stores import DiskStore, RamStore, RecordedStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator
-from prefixd.tiers.heap import keep_large_blocks
 from prefixd.tiers.lmdb_rows import LmdbRows
 from prefixd.tiers.records import Records
 from prefixd.tiers.rows import RowFile

@@ -9,7 +9,7 @@ import pytest
 
 FAULTS = """
 import resource, sys, threading
-from prefixd.tiers.heap import keep_large_blocks
+from prefixd.server.runtime.process_memory import keep_large_blocks
 if not keep_large_blocks():
     sys.exit(77)
 
@@ -44,7 +44,11 @@ def test_freed_blocks_are_used_again_by_any_thread() -> None:
 GIVEN_BACK = """
 import sys
 from pathlib import Path
-from prefixd.tiers.heap import free_heap_bytes, give_back_free_heap, keep_large_blocks
+from prefixd.server.runtime.process_memory import (
+    free_heap_bytes,
+    give_back_free_heap,
+    keep_large_blocks,
+)
 if not keep_large_blocks() or not free_heap_bytes():
     sys.exit(77)
 
