@@ -30,8 +30,8 @@ from ..runtime.gate import stopping
 from ..runtime.loop import Core
 from ..runtime.recovery import collect_garbage, durable_deletes
 from ..runtime.resizing import evict
+from ..runtime.rounds import Slices, recount
 from ..runtime.scrubbing import Scrub
-from ..runtime.slices import Slices, recount
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews

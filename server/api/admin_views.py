@@ -27,8 +27,8 @@ from ..core.journal import CAUSES, Happened
 from ..core.sessions import Claim, Reservation
 from ..runtime.loop import Core
 from ..runtime.resizing import Resizing
+from ..runtime.rounds import Slices
 from ..runtime.scrubbing import Scrub
-from ..runtime.slices import Slices
 from ..runtime.verification import Reading
 from . import messages
 from .calls import Caller

@@ -31,7 +31,7 @@ from ..core.entries import Entry
 from ..core.events import BytesRead
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
-from ..runtime.slices import Slices
+from ..runtime.rounds import Slices
 from ..runtime.writes import Write
 from . import messages
 from .calls import Caller, PlainCaller, to_its_end

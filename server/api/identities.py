@@ -19,7 +19,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import MalformedMessage
 from ...proto.keys import Key, check_key
 from ..core.journal import Happening, Journal
-from ..runtime.slices import Slices
+from ..runtime.rounds import Slices
 
 log = structlog.get_logger("prefixd.sessions")
 

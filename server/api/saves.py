@@ -33,8 +33,7 @@ from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
 from ..runtime.pace import Pace
 from ..runtime.quota import Quota
-from ..runtime.rounds import Rounds
-from ..runtime.slices import Slices
+from ..runtime.rounds import Rounds, Slices
 from ..runtime.staging import Staging, StagingPool
 from ..runtime.writes import Piece
 from . import messages

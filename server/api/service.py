@@ -26,7 +26,7 @@ from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from ..runtime.recovery import durable_deletes
-from ..runtime.slices import Slices
+from ..runtime.rounds import Slices
 from . import messages
 from .access import Access, Role
 from .calls import Caller, taken_within

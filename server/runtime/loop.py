@@ -72,7 +72,7 @@ from .limited_log import LimitedLog
 from .listeners import ChangeListener, EntryListener, Listener, Tracing
 from .process_memory import Freezer
 from .reindexing import Reindexing, change
-from .slices import recount
+from .rounds import recount
 from .supervision import Health, Supervisor, ended_within
 from .verification import Verifications
 from .writes import Write, end

@@ -19,7 +19,7 @@ from ...tiers.store import RecoveryBatch, Store, StoredEntry, StoreError
 from ..core.events import TierRecovered, TierState
 from ..core.sessions import Stage
 from .loop import Core
-from .slices import Slices
+from .rounds import Slices
 
 log = structlog.get_logger("prefixd.recovery")
 

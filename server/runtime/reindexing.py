@@ -11,7 +11,7 @@ import structlog
 from ..core.effects import Effect, IndexDelete, IndexPut
 from ..core.entries import EntryTable
 from .index import IndexWriter
-from .slices import Slices
+from .rounds import Slices
 from .supervision import Health
 
 log = structlog.get_logger("prefixd.reindexing")

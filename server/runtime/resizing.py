@@ -47,7 +47,7 @@ from ..core.events import (
 )
 from ..core.journal import EvictionCause
 from .loop import Core
-from .slices import Slices
+from .rounds import Slices
 
 T = TypeVar("T")
 

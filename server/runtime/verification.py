@@ -16,7 +16,7 @@ from ...tiers.store import Damaged, Store, StoreError
 from ..core.entries import SHARDS, Entry, EntryTable
 from .devices import Devices
 from .limited_log import LimitedLog
-from .slices import Slices
+from .rounds import Slices
 from .supervision import Health
 
 log = LimitedLog("prefixd.verification")

@@ -32,7 +32,7 @@ from ..core.effects import DeleteAnswer
 from ..core.events import DeleteAsked
 from ..runtime.loop import Core
 from ..runtime.recovery import durable_deletes
-from ..runtime.slices import Slices
+from ..runtime.rounds import Slices
 from .delete_log import NO_STAMP, DeleteLog, FleetDelete, LogPace, records_of
 from .link import Link
 from .store import LogPage, NodeState

@@ -78,7 +78,7 @@ from prefixd.server.runtime import process_memory
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.loop import Core
-from prefixd.server.runtime.slices import recount
+from prefixd.server.runtime.rounds import recount
 from prefixd.tiers.arena_stores import RamStore
 from prefixd.tiers.eviction import LRU
 from prefixd.tiers.extents import ExtentAllocator

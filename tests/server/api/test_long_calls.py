@@ -22,7 +22,7 @@ from prefixd.server.api.calls import PlainCaller
 from prefixd.server.api.data_streams import Stream
 from prefixd.server.api.data_transfers import DataCalls
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
-from prefixd.server.runtime import slices
+from prefixd.server.runtime import rounds
 from prefixd.tiers.store import Damaged
 from tests.server.api.test_hand_over import handed_over
 from tests.support.data_client import data_connection
@@ -49,7 +49,7 @@ CALLER = PlainCaller()
 @pytest.fixture(autouse=True)
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every slice end at once."""
-    monkeypatch.setattr(slices, "SLICE_NS", 0)
+    monkeypatch.setattr(rounds, "SLICE_NS", 0)
 
 
 async def rounds_of(call: Awaitable[T]) -> tuple[T, int]:

@@ -19,7 +19,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import TierState
 from prefixd.server.runtime import recovery, reindexing
 from prefixd.server.runtime.index import IndexWriter
-from prefixd.server.runtime.slices import Slices
+from prefixd.server.runtime.rounds import Slices
 from prefixd.tiers import records, rows
 from prefixd.tiers.arena_stores import ARENA_FILE
 from prefixd.tiers.rows import RECORDS_FILE, ROW_BYTES

@@ -11,8 +11,8 @@ import pytest
 
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import checking
-from prefixd.server.runtime import slices
-from prefixd.server.runtime.slices import Slices, recount
+from prefixd.server.runtime import rounds
+from prefixd.server.runtime.rounds import Slices, recount
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, key, payload, running
 
@@ -20,8 +20,8 @@ from tests.support.running import OpenSession, key, payload, running
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of no time."""
-    monkeypatch.setattr(slices, "SLICE_NS", 0)
-    monkeypatch.setattr(slices, "_SORTED_AT_ONCE", 3)
+    monkeypatch.setattr(rounds, "SLICE_NS", 0)
+    monkeypatch.setattr(rounds, "_SORTED_AT_ONCE", 3)
 
 
 def test_others_come_between_any_two_slices(tiny: None) -> None:  # noqa: ARG001 (a fixture)
@@ -45,7 +45,7 @@ def test_others_come_between_any_two_slices(tiny: None) -> None:  # noqa: ARG001
 
 
 def test_within_a_slice_nothing_comes_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slices, "SLICE_NS", 10**15)
+    monkeypatch.setattr(rounds, "SLICE_NS", 10**15)
     seen: list[int] = []
 
     async def both() -> None:
@@ -83,7 +83,7 @@ async def work(session: OpenSession, first: int) -> None:
 async def test_nothing_is_wrong_while_clients_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slices, "SLICE_NS", 0)
+    monkeypatch.setattr(rounds, "SLICE_NS", 0)
     async with running(tmp_path, "--ram.budget=64KiB") as daemon:
         sessions = [await daemon.open() for _ in range(3)]
         working = asyncio.gather(*(work(one, 100 * n) for n, one in enumerate(sessions)))
