@@ -36,7 +36,7 @@ from prefixd.server.api import admin, service
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.sessions import ServiceConfig
 from prefixd.server.runtime import recovery
-from prefixd.server.sharing import behind, deletes, fetcher, offers, peers, sharing, withdrawals
+from prefixd.server.sharing import behind, deletes, peers, sharing
 from prefixd.server.sharing.behind import Behind
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.peers import Pace, PeerStore
@@ -72,11 +72,8 @@ _CLOCKS: Final = (
     admin,
     behind,
     deletes,
-    fetcher,
-    offers,
     peers,
     sharing,
-    withdrawals,
     service,
     recovery,
 )

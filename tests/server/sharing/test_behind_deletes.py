@@ -19,7 +19,7 @@ from prefixd.proto.entry import Content
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core.events import Tick
-from prefixd.server.sharing import deletes, withdrawals
+from prefixd.server.sharing import deletes
 from prefixd.server.sharing.behind import Behind
 from prefixd.server.sharing.delete_log import NO_STAMP, FleetDelete, Logged
 from prefixd.server.sharing.object_store import ObjectStore
@@ -38,7 +38,7 @@ DELETED, ERASING = pb.DELETE_STATUS_DELETED, pb.DELETE_STATUS_ERASING
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_AGAIN_S", "_PUT_BACK_WITHIN_S"):
         monkeypatch.setattr(deletes, name, 0.01)
-    monkeypatch.setattr(withdrawals, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(deletes, "_DROPPED_AGAIN_S", 0.01)
     monkeypatch.setattr(LogInMemory, "log_every_s", 0.01)
 
 

@@ -19,7 +19,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import Tick
 from prefixd.server.core.shares import Holder
-from prefixd.server.sharing import deletes, withdrawals
+from prefixd.server.sharing import deletes
 from prefixd.server.sharing.delete_log import NO_STAMP, DeleteLog, FleetDelete, Logged, LogPace
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
@@ -352,7 +352,7 @@ async def test_an_engine_that_does_not_drop_a_cleared_label_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing in the keys says that they belong to it: a search would fetch them back."""
-    monkeypatch.setattr(withdrawals, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(deletes, "_DROPPED_AGAIN_S", 0.01)
     async with node(tmp_path / "a", Engine()) as one:
         labelled = await one.daemon.open(label="web/chat")
         await labelled.save({key(1): payload(1)}, Tier.RAM)

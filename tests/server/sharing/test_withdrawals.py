@@ -20,7 +20,7 @@ from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.api import service
 from prefixd.server.core.events import Tick
 from prefixd.server.core.shares import Holder
-from prefixd.server.sharing import withdrawals
+from prefixd.server.sharing import deletes
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
@@ -177,7 +177,7 @@ async def test_clear_reaches_the_engine(tmp_path: Path) -> None:
 async def test_an_engine_that_does_not_answer_is_asked_again_and_not_believed_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(withdrawals, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(deletes, "_DROPPED_AGAIN_S", 0.01)
     async with sharing(tmp_path) as (daemon, session, engine, shared):
         engine.add(key(1), payload(1))
         engine.answers = False
@@ -248,7 +248,7 @@ async def test_an_offer_under_way_is_taken_back(tmp_path: Path) -> None:
 async def test_the_keys_that_are_held_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(withdrawals, "MAX_HELD", 2)
+    monkeypatch.setattr(deletes, "MAX_HELD", 2)
     async with sharing(tmp_path) as (daemon, session, engine, _):
         engine.answers = False
         await session.save({key(3): payload(3)}, Tier.RAM)
@@ -265,9 +265,9 @@ async def test_a_tenant_leaves_deletes_to_others(tmp_path: Path) -> None:
         engine.answers = False
         greedy, held = Holder("greedy", 1), shared._withdrawals
         with suppress(LimitReached):
-            for number in range(withdrawals.MAX_HELD):
+            for number in range(deletes.MAX_HELD):
                 held.hold([key(number)], greedy)
-        assert 0 < len(held) <= withdrawals.MAX_HELD / 2
+        assert 0 < len(held) <= deletes.MAX_HELD / 2
         before = len(held)
         held.hold([key(0)], greedy)
         assert len(held) == before, "what is held already takes no more room"
