@@ -32,7 +32,6 @@ from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
 from .runtime.process_memory import give_back_free_heap
 from .runtime.staging import StagingPool
-from .runtime.traced_loop import TracedCore
 from .sharing.link import SharingConfig, WritePolicy
 from .sharing.sharing import Sharing
 from .sharing.store import SharedStore
@@ -136,6 +135,8 @@ def make_core(
     state = make_state(plan, stores, clock.now_ns())
     if tracing is None:
         return Core(state, stores, index, executor, clock)
+    from .tracing import TracedCore  # imports OpenTelemetry
+
     core = TracedCore(state, stores, index, executor, clock)
     core.trace(tracing)
     return core

@@ -51,7 +51,12 @@ from .. import __version__
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.trace_parent import decode_traceparent
 from ..proto.vocabulary import Tier
-from .runtime.listeners import Step
+from .core.effects import Answer, WriteOrder
+from .core.events import Question
+from .runtime.committer import CommitResult
+from .runtime.listeners import Step, Tracing
+from .runtime.loop import Core
+from .runtime.writes import Write
 
 M = TypeVar("M", bound=Callable[..., Any])
 
@@ -70,6 +75,36 @@ class _Call:
         self.context = set_span_in_context(span)
         #: Tier -> bytes read, start, end.
         self.reads: dict[Tier, tuple[int, int, int]] = {}
+
+
+class TracedCore(Core):
+    """The event loop of a daemon whose work is traced: reports questions and commits to a tracer,
+    once `trace` was called."""
+
+    tracing: Tracing
+
+    def trace(self, tracing: Tracing) -> None:
+        self.tracing = tracing
+        self.committers.time_steps(tracing.now_ns)
+
+    def _ask(self, question: Question) -> asyncio.Future[Answer]:
+        began_ns = self.tracing.now_ns()
+        reply = super()._ask(question)
+        self.tracing.asked(type(question).__name__.removesuffix("Asked"), reply, began_ns)
+        return reply
+
+    def begin_write(self, order: WriteOrder) -> Write:
+        write = super().begin_write(order)
+        write.call = self.tracing.current
+        return write
+
+    def _commit_done(self, result: CommitResult) -> None:
+        # On a committer's thread, before the event that ends these writes is posted.
+        writes = [write for token in result.tokens if (write := self.writes.get(token))]
+        super()._commit_done(result)
+        calls = [write.call for write in writes if write.call is not None]
+        if calls:
+            self.tracing.committed(calls, writes[0].entry.tier, result.steps)
 
 
 class OtelTracing:
