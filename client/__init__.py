@@ -8,8 +8,8 @@ need no gRPC.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from ..proto import errors as errors
-    from ..proto.extras import Extra as Extra
     from ..proto.keys import Adapter as Adapter
+    from ..proto.keys import Extra as Extra
     from ..proto.keys import ForeignNamespace as ForeignNamespace
     from ..proto.keys import Key as Key
     from ..proto.keys import Namespace as Namespace
@@ -50,9 +50,8 @@ _HOMES = {
     name: module
     for module, names in {
         "..proto": "errors",
-        "..proto.extras": "Extra",
-        "..proto.keys": "Adapter ForeignNamespace Key Namespace block_keys context_hash "
-        "extend_chain prefix_key",
+        "..proto.keys": "Adapter Extra ForeignNamespace Key Namespace block_keys "
+        "context_hash extend_chain prefix_key",
         "..proto.vocabulary": "ClaimMode DeleteStatus MissReason SaveReason SaveStatus Tier",
         ".aio": "AsyncClient",
         ".client": "Client",

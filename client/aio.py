@@ -44,7 +44,7 @@ from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment
 
 if TYPE_CHECKING:
-    from ..proto.extras import Extras
+    from ..proto.keys import Extras
     from ..proto.tokens import Tokens
     from .buffers import Payload
 

@@ -18,7 +18,7 @@ from .arguments import whole
 from .ranks import check_shard
 
 if TYPE_CHECKING:
-    from ..proto.extras import Extras
+    from ..proto.keys import Extras
     from ..proto.tokens import Tokens
 
 

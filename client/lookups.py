@@ -25,7 +25,7 @@ from .wire.deadline import Deadline
 from .wire.transport import Transport
 
 if TYPE_CHECKING:
-    from ..proto.extras import Extras
+    from ..proto.keys import Extras
     from ..proto.tokens import Tokens
     from .buffers import Payload
 

@@ -16,9 +16,18 @@ Each of the steps to fp1, fp2 and fp3 is skipped when there is nothing to add, a
 is fingerprint'. `round` is to the nearest integer, ties to even. Tokens are 32-bit little-endian.
 A foreign id is bytes (kind "y") or an integer in decimal (kind "i").
 
-Extras (`proto/extras.py`) are sorted by position and digest. Their positions count from the first
-token of the block, or of the prompt. A block has those of its own tokens, a prefix entry those of
-its tokens; where there are none, the step to x is skipped.
+Extras are digests of what the token ids of a prompt do not say, at their positions. An image, an
+audio clip or a prompt embedding stands in the prompt as tokens that are the same for every picture.
+An adapter that a request chooses changes the state of every token. No key with an extra equals one
+without, or one with other extras, or with the same extras at other positions. They are sorted by
+position and digest. Their positions count from the first token of the block, or of the prompt. A
+block has those of its own tokens, a prefix entry those of its tokens; where there are none, the
+step to x is skipped.
+
+A key contains the extras of its own block and of all blocks before it. So the extra of an image
+belongs to the first of its tokens, and covers the ones that follow in later blocks, and that of an
+adapter belongs to position 0. A digest that stands for different kinds of things has the kind in
+its input: `sha256(b"image" + pixels)`.
 
 Keys depend on their inputs only, never on the process that computes them. Tokens come last, so one
 pass over a prompt gives the keys of all its prefixes. What holds tokens: `proto/tokens.py`.
@@ -28,15 +37,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import operator
 import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Final, NewType, cast
+from typing import TYPE_CHECKING, Final, NamedTuple, NewType, TypeAlias, cast
 
-from .errors import InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
-from .extras import Extra, checked_extras, with_extras
+from .errors import InvalidExtras, InvalidKey, InvalidNamespace, InvalidSize, InvalidTokens
 from .kernel import native
 from .limits import FINGERPRINT_BYTES, KEY_BYTES, QUANT_BYTES
 from .tokens import TOKEN_BYTES, raw_bytes, sliceable, token_bytes
@@ -44,20 +53,25 @@ from .tokens import TOKEN_BYTES, raw_bytes, sliceable, token_bytes
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-    from .extras import Extras
     from .tokens import Tokens
+
+    #: In any order, several at one position if need be.
+    Extras: TypeAlias = Iterable["Extra | tuple[int, bytes]"]
 
 #: 32 bytes, the only way to address an entry.
 Key = NewType("Key", bytes)
 
+_DIGEST_BYTES: Final = 32
 _SALT_LABEL: Final = b"prefixd/salt/v1\0"
 _SHARD_LABEL: Final = b"prefixd/shard/v1\0"
+_EXTRAS_LABEL: Final = b"prefixd/extras/v1\0"
 _FOREIGN_LABEL: Final = b"prefixd/foreign/v1\0"
 _CONTEXT_LABEL: Final = b"prefixd/context/v1\0"
 #: In front of a foreign hash of bytes. In front of a number it is `i`.
 _RAW: Final = b"y"
 _PADDING: Final = b"\xff" * TOKEN_BYTES
 _U32: Final = struct.Struct("<I")
+_EXTRA: Final = struct.Struct(f"<I{_DIGEST_BYTES}s")
 
 
 # ---- keys as such
@@ -315,6 +329,46 @@ def _foreign_id(foreign: bytes | str | int) -> bytes:
     return _RAW + raw
 
 
+# ---- extras
+
+
+class Extra(NamedTuple):
+    """`position`: the index of a token of the prompt. `digest`: 32 bytes."""
+
+    position: int
+    digest: bytes
+
+
+def checked_extras(extras: Extras, token_count: int) -> list[Extra]:
+    """The extras by position, and by digest at one position. Raises `InvalidExtras` for a position
+    that no token has, and for what is no digest of 32 bytes."""
+    checked: list[Extra] = []
+    try:
+        for position, digest in extras:
+            if not isinstance(digest, bytes) or len(digest) != _DIGEST_BYTES:
+                raise InvalidExtras(f"the digest of an extra is {_DIGEST_BYTES} bytes")
+            checked.append(Extra(operator.index(position), digest))
+    except (TypeError, ValueError) as problem:
+        if isinstance(problem, InvalidExtras):
+            raise
+        raise InvalidExtras(f"extras are pairs of position and digest: {problem}") from None
+    checked.sort()
+    if checked and not 0 <= checked[0].position <= checked[-1].position < token_count:
+        raise InvalidExtras(
+            f"positions of extras are in 0 ... {token_count - 1}, the tokens of this prompt"
+        )
+    return checked
+
+
+def with_extras(key: bytes, extras: Sequence[Extra], start: int = 0) -> bytes:
+    """`key` combined with extras that are sorted; `key` itself without any. Their positions count
+    from `start`."""
+    if not extras:
+        return key
+    packed = (_EXTRA.pack(position - start, digest) for position, digest in extras)
+    return hashlib.sha256(b"".join((_EXTRAS_LABEL, key, *packed))).digest()
+
+
 # ---- prefix entries
 
 
@@ -418,8 +472,8 @@ def block_keys(
 
     A trailing incomplete block has no key. With `include_partial` it has the key of the block
     padded with -1, so that it can be saved; only exactly the same tokens (and extras) find it.
-    `extras`: digests at positions of `tokens`, see `proto/extras.py`; those of a trailing
-    incomplete block are in its key only.
+    `extras`: digests at positions of `tokens`; those of a trailing incomplete block are in its key
+    only.
     """
     return extend_chain(
         namespace.root, 0, tokens, block_tokens, include_partial=include_partial, extras=extras

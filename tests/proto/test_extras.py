@@ -14,15 +14,17 @@ from hypothesis import strategies as st
 
 from prefixd.client.chains import BlockChain, prefix_walk
 from prefixd.proto.errors import InvalidExtras
-from prefixd.proto.extras import Extra, checked_extras, with_extras
 from prefixd.proto.keys import (
+    Extra,
     Key,
     Namespace,
     block_key,
     block_keys,
+    checked_extras,
     extend_chain,
     prefix_key,
     prefix_keys,
+    with_extras,
 )
 from tests.proto.test_keys import golden_namespace
 
