@@ -63,11 +63,10 @@ PIECE_BYTES: Final = ROOM_BYTES
 #: Types whose memory only the daemon can change. Anything else may be shared with a client.
 _OWN: Final = frozenset((bytes, bytearray))
 
-_F_SEAL_SEAL: Final = 0x01
-_F_SEAL_SHRINK: Final = 0x02
-_F_SEAL_GROW: Final = 0x04
 _F_SEAL_FUTURE_WRITE: Final = 0x10
-SEALS: Final = _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+#: Against every change of the size, and every other seal.
+SIZE_SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+SEALS: Final = SIZE_SEALS | _F_SEAL_FUTURE_WRITE
 #: Linux 5.14: faults pages in for writing, and fails with an error instead of a signal.
 _MADV_POPULATE_WRITE: Final = 23
 

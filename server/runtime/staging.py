@@ -13,11 +13,10 @@ next save from there is refused: it goes over gRPC, and then the client asks for
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,19 +24,12 @@ from operator import add
 from typing import Final
 
 from ...proto.errors import UnknownStaging
+from ...tiers.arena import SIZE_SEALS
+from ...tiers.files import HERE
 from .clock import Clock
 from .limited_log import LimitedLog
 
 log = LimitedLog("prefixd.staging")
-
-_F_SEAL_SEAL = 0x01
-_F_SEAL_SHRINK = 0x02
-_F_SEAL_GROW = 0x04
-
-#: FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-_PUNCH_HOLE = 0x02 | 0x01
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 #: An area that was unused for so long gives its memory back; after half of that, if another session
 #: needs it.
@@ -55,7 +47,7 @@ class Staging:
         self.fd = os.memfd_create("prefixd-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _F_SEAL_SEAL | _F_SEAL_SHRINK | _F_SEAL_GROW)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SIZE_SEALS)
             self._mapping = mmap.mmap(self.fd, size_bytes, prot=mmap.PROT_READ)
         except OSError:
             os.close(self.fd)
@@ -112,12 +104,13 @@ class Staging:
         self.unmap()
 
 
-def _fallocate(event: str, fd: int, size_bytes: int, mode: int) -> None:
+def _change(event: str, fd: int, size_bytes: int, call: Callable[[int, int, int], None]) -> None:
     """Allocate the memory of a memfd, or take it away, and close `fd`. On a worker thread; takes
     milliseconds, without the interpreter's lock."""
     try:
-        if _libc.fallocate(fd, mode, 0, size_bytes):
-            log.warning(event, problem=os.strerror(ctypes.get_errno()))
+        call(fd, 0, size_bytes)
+    except OSError as problem:
+        log.warning(event, problem=problem.strerror)
     finally:
         os.close(fd)
 
@@ -168,7 +161,9 @@ class StagingPool:
             self._look_again()
             # A descriptor of its own: the session may end meanwhile.
             fd = os.dup(area.memory.fd)
-            self._executor.submit(_fallocate, "staging_not_populated", fd, size_bytes, 0)
+            self._executor.submit(
+                _change, "staging_not_populated", fd, size_bytes, os.posix_fallocate
+            )
         return area.memory
 
     @contextmanager
@@ -229,7 +224,7 @@ class StagingPool:
         memory = self._take_out(session)
         fd = os.dup(memory.fd)
         self._executor.submit(
-            _fallocate, "staging_not_given_back", fd, memory.size_bytes, _PUNCH_HOLE
+            _change, "staging_not_given_back", fd, memory.size_bytes, HERE.punch_hole
         )
         self._unmap(memory)
 
