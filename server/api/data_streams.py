@@ -23,8 +23,7 @@ from ...proto import frames
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, MalformedMessage
 from ..core.shares import Holder
-from ..runtime.pace import Pace
-from ..runtime.quota import Quota
+from ..runtime.quota import Pace, Quota
 from .calls import Process, to_its_end
 from .messages import parse
 

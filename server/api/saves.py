@@ -31,8 +31,7 @@ from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, Writ
 from ..core.shares import Holder
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
-from ..runtime.pace import Pace
-from ..runtime.quota import Quota
+from ..runtime.quota import Pace, Quota
 from ..runtime.rounds import Rounds, Slices
 from ..runtime.staging import Staging, StagingPool
 from ..runtime.writes import Piece

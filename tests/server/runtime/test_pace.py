@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.errors import LimitReached
-from prefixd.server.runtime.pace import MIN_BYTES_PER_S, Pace
+from prefixd.server.runtime.quota import MIN_BYTES_PER_S, Pace
 
 
 def test_enough_bytes_begin_the_time_again_and_few_do_not() -> None:
