@@ -108,14 +108,10 @@ def _usable(address: str) -> bool:
 Examine: TypeAlias = Callable[[Config, Plan | None], Iterable[str]]
 
 
-def load_config(
-    argv: Sequence[str], env: Mapping[str, str] | None = None, examine: Examine | None = None
-) -> Config:
-    """The configuration from flags, then `env` (default: the process's own), then the file.
-
-    `examine`: look also at what the configuration names; see `load_plan`, which says more.
-    """
-    config, _ = _load(argv, env, examine)
+def load_config(argv: Sequence[str], env: Mapping[str, str] | None = None) -> Config:
+    """The configuration from flags, then `env` (default: the process's own), then the file. Raises
+    as `load_plan` does."""
+    config, _ = _load(argv, env, None)
     return config
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from prefixd.proto.errors import ConfigError
 from prefixd.server import preflight
-from prefixd.server.config.loading import load_config
+from prefixd.server.config.loading import load_config, load_plan
 from tests.support.certificates import Authority
 from tests.support.outside import DaemonProcess
 
@@ -32,7 +32,7 @@ def problems(tmp_path: Path, *flags: str) -> list[str]:
     found = []
     for check in ([], ["--check-config"]):
         try:
-            load_config([*argv, *check], {}, preflight.problems)
+            load_plan([*argv, *check], {}, preflight.problems)
         except ConfigError as refused:
             found.append([line.strip() for line in str(refused).splitlines()[1:]])
         except SystemExit:
