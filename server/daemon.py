@@ -13,14 +13,13 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import compress
-from pathlib import Path
 from typing import Any
 
 import structlog
 from grpc_health.v1 import health_pb2
 
 from .. import __version__
-from ..proto.endpoints import LOCAL_SUFFIX, socket_path
+from ..proto.endpoints import LOCAL_SUFFIX
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.vocabulary import Tier
 from ..tiers.store import StoreError
@@ -33,7 +32,7 @@ from .config.budgets import Plan
 from .config.loading import load_config, load_plan
 from .config.options import Config
 from .credentials import Certificates, certificates_of, read_files
-from .listening import Sockets, listen_on_tcp
+from .listening import Sockets, listen_on_tcp, path_of
 from .logs import configure_logs
 from .opening import Opening, begin_tiers
 from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
@@ -226,7 +225,7 @@ def service_config(
         idle_heartbeat_interval_ms=sessions.idle_heartbeat_ns // 1_000_000,
         claim_lease_ms=sessions.claim_lease_ns // 1_000_000,
         reservation_ttl_ms=sessions.reservation_ttl_ns // 1_000_000,
-        local_socket=f"{_path_of(server.address)}{LOCAL_SUFFIX}",
+        local_socket=f"{path_of(server.address)}{LOCAL_SUFFIX}",
         max_rpcs=server.max_rpcs,
         reflection=server.reflection,
         max_sessions=sessions.max_sessions,
@@ -307,12 +306,6 @@ async def _first(*events: Coroutine[Any, Any, object]) -> None:
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
         task.cancel()
-
-
-def _path_of(address: str) -> Path:
-    path = socket_path(address)
-    assert path is not None, "the configuration allows Unix sockets only"
-    return path
 
 
 async def _watch_health(core: Core, front: Front) -> None:

@@ -53,7 +53,7 @@ class Sockets:
         self._core = core
         self._address: Final = server.address
         self._front = front
-        path, operators = (_path_of(each) for each in (server.address, server.operators()))
+        path, operators = (path_of(each) for each in (server.address, server.operators()))
         self._lock_path: Final = path.with_name(f"{path.name}.lock")
         self._lock = identity(self._lock_path)
         #: Locks that were taken again.
@@ -181,7 +181,8 @@ def _check_free(host: str, port: int) -> None:
         attempt.listen(1)
 
 
-def _path_of(address: str) -> Path:
+def path_of(address: str) -> Path:
+    """The path of an address of the configuration that has to be a Unix socket."""
     path = socket_path(address)
     assert path is not None, "the configuration allows Unix sockets only"
     return path
