@@ -16,6 +16,7 @@ into the buffers no more, which takes milliseconds. Nothing here blocks the loop
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from concurrent.futures import Future
@@ -179,7 +180,10 @@ class Pending(Coroutine[Any, Any, R]):
         raise AttributeError(f"a coroutine has no {name!r}: await the call first")
 
     def __bool__(self) -> bool:
-        # It would be true, whatever the call finds.
+        # It would be true, whatever the call finds. From Python 3.12 on, asyncio asks this of the
+        # coroutine of a task, to show the task; `asyncio.run` does so, too.
+        if sys._getframe(1).f_globals.get("__name__") == "asyncio.base_tasks":
+            return True
         raise TypeError("a coroutine is neither true nor false: await the call first")
 
     def send(self, value: Any) -> Any:

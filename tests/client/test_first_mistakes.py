@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 from collections.abc import Callable
@@ -91,6 +92,22 @@ def test_a_forgotten_await_says_so() -> None:
         bool(call)
     call.close()
     client.client.close()
+
+
+def test_a_call_can_be_a_task_that_is_shown() -> None:
+    async def shown() -> str:
+        task = asyncio.ensure_future(client.claim([ONE]))
+        assert not await task
+        return repr(task)
+
+    client = AsyncClient(Client(NOWHERE))
+    assert "finished" in asyncio.run(shown())
+    assert not asyncio.run(client.claim([ONE]))
+    # What asyncio does for it from Python 3.12 on.
+    call = client.claim([ONE])
+    assert eval("bool(call)", {"__name__": "asyncio.base_tasks", "call": call})
+    call.close()
+    asyncio.run(client.close())
 
 
 @pytest.mark.parametrize(
