@@ -118,8 +118,14 @@ async def test_a_stop_lets_transfers_finish(daemon: DaemonProcess, number: signa
         # The session is still open and the save continues.
         await session.beat()
         assert await finish(saving) == pb.SAVE_STATUS_SAVED
-        kinds = [event.WhichOneof("kind") for event in await rest_of(session.call)]
-        assert kinds == ["draining"]
+        try:
+            kinds = [event.WhichOneof("kind") for event in await rest_of(session.call)]
+        except Refused as lost:
+            # gRPC drops what it has not read yet if it writes to a daemon that has ended.
+            if "Stream removed" not in lost.sentence:
+                raise
+        else:
+            assert kinds == ["draining"]
         assert await asyncio.to_thread(daemon.wait) == 0
     assert not (daemon.directory / "d.sock").exists()
     daemon.start()
