@@ -246,10 +246,6 @@ class ServerProcess:
         return cls(process)
 
     @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
     def running(self) -> bool:
         return self._process.returncode is None
 
