@@ -1,5 +1,5 @@
-"""A daemon at a glance: what `stats` shows of it. First of all tokens hit, and tokens missed by
-reason, as its clients report them."""
+"""A daemon at a glance: what `stats` shows of it. Tokens that hit, and that missed by reason, come
+first: clients report them."""
 
 from __future__ import annotations
 
