@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from prefixd.client.client import Client
 from prefixd.client.ctl import look
-from prefixd.client.ctl.command import DOCUMENT_VERSION
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.look import find_key
@@ -25,6 +23,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidKey, UnknownEntry
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, SaveStatus, Tier
+from tests.support.ctl import run, run_json
 from tests.support.daemon import private_daemon
 
 PAYLOADS = BlockPayloads(4096)
@@ -67,18 +66,6 @@ def keys(client: Client) -> dict[Tier, list[Key]]:
             )
             assert outcome.status is SaveStatus.SAVED
     return saved
-
-
-def run(daemon: PrivateDaemon, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["--address", daemon.address, *arguments])
-
-
-def run_json(daemon: PrivateDaemon, *arguments: str, code: int = ExitCode.OK) -> Any:
-    result = run(daemon, *arguments, "--json")
-    assert result.exit_code == code, result.output
-    found = json.loads(result.stdout)
-    assert found.pop("version") == DOCUMENT_VERSION
-    return found
 
 
 def test_stats(daemon: PrivateDaemon, keys: dict[Tier, list[Key]]) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner, Result
+from typer.testing import CliRunner
 
 from prefixd.client.client import Client
-from prefixd.client.ctl.command import DOCUMENT_VERSION
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
@@ -26,6 +25,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import prefix_key
 from prefixd.proto.limits import MAX_IDENTITY_WORDS_BYTES
 from prefixd.proto.vocabulary import SaveStatus, Tier
+from tests.support.ctl import run, run_json
 from tests.support.daemon import private_daemon
 
 CONFIG = json.dumps({f"field {number}": number for number in range(60)})
@@ -70,18 +70,6 @@ def heard(daemon: PrivateDaemon, condition: Callable[[set[bytes]], bool]) -> Non
     with daemon.admin() as admin:
         while not condition({each.identity.digest for each in admin.identities()}):
             pass
-
-
-def run(daemon: PrivateDaemon, *arguments: str) -> Result:
-    return CliRunner().invoke(app, ["--address", daemon.address, *arguments])
-
-
-def run_json(daemon: PrivateDaemon, *arguments: str, code: int = ExitCode.OK) -> Any:
-    result = run(daemon, *arguments, "--json")
-    assert result.exit_code == code, result.output
-    found = json.loads(result.stdout)
-    assert found.pop("version") == DOCUMENT_VERSION
-    return found
 
 
 def test_identities_of_open_sessions_are_listed(
