@@ -13,7 +13,7 @@ from .results import Entries, Entry
 from .wire.transport import Holding
 
 
-class Pins:
+class HitPins:
     """The claims of one hit. Thread-safe."""
 
     def __init__(self, claims: Sequence[Holding]) -> None:
@@ -111,7 +111,7 @@ class HitFacts:
 
     def __init__(
         self,
-        pins: Pins,
+        pins: HitPins,
         entries: Entries,
         token_counts: Sequence[int],
         positions: Sequence[int],

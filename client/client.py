@@ -31,7 +31,7 @@ from ..proto.trace_parent import TRACING_VARIABLE
 from ..proto.vocabulary import SaveReason, Tier
 from .arguments import instance, whole
 from .context import CallContext
-from .counters import Counters, Snapshot
+from .counters import ClientCounters, Snapshot
 from .hits import Reader
 from .identity import StateIdentity
 from .lookups import CALL_THREADS, MAX_PENDING_CALLS, Lookups
@@ -97,7 +97,7 @@ class Client(Lookups):
         savers: int = 1,
         local: bool = True,
         transport: Transport | None = None,
-        counters: Counters | None = None,
+        counters: ClientCounters | None = None,
         tracing: bool | None = None,
         record: RecordOptions | None = None,
     ) -> None:
@@ -151,7 +151,7 @@ class Client(Lookups):
         record = record or RecordOptions.from_environment()
         recorders = Recorders(None if record is None else FolderRecorder(record, label or ""))
         self._recorders = recorders
-        counters = counters or Counters()
+        counters = counters or ClientCounters()
         if transport is None:
             # Imported here with gRPC and protobuf, three quarters of the time of all imports, for
             # programs that import the client and never make one.

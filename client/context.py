@@ -18,7 +18,7 @@ from ..proto import errors
 from ..proto.keys import Key
 from ..proto.vocabulary import MissReason, SaveStatus
 from .arguments import whole
-from .counters import Counters
+from .counters import ClientCounters
 from .results import SaveOutcome
 from .wire.deadline import Deadline
 from .wire.transport import Transport
@@ -131,7 +131,7 @@ class CallContext:
     """What the calls of one client share."""
 
     transport: Transport
-    counters: Counters
+    counters: ClientCounters
     #: For calls that are given none.
     deadline_ms: int
     failures: Failures = field(default_factory=Failures)

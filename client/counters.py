@@ -172,7 +172,7 @@ def _rpcs() -> tuple[str, ...]:
     return (*(name for name in service.methods_by_name if name != "Session"), "SaveStaged", "Fetch")
 
 
-class Counters:
+class ClientCounters:
     """Thread-safe counts.
 
     Look-ups that do not know their tokens count no tokens at all. A hit whose bytes then can't be

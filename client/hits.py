@@ -15,7 +15,7 @@ from ..proto.payload import FlatBytes, layer_slice, prefault
 from ..proto.vocabulary import ClaimMode, MissReason
 from .arguments import sequence, whole
 from .buffers import all_flat
-from .claims import HitFacts, Pins
+from .claims import HitFacts, HitPins
 from .context import CallContext
 from .policy import LoadSpeeds
 from .restores import Copier, Restore, RestoreFuture, Streams, Verify
@@ -51,7 +51,7 @@ class Hit(HitFacts):
     ) -> None:
         """Made by the client. `claims` pin the entries, in their order (several where one call
         could not take all keys)."""
-        super().__init__(Pins(claims), entries, token_counts, positions, miss)
+        super().__init__(HitPins(claims), entries, token_counts, positions, miss)
         self._reader = reader
 
     # ---- bytes

@@ -38,7 +38,7 @@ from typing import Final, Generic, NamedTuple, Self, TypeVar
 from ..proto import prefixd_pb2 as pb
 from ..proto.errors import PrefixdError
 from ..proto.keys import Key
-from ..proto.namespaces import Namespace
+from ..proto.namespaces import TenantNamespace
 from ..proto.vocabulary import Tier
 from .watch import Cleared, Disconnected, Evicted, Published, Synced, Watch, WatchEvent
 
@@ -252,7 +252,7 @@ class RoutingTable:
     def __init__(self, namespace: str | None = None) -> None:
         """`namespace`: the one that the clients' tokens are bound to, if any, as for
         `ResidentKeys`. Raises ValueError for what is no namespace."""
-        self._namespace = None if namespace is None else Namespace(namespace)
+        self._namespace = None if namespace is None else TenantNamespace(namespace)
         self.nodes: dict[str, NodeKeys] = {}
 
     def apply(self, node: str, event: WatchEvent) -> None:
@@ -316,7 +316,7 @@ def choose(
 class _Marks(Sequence[int]):
     """The marks of a chain's keys, each made when it is first needed."""
 
-    def __init__(self, chain: Sequence[Key], namespace: Namespace | None) -> None:
+    def __init__(self, chain: Sequence[Key], namespace: TenantNamespace | None) -> None:
         self._chain = chain
         self._namespace = namespace
         self._made: dict[int, int] = {}

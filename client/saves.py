@@ -29,7 +29,7 @@ from .context import CallContext
 from .results import ReserveStatus, SaveOutcome
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.transport import Granted, Holding, Item, SaveTerms, Saving, Share
+from .wire.transport import Granted, Holding, Item, SaveTerms, Saving, SessionShare
 
 if TYPE_CHECKING:
     from ..proto.tokens import Tokens
@@ -360,7 +360,7 @@ class Writer:
         self._counters.saves(outcomes, sizes_bytes, repeat((terms.tier, terms.reason)))
         return outcomes
 
-    def _share(self, tier: Tier, deadline: Deadline) -> Share | None:
+    def _share(self, tier: Tier, deadline: Deadline) -> SessionShare | None:
         try:
             return self._transport.share(tier, deadline)
         except Exception:
@@ -371,7 +371,7 @@ class Writer:
         things: Sequence[T],
         items: Sequence[Item],
         terms: SaveTerms,
-        share: Share | None = None,
+        share: SessionShare | None = None,
     ) -> Iterator[tuple[Sequence[T], SaveTerms]]:
         """`things` (one for each of `items`) in batches that one call takes, each with its terms:
         the items of earlier batches are ancestors of the later ones. `share`: what a session may
@@ -422,7 +422,7 @@ def _size_of(savings: Sequence[Saving]) -> int:
     return sum(len(saving.payload) for saving in savings)
 
 
-def _fit_together(items: Sequence[Item], max_keys: int, share: Share | None) -> bool:
+def _fit_together(items: Sequence[Item], max_keys: int, share: SessionShare | None) -> bool:
     """Whether one call takes all of these items for sure, as nearly always."""
     if not items or len(items) > max_keys:
         return False

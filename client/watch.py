@@ -36,7 +36,7 @@ from ..proto.errors import (
 )
 from ..proto.keys import Key
 from ..proto.limits import MAX_MESSAGE_BYTES, WATCH_BEAT_MS
-from ..proto.namespaces import Namespace
+from ..proto.namespaces import TenantNamespace
 from ..proto.prefixd_pb2_grpc import AdminStub
 from ..proto.vocabulary import SaveReason, Tier
 from .wire.messages import understanding
@@ -345,7 +345,7 @@ class ResidentKeys:
         """`namespace`: the one that the clients' tokens are bound to, if any. The daemon stores and
         reports other keys than such clients name; `in` takes the clients' keys, not the daemon's.
         Raises ValueError for what is no namespace."""
-        self._namespace = None if namespace is None else Namespace(namespace)
+        self._namespace = None if namespace is None else TenantNamespace(namespace)
         self._keys: dict[Key, Published] = {}
         self._coming: dict[Key, Published] | None = None
         #: Are these exactly the daemon's keys, as of the last event?

@@ -168,7 +168,7 @@ class IndexRow(_RowFields, HasContent):
     __slots__ = ()
 
 
-class Layout(NamedTuple):
+class IndexLayout(NamedTuple):
     """The positions in an index of some size."""
 
     max_heads: int
@@ -190,7 +190,7 @@ class Layout(NamedTuple):
         return -(-self.end_row * ROW_BYTES // HEADER_BYTES) * HEADER_BYTES
 
 
-def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
+def pack_header(layout: IndexLayout, incarnation: bytes, multiplier: int) -> bytes:
     """The part of the header that never changes."""
     fields = _HEADER.pack(
         MAGIC,
@@ -202,7 +202,7 @@ def pack_header(layout: Layout, incarnation: bytes, multiplier: int) -> bytes:
     return fields + _U32.pack(crc32c(fields))
 
 
-def unpack_header(buffer: mmap | bytes) -> tuple[Layout, bytes, int]:
+def unpack_header(buffer: mmap | bytes) -> tuple[IndexLayout, bytes, int]:
     """The layout, incarnation and multiplier of an index. Raises RecordError if `buffer` does not
     hold an index of this version."""
     if len(buffer) < HEADER_BYTES:
@@ -213,7 +213,7 @@ def unpack_header(buffer: mmap | bytes) -> tuple[Layout, bytes, int]:
         raise RecordError(f"no index of version {VERSION}: {magic!r}, version {version}")
     if buffer[_HEADER.size : _HEADER.size + 4] != _U32.pack(crc32c(fixed)):
         raise RecordError("the header of the index is damaged")
-    layout = Layout(max_heads, max_rows)
+    layout = IndexLayout(max_heads, max_rows)
     if not max_heads or layout.size_bytes > len(buffer):
         raise RecordError(f"an index of {len(buffer)} bytes for {max_rows} rows")
     return layout, incarnation, int.from_bytes(multiplier, "little")

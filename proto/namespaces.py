@@ -51,7 +51,7 @@ def tag_of(name: str) -> bytes:
     return sha256(b"prefixd tenant\0" + name.encode()).digest()[:TAG_BYTES]
 
 
-class Namespace:
+class TenantNamespace:
     """The keys of one tenant. Immutable; equal to any other of its name."""
 
     __slots__ = ("_begun", "name", "tag")
@@ -65,7 +65,7 @@ class Namespace:
         self._begun: Final = sha256(b"prefixd tenant key\0" + name.encode() + b"\0")
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Namespace) and other.name == self.name
+        return isinstance(other, TenantNamespace) and other.name == self.name
 
     def __hash__(self) -> int:
         return hash(self.name)

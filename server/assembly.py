@@ -19,7 +19,7 @@ from ..tiers.extents import ExtentAllocator
 from ..tiers.file_calls import CallsApart
 from ..tiers.files import HERE
 from ..tiers.ledger import Ledger
-from ..tiers.shares import Share
+from ..tiers.shares import NamespaceShare
 from ..tiers.store import Store
 from .config.budgets import Plan, TierPlan
 from .config.machine import make_source
@@ -91,7 +91,7 @@ def make_ledger(plan: TierPlan, store: Store) -> Ledger:
         extents=ExtentAllocator(0, plan.slab_bytes, store.header_bytes),
         arena_bytes=store.size_bytes,
         shares=[
-            Share(name, share_bytes, _policy(plan, share_bytes))
+            NamespaceShare(name, share_bytes, _policy(plan, share_bytes))
             for name, share_bytes in plan.shares.items()
         ],
     )

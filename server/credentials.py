@@ -26,7 +26,7 @@ from ..proto.errors import ConfigError
 from ..proto.trust import why_no_secret
 from .api.access import Tokens
 from .api.front import Front
-from .config.options import Config, Server
+from .config.options import Config, ServerSection
 from .config.values import parse_shares
 from .reloading import FileChange, FilesRead
 from .runtime.loop import Core
@@ -74,7 +74,7 @@ class Material:
 class Certificates:
     """The certificates in use. `read` may run on any thread, the rest on the event loop."""
 
-    def __init__(self, files: Server) -> None:
+    def __init__(self, files: ServerSection) -> None:
         """`files`: `tls_cert` and `tls_key`, perhaps `tls_client_ca`. Raises ConfigError."""
         self._files: Final = files
         self.material = self.read()
@@ -164,12 +164,12 @@ class Certificates:
         self._notices = found
 
 
-def certificates_of(files: Server) -> Certificates | None:
+def certificates_of(files: ServerSection) -> Certificates | None:
     """The configured certificates; None without TLS. Raises ConfigError."""
     return Certificates(files) if files.tls_cert else None
 
 
-def _context(files: Server) -> ssl.SSLContext:
+def _context(files: ServerSection) -> ssl.SSLContext:
     """TLS 1.3 only, because both ends of the data socket are prefixd's. No tickets, so that the
     daemon keeps no state of ended connections. Raises ConfigError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -216,7 +216,7 @@ def _ends_s(pem: bytes) -> list[int]:
     return ends_s
 
 
-def tls_problems(files: Server) -> Iterator[str]:
+def tls_problems(files: ServerSection) -> Iterator[str]:
     """What is wrong with the files of TLS: with each of them, or with how they fit together."""
     found = False
     options = ((_CERT, files.tls_cert), (_KEY, files.tls_key), (_CLIENT_CA, files.tls_client_ca))

@@ -24,7 +24,7 @@ from ..proto.endpoints import UNIX_SCHEME, socket_path
 from ..proto.errors import DirectoryInUse
 from .api.front import Front
 from .api.unix_sockets import UnixSocket, identity
-from .config.options import Config, Server
+from .config.options import Config, ServerSection
 from .credentials import Certificates, tokens_of
 from .process import lock_directory
 from .runtime.loop import Core
@@ -49,7 +49,7 @@ class Sockets:
     """The Unix sockets for workers, in-place clients and operators, and their lock. Belongs to the
     event loop."""
 
-    def __init__(self, core: Core, server: Server, front: Front) -> None:
+    def __init__(self, core: Core, server: ServerSection, front: Front) -> None:
         self._core = core
         self._address: Final = server.address
         self._front = front

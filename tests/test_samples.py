@@ -28,7 +28,7 @@ from prefixd.proto import limits
 from prefixd.server.api import local_socket
 from prefixd.server.api.access import Tokens
 from prefixd.server.config.loading import load_config
-from prefixd.server.core.entries import Entry as CoreEntry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.runtime import scrubbing
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -265,7 +265,7 @@ def test_lent_saves_have_as_many_threads_as_is_said() -> None:
 
     assert min(16, max(4, 2 * (os.cpu_count() or 1))) == local_socket.LENT_THREADS
     assert local_socket._SESSION_THREADS == 2
-    assert CoreEntry.__slots__, "176 bytes an entry need slots"
+    assert EntryState.__slots__, "176 bytes an entry need slots"
 
 
 #: Settings that the text of a docstring states in numbers, by the name before them.

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 
 from .device import wait_for_killed
-from .files import PUNCH_HOLE, ROOM_BYTES, FileCalls, Room
+from .files import PUNCH_HOLE, ROOM_BYTES, FileCalls, LentRoom
 from .store import StoreError
 
 #: Calls at the same time: the threads of a blocking store, its committer, its probe, its recovery.
@@ -206,7 +206,7 @@ class CallsApart(FileCalls):
     # ---- the calls
 
     @contextmanager
-    def room(self) -> Iterator[Room]:
+    def room(self) -> Iterator[LentRoom]:
         with self._channel() as channel:
             yield _SharedRoom(self, channel)
 
@@ -291,7 +291,7 @@ class CallsApart(FileCalls):
                 self._process.end()
 
 
-class _SharedRoom(Room):
+class _SharedRoom(LentRoom):
     """The memory of a channel."""
 
     def __init__(self, calls: CallsApart, channel: _Channel) -> None:

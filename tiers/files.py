@@ -40,7 +40,7 @@ def write_errors(what: str) -> Iterator[None]:
         raise kind(f"can't {what}: {problem}") from None
 
 
-class Room:
+class LentRoom:
     """Memory that `FileCalls.room` lends, from which its first bytes are written to a file."""
 
     def __init__(self, calls: FileCalls, view: memoryview) -> None:
@@ -65,7 +65,7 @@ class FileCalls:
         self._buffers: list[bytearray] = []
 
     @contextmanager
-    def room(self) -> Iterator[Room]:
+    def room(self) -> Iterator[LentRoom]:
         """`ROOM_BYTES` of memory that nobody else changes, until the end of the context."""
         try:
             buffer = self._buffers.pop()
@@ -73,7 +73,7 @@ class FileCalls:
             buffer = bytearray(ROOM_BYTES)
         try:
             with memoryview(buffer) as view:
-                yield Room(self, view)
+                yield LentRoom(self, view)
         finally:
             self._buffers.append(buffer)
 

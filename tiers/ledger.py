@@ -20,7 +20,7 @@ from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy, Rehearsal
 from .extents import MAX_EXTENTS, ExtentAllocator
 from .order import Order, Recency, Resident, order_by
-from .shares import Room, Share, Shares, SharesRehearsal
+from .shares import NamespaceShare, SharesRehearsal, TierRoom, TierShares
 from .store import Location
 
 
@@ -58,7 +58,7 @@ class Ledger:
         max_reserved_bytes: int = 0,
         extents: ExtentAllocator | None = None,
         arena_bytes: int | None = None,
-        shares: Sequence[Share] = (),
+        shares: Sequence[NamespaceShare] = (),
     ) -> None:
         """`policy`, and the policy of each share, must be empty."""
         self.tier = tier
@@ -70,7 +70,7 @@ class Ledger:
         self.max_entries = max_entries
         self.max_reserved_bytes = max_reserved_bytes
         #: None: no namespace has a share of the tier.
-        self.shares = Shares(policy, shares) if shares else None
+        self.shares = TierShares(policy, shares) if shares else None
         self.policy: Order = order_by(policy) if self.shares is None else self.shares
         self.extents = extents
         #: An entry larger than this may find free room only in too many pieces.
@@ -98,9 +98,9 @@ class Ledger:
         return self.published_bytes - self.pinned_bytes
 
     @property
-    def room(self) -> Room:
+    def room(self) -> TierRoom:
         """What the tier may hold now."""
-        return Room(self.limit_bytes, self.max_entries)
+        return TierRoom(self.limit_bytes, self.max_entries)
 
     def admission(self, stored_bytes: int, entries: int = 1, key: Key = _NO_NAMESPACE) -> Admission:
         """Whether `entries` new entries of `stored_bytes` in total can be reserved. `key`: any key
@@ -495,7 +495,7 @@ class _Alone:
     def prepare(self, coming: Key, stored_bytes: int) -> None:
         self._rehearsal.prepare(coming, stored_bytes)
 
-    def evict(self, coming: Key, _bytes: int, _room: Room, **_how: bool) -> Key | None:
+    def evict(self, coming: Key, _bytes: int, _room: TierRoom, **_how: bool) -> Key | None:
         return self._rehearsal.evict(coming)
 
     def admit(self, coming: Key, stored_bytes: int, _entries: int) -> None:

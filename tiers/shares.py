@@ -30,7 +30,7 @@ from .eviction.base import EvictionPolicy, Rehearsal
 from .order import Order, Resident, order_by
 
 
-class Share(NamedTuple):
+class NamespaceShare(NamedTuple):
     """The guaranteed share of one namespace in a tier. `policy` must be empty."""
 
     namespace: str
@@ -38,7 +38,7 @@ class Share(NamedTuple):
     policy: EvictionPolicy[Key]
 
 
-class Room(NamedTuple):
+class TierRoom(NamedTuple):
     """What a tier may hold at this moment. `max_entries` 0: no limit."""
 
     limit_bytes: int
@@ -65,13 +65,13 @@ class Standing:
         self.fixed_entries += fixed
 
 
-class Shares(Order):
+class TierShares(Order):
     """The parts of a tier, as one eviction order that counts what is used and what is fixed.
 
     What enters, is pinned or unpinned is counted here; the ledger reports when room is freed.
     """
 
-    def __init__(self, rest: EvictionPolicy[Key], shares: Sequence[Share]) -> None:
+    def __init__(self, rest: EvictionPolicy[Key], shares: Sequence[NamespaceShare]) -> None:
         """`rest`: the empty policy of the part without a share."""
         super().__init__(rest.name)
         self._orders: Final = [order_by(rest), *(order_by(share.policy) for share in shares)]
@@ -83,7 +83,7 @@ class Shares(Order):
         ]
         self.share_bytes: Final = sum(share.share_bytes for share in shares)
         #: The last result of `_guaranteed`, and its room.
-        self._room = Room(-1, 0)
+        self._room = TierRoom(-1, 0)
         self._guarantees: list[tuple[int, int]] = []
         self._numbers: Final = {
             tag_of(share.namespace): number for number, share in enumerate(shares, 1)
@@ -116,7 +116,7 @@ class Shares(Order):
         """The most that the other shares leave to a part of a tier of `whole_bytes`."""
         return whole_bytes - self.share_bytes + self.standings[number].share_bytes
 
-    def allows(self, room: Room, adding: Mapping[int, tuple[int, int]]) -> bool:
+    def allows(self, room: TierRoom, adding: Mapping[int, tuple[int, int]]) -> bool:
         """Whether more may become fixed. `adding`: part -> (bytes, entries). What is free does not
         matter: room that is guaranteed to others is not given away while they don't use it."""
         left_bytes, left_entries = room
@@ -139,14 +139,14 @@ class Shares(Order):
                 over_entries += fixed_entries - share_entries
         return over_bytes <= left_bytes and (not room.max_entries or over_entries <= left_entries)
 
-    def _guaranteed(self, room: Room) -> list[tuple[int, int]]:
+    def _guaranteed(self, room: TierRoom) -> list[tuple[int, int]]:
         """The guaranteed bytes and entries of each part now."""
         if room != self._room:
             self._room = room
             self._guarantees = [self._share(standing, room) for standing in self.standings]
         return self._guarantees
 
-    def _share(self, standing: Standing, room: Room) -> tuple[int, int]:
+    def _share(self, standing: Standing, room: TierRoom) -> tuple[int, int]:
         share_bytes, limit_bytes = standing.share_bytes, room.limit_bytes
         if self.share_bytes > limit_bytes:
             share_bytes = share_bytes * limit_bytes // self.share_bytes
@@ -157,7 +157,7 @@ class Shares(Order):
     def giver(
         self,
         standings: Sequence[Standing],
-        room: Room,
+        room: TierRoom,
         coming: tuple[int, int, int] | None,
         *,
         by_entries: bool = False,
@@ -236,7 +236,7 @@ class Shares(Order):
 class SharesRehearsal:
     """Tries out evictions, and admissions to one part; see `EvictionOrder.rehearsal`."""
 
-    def __init__(self, shares: Shares, number: int, bytes_of: Callable[[Key], int]) -> None:
+    def __init__(self, shares: TierShares, number: int, bytes_of: Callable[[Key], int]) -> None:
         self._shares = shares
         self._number = number
         self._bytes_of = bytes_of
@@ -250,7 +250,13 @@ class SharesRehearsal:
         return rehearsal
 
     def evict(
-        self, coming: Key | None, coming_bytes: int, room: Room, *, by_entries: bool, below: bool
+        self,
+        coming: Key | None,
+        coming_bytes: int,
+        room: TierRoom,
+        *,
+        by_entries: bool,
+        below: bool,
     ) -> Key | None:
         need = None if coming is None else (self._number, coming_bytes, 1)
         giver = self._shares.giver(self._standings, room, need, by_entries=by_entries, below=below)
@@ -273,10 +279,10 @@ class SharesRehearsal:
 
 
 class Tally:
-    """A second count of what the parts use, to check that of `Shares`. Does nothing for a tier
+    """A second count of what the parts use, to check that of `TierShares`. Does nothing for a tier
     without shares."""
 
-    def __init__(self, shares: Shares | None) -> None:
+    def __init__(self, shares: TierShares | None) -> None:
         self._shares = shares
         self._standings = [
             Standing(each.namespace, each.share_bytes)
@@ -290,5 +296,5 @@ class Tally:
             self._standings[number].charge(resident.stored_bytes, used, fixed)
 
     def agrees(self) -> bool:
-        """Whether `Shares` has counted the same."""
+        """Whether `TierShares` has counted the same."""
         return self._shares is None or self._standings == self._shares.standings

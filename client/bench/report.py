@@ -90,7 +90,7 @@ def read_rows(path: Path) -> Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TextTable:
     """Cells of text. The first column has names, the others have numbers."""
 
     title: str
@@ -98,14 +98,14 @@ class Table:
     rows: Sequence[tuple[str, ...]]
 
 
-def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[Table]:
+def tables(rows: Rows, peers: Rows, block_bytes: int) -> list[TextTable]:
     """Tables of everything that was measured, each batch beside the peers."""
     made = [_batch_table(rows, peers, blocks, block_bytes) for blocks in rows.batches]
     made += [_search_table(rows), _eviction_table(rows), _crowd_table(rows)]
     return [table for table in made if table.rows]
 
 
-def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Table:
+def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> TextTable:
     """Ratios compare with the memcpy of the same run."""
     lines = []
     for run in (rows, peers):
@@ -131,7 +131,7 @@ def _batch_table(rows: Rows, peers: Rows, blocks: int, block_bytes: int) -> Tabl
     columns = (
         "", "save, GB/s", "+ us a block", "restore, GB/s", "+ us a block", "view, us", "exists, us",
     )  # fmt: skip
-    return Table(f"{title} (x, +: beside the memcpy of the same run)", columns, lines)
+    return TextTable(f"{title} (x, +: beside the memcpy of the same run)", columns, lines)
 
 
 def _cost(row: Row | None, floor: Row | None) -> str:
@@ -160,7 +160,7 @@ def _ratio(value: float) -> str:
     return f"{value:.0f}x" if value >= 10 else f"{value:.2f}x"
 
 
-def _search_table(rows: Rows) -> Table:
+def _search_table(rows: Rows) -> TextTable:
     lines = []
     for what, op, hashing_op in searches():
         for row in rows.of(op):
@@ -182,10 +182,10 @@ def _search_table(rows: Rows) -> Table:
     columns = (
         "", "us", "hashing alone, us", "x hashing", "beside it, us", "rpcs", "daemon's look-ups",
     )  # fmt: skip
-    return Table("searches (rpcs and look-ups: of all of them together)", columns, lines)
+    return TextTable("searches (rpcs and look-ups: of all of them together)", columns, lines)
 
 
-def _eviction_table(rows: Rows) -> Table:
+def _eviction_table(rows: Rows) -> TextTable:
     lines = []
     alone = next(iter(rows.of(ALONE, EVICTED)), None)
     names = {ALONE: "nothing", UNPINNED: "unclaimed, older entries", PINNED: "claimed entries"}
@@ -195,10 +195,10 @@ def _eviction_table(rows: Rows) -> Table:
             ratio = "-" if alone in (None, row) else _ratio(row.p50_ms / alone.p50_ms)
             lines.append((beside, f"{row.p50_ms * 1e3 / EVICTED:.2f}", ratio))
     columns = ("beside", "us per entry", "x nothing")
-    return Table(f"eviction of {EVICTED:,} entries, rpc included", columns, lines)
+    return TextTable(f"eviction of {EVICTED:,} entries, rpc included", columns, lines)
 
 
-def _crowd_table(rows: Rows) -> Table:
+def _crowd_table(rows: Rows) -> TextTable:
     found = rows.crowd()
     lines = []
     for count, row in found:
@@ -211,10 +211,10 @@ def _crowd_table(rows: Rows) -> Table:
             )
         )
     columns = ("processes that restore", "all together, GB/s", "x one")
-    return Table("many clients at once, ram", columns, lines)
+    return TextTable("many clients at once, ram", columns, lines)
 
 
-def as_markdown(table: Table) -> str:
+def as_markdown(table: TextTable) -> str:
     """A table in Markdown, under a heading."""
     ruler = ["---", *["---:"] * (len(table.columns) - 1)]
     lines = [table.columns, tuple(ruler), *table.rows]

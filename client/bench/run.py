@@ -17,7 +17,7 @@ from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import Tier
 from ..chains import boundaries
 from ..client import Client
-from ..counters import Counters
+from ..counters import ClientCounters
 from ..local.local_transport import LocalTransport
 from ..restores import Verify
 from ..saves import SaveItem
@@ -25,7 +25,7 @@ from ..wire.remote_transport import RemoteTransport
 from .samples import Case, Row, interleave
 from .transfers import (
     BATCHES_HELD,
-    Batch,
+    BlockBatch,
     Buffers,
     Crowd,
     Subject,
@@ -67,7 +67,7 @@ _VOCABULARY: Final = 128_000
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """What to measure. Raises InvalidSize for what is out of range."""
 
     parts: tuple[str, ...] = PARTS
@@ -95,7 +95,7 @@ class Plan:
     def movers(self) -> tuple[str, ...]:
         return tuple(part for part in self.parts if part in MOVERS)
 
-    def of_blocks(self, block_bytes: int) -> Plan:
+    def of_blocks(self, block_bytes: int) -> BenchPlan:
         """The same plan for the largest batch only, with blocks of another size."""
         return replace(
             self, parts=self.movers, batches=(max(self.batches),), block_bytes=block_bytes
@@ -113,7 +113,7 @@ class Plan:
 Note = Callable[[str], None]
 
 
-def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Iterator[Row]:
+def measure(address: str, admin: AdminConnection, plan: BenchPlan, note: Note) -> Iterator[Row]:
     """Yields rows of everything in the plan but evictions, as they are measured.
 
     The saved entries stay until they are evicted. Raises PrefixdError when the daemon refuses a
@@ -137,7 +137,7 @@ def measure(address: str, admin: AdminConnection, plan: Plan, note: Note) -> Ite
 
 
 def measure_evictions(
-    daemons: Sequence[tuple[Client, AdminConnection]], plan: Plan, note: Note
+    daemons: Sequence[tuple[Client, AdminConnection]], plan: BenchPlan, note: Note
 ) -> list[Row]:
     """Rows of evictions, from a daemon for each of `OPS`."""
     note(f"evictions, beside {plan.pinned:,} pinned entries and beside none")
@@ -308,17 +308,17 @@ def wait_until_secured(admin: AdminConnection) -> None:
 
 
 @contextmanager
-def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Client, Client]]:
+def _clients(address: str, plan: BenchPlan, note: Note) -> Iterator[tuple[Client, Client, Client]]:
     """A client on the daemon's host, and two as on another host: one with the daemon's data socket,
     one with gRPC only."""
-    counters = Counters()
+    counters = ClientCounters()
     in_place = LocalTransport(address, "bench", counters=counters)
     with ExitStack() as stack:
         local = stack.enter_context(_client(in_place, counters, plan.verify))
-        counters = Counters()
+        counters = ClientCounters()
         over_grpc = RemoteTransport(address, "bench-grpc", counters=counters, wire="grpc")
         remote = stack.enter_context(_client(over_grpc, counters, plan.verify))
-        counters = Counters()
+        counters = ClientCounters()
         with_data = RemoteTransport(address, "bench-data", counters=counters, wire="data")
         over_data = stack.enter_context(_client(with_data, counters, plan.verify))
         if not all(client.wait_connected() for client in (local, remote, over_data)):
@@ -331,7 +331,7 @@ def _clients(address: str, plan: Plan, note: Note) -> Iterator[tuple[Client, Cli
 
 
 def _client(
-    transport: LocalTransport | RemoteTransport, counters: Counters, verify: Verify
+    transport: LocalTransport | RemoteTransport, counters: ClientCounters, verify: Verify
 ) -> Client:
     return Client(
         transport=transport,
@@ -341,7 +341,9 @@ def _client(
     )
 
 
-def _subjects(plan: Plan, local: Client, over_data: Client, remote: Client) -> Iterator[Subject]:
+def _subjects(
+    plan: BenchPlan, local: Client, over_data: Client, remote: Client
+) -> Iterator[Subject]:
     for mover in plan.movers:
         if mover == "grpc":
             yield Subject("prefixd-grpc", remote, Tier.RAM, local=False, claims=True)
@@ -351,15 +353,15 @@ def _subjects(plan: Plan, local: Client, over_data: Client, remote: Client) -> I
             yield Subject(f"prefixd-{mover}", local, Tier[mover.upper()], local=True)
 
 
-def _moves(subjects: Sequence[Subject], plan: Plan, note: Note) -> Iterator[Row]:
+def _moves(subjects: Sequence[Subject], plan: BenchPlan, note: Note) -> Iterator[Row]:
     most = max(plan.batches)
     buffers = Buffers(most, plan.block_bytes)
     for subject in subjects:
         note(f"warming up {subject.peer}")
-        Batch(subject, buffers, most).warm_up()
+        BlockBatch(subject, buffers, most).warm_up()
     for blocks in plan.batches:
         note(f"batches of {blocks}")
-        batches = [Batch(subject, buffers, blocks) for subject in subjects]
+        batches = [BlockBatch(subject, buffers, blocks) for subject in subjects]
         cases = [memcpy_case(buffers, blocks)]
         cases += [case for batch in batches for case in batch.cases()]
         yield from interleave(cases, plan.repeats)
@@ -367,7 +369,7 @@ def _moves(subjects: Sequence[Subject], plan: Plan, note: Note) -> Iterator[Row]
             batch.verify()
 
 
-def _walks(client: Client, admin: AdminConnection, plan: Plan) -> Iterator[Row]:
+def _walks(client: Client, admin: AdminConnection, plan: BenchPlan) -> Iterator[Row]:
     """Rows of searches, each with the rpcs and the daemon's look-ups of all searches together."""
     cases = list(Walks(client, "prefixd-ram", Tier.RAM).cases())
     before = rpcs_of(client), lookups_of(admin.stats())
@@ -379,10 +381,10 @@ def _walks(client: Client, admin: AdminConnection, plan: Plan) -> Iterator[Row]:
         yield replace(row, more=more)
 
 
-def _many(client: Client, address: str, plan: Plan) -> Sequence[Row]:
+def _many(client: Client, address: str, plan: BenchPlan) -> Sequence[Row]:
     blocks = max(plan.batches)
     subject = Subject("prefixd-ram", client, Tier.RAM, local=True)
-    batch = Batch(subject, Buffers(blocks, plan.block_bytes), blocks)
+    batch = BlockBatch(subject, Buffers(blocks, plan.block_bytes), blocks)
     batch.save()
     with Crowd(plan.clients, address, batch.keys, plan.block_bytes, plan.verify) as crowd:
         return interleave(crowd.cases(subject.peer), plan.repeats)

@@ -109,7 +109,7 @@ class Subject:
         return self.local and self.tier is not Tier.DISK
 
 
-class Batch:
+class BlockBatch:
     """Blocks that a subject saves, under new keys each time, and reads again."""
 
     def __init__(self, subject: Subject, buffers: Buffers, blocks: int) -> None:

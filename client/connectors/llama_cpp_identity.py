@@ -2,7 +2,7 @@
 part of the namespace takes it.
 
 Most of it is in the parameters that `Llama` keeps. What it does not keep is seen when it happens:
-the low-level functions that load models and switch adapters report each call (`Watch`), through
+the low-level functions that load models and switch adapters report each call (`FileWatch`), through
 ctypes' `errcheck`, which does not change them. A `Llama` that was made before this module was
 imported, or whose files changed after it had loaded them, shares nothing beyond its process.
 """
@@ -62,7 +62,7 @@ SEQUENCES: Final = "how many sequences; the form of the entries is in the key"
 NO_CONTENT: Final = "no number of the engine's; checked as a whole"
 
 
-class Table(NamedTuple):
+class FieldTable(NamedTuple):
     """Decisions about the fields of a structure: those in the key, by part, and why others are
     not. A field that is in neither is unknown: the engine is newer than this table."""
 
@@ -72,7 +72,7 @@ class Table(NamedTuple):
 
 _CONTEXT = Part.CONTEXT
 #: Of `llama_context_params`.
-CONTEXT_PARAMS: Final = Table(
+CONTEXT_PARAMS: Final = FieldTable(
     {
         "n_rs_seq": _CONTEXT,
         "ctx_type": _CONTEXT,
@@ -118,7 +118,7 @@ CONTEXT_PARAMS: Final = Table(
     },
 )
 #: Of `llama_model_params`.
-MODEL_PARAMS: Final = Table(
+MODEL_PARAMS: Final = FieldTable(
     {
         # In the key of an engine that can offload to other devices.
         "n_gpu_layers": _CONTEXT,
@@ -145,7 +145,7 @@ MODEL_PARAMS: Final = Table(
 )
 #: Of `Llama`, beside those that have the name of a field above. The parts are where a parameter
 #: ends up.
-LLAMA_PARAMETERS: Final = Table(
+LLAMA_PARAMETERS: Final = FieldTable(
     {
         "model_path": Part.FINGERPRINT,
         "lora_path": Part.ADAPTERS,
@@ -189,7 +189,7 @@ def low_level() -> Any:
 # ---- what Llama does not keep
 
 
-class FileState(NamedTuple):
+class FileStamp(NamedTuple):
     """A file as it was when the engine read it."""
 
     path: Path
@@ -198,7 +198,7 @@ class FileState(NamedTuple):
     mtime_ns: int
 
     @classmethod
-    def of(cls, path: Path) -> FileState:
+    def of(cls, path: Path) -> FileStamp:
         stat = path.stat()
         return cls(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
@@ -214,11 +214,11 @@ class Applied:
 
 
 @dataclass(slots=True)
-class Watch:
+class FileWatch:
     """Which files models and adapters came from, and what is applied to contexts, by address."""
 
-    models: dict[int, tuple[FileState, ...]] = field(default_factory=dict)
-    adapters: dict[int, FileState | None] = field(default_factory=dict)
+    models: dict[int, tuple[FileStamp, ...]] = field(default_factory=dict)
+    adapters: dict[int, FileStamp | None] = field(default_factory=dict)
     contexts: dict[int, Applied] = field(default_factory=dict)
 
     def install(self, lib: Any) -> None:
@@ -242,7 +242,7 @@ class Watch:
 
     def _model_loaded(self, model: Any, path: bytes, _params: Any) -> None:
         if model:
-            self.models[_address(model)] = tuple(map(FileState.of, _files_of(os.fsdecode(path))))
+            self.models[_address(model)] = tuple(map(FileStamp.of, _files_of(os.fsdecode(path))))
 
     def _context_made(self, context: Any, _model: Any, _params: Any) -> None:
         if context:
@@ -250,7 +250,7 @@ class Watch:
 
     def _adapter_loaded(self, adapter: Any, _model: Any, path: bytes) -> None:
         if adapter:
-            self.adapters[_address(adapter)] = FileState.of(Path(os.fsdecode(path)))
+            self.adapters[_address(adapter)] = FileStamp.of(Path(os.fsdecode(path)))
 
     def _adapters_set(self, _: Any, context: Any, adapters: Any, count: Any, scales: Any) -> None:
         made = self.contexts.get(_address(context))
@@ -284,7 +284,7 @@ class _Note:
         return result
 
 
-watch: Final = Watch()
+watch: Final = FileWatch()
 
 
 def _address(pointer: Any) -> int:
@@ -383,9 +383,9 @@ def _weights(llama: Any, fingerprint: bytes | None) -> Dimension:
     return Dimension("weights", found.digest, found.source, Part.FINGERPRINT)
 
 
-def _now(paths: list[Path]) -> tuple[FileState, ...] | None:
+def _now(paths: list[Path]) -> tuple[FileStamp, ...] | None:
     try:
-        return tuple(map(FileState.of, paths))
+        return tuple(map(FileStamp.of, paths))
     except OSError:
         return None
 

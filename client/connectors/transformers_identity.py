@@ -427,7 +427,7 @@ def _device(model: Any) -> str:
 
 
 @dataclass(slots=True)
-class Filled:
+class FilledCache:
     """What is known of a cache. `stamp`: of the model when it was filled."""
 
     stamp: Any
@@ -443,7 +443,7 @@ class Passes:
     """The passes of one model, and how they filled each cache."""
 
     def __init__(self, model: Any) -> None:
-        self._caches: WeakKeyDictionary[Any, Filled] = WeakKeyDictionary()
+        self._caches: WeakKeyDictionary[Any, FilledCache] = WeakKeyDictionary()
         self._lock = threading.Lock()
         self._media = media_tokens(model.config)
         #: peft calls the model inside without its hooks, and `generate` of it with them.
@@ -453,9 +453,9 @@ class Passes:
     def loaded(self, cache: Any, state: Any) -> None:
         """A cache was filled by prefixd for a model in this state."""
         with self._lock:
-            self._caches[cache] = Filled(state)
+            self._caches[cache] = FilledCache(state)
 
-    def filled(self, cache: Any) -> Filled:
+    def filled(self, cache: Any) -> FilledCache:
         """How a cache was filled. Raises CallerError if no pass was seen."""
         with self._lock:
             found = self._caches.get(cache)
@@ -476,7 +476,7 @@ class Passes:
             # A pass must never fail because of the cache.
             logger.exception("a pass was not understood; its cache is not saved")
             with self._lock:
-                self._caches[cache] = Filled(None, 0)
+                self._caches[cache] = FilledCache(None, 0)
 
     def _note(self, model: Any, args: tuple[Any, ...], options: dict[str, Any], cache: Any) -> None:
         ids = options.get("input_ids", args[0] if args else None)
@@ -484,7 +484,7 @@ class Passes:
         with self._lock:
             filled = self._caches.get(cache)
             if filled is None:
-                filled = self._caches[cache] = Filled(stamp(model))
+                filled = self._caches[cache] = FilledCache(stamp(model))
                 if held:
                     filled.ends_at(0)
             elif not held:

@@ -16,8 +16,8 @@ from .command import Ctl, make_console, parse_size, versioned
 from .files import STDOUT, ForceOption, cannot_write, check_new, opened
 
 if TYPE_CHECKING:
-    from ..bench.report import Rows, Table
-    from ..bench.run import Note, Plan
+    from ..bench.report import Rows, TextTable
+    from ..bench.run import BenchPlan, Note
     from ..bench.samples import Row
     from .private import PrivateDaemon
 
@@ -136,8 +136,8 @@ def _plan(
     verify: str,
     clients: int,
     pinned: int,
-) -> Plan:
-    from ..bench.run import PARTS, Plan
+) -> BenchPlan:
+    from ..bench.run import PARTS, BenchPlan
     from ..restores import VERIFY_CHOICES, Verify
 
     chosen = tuple(dict.fromkeys(parts or PARTS))
@@ -153,13 +153,13 @@ def _plan(
         numbers = tuple(sorted({int(number) for number in batches.split(",")}))
     except ValueError:
         raise typer.BadParameter(f"--batches: {batches!r} is no list of numbers") from None
-    return Plan(chosen, numbers, block_bytes, repeats, cast(Verify, verify), clients, pinned)
+    return BenchPlan(chosen, numbers, block_bytes, repeats, cast(Verify, verify), clients, pinned)
 
 
 # ---- daemons
 
 
-def _measure(ctl: Ctl, plan: Plan, note: Note) -> Iterator[Row]:
+def _measure(ctl: Ctl, plan: BenchPlan, note: Note) -> Iterator[Row]:
     from ..bench.run import measure
     from .private import unwound_by_signals
 
@@ -176,7 +176,7 @@ def _measure(ctl: Ctl, plan: Plan, note: Note) -> Iterator[Row]:
             yield from _evictions(plan, note)
 
 
-def tier_flags(plan: Plan) -> list[str]:
+def tier_flags(plan: BenchPlan) -> list[str]:
     """Options of a daemon with budgets for everything in the plan but evictions. Parts that name no
     tier use RAM."""
     arena_bytes = plan.entries_bytes(SLAB_BYTES)
@@ -194,7 +194,7 @@ def tier_flags(plan: Plan) -> list[str]:
     ]
 
 
-def _evictions(plan: Plan, note: Note) -> list[Row]:
+def _evictions(plan: BenchPlan, note: Note) -> list[Row]:
     from ..bench.run import (
         EVICTED,
         OPS,
@@ -270,7 +270,9 @@ def _notes() -> Iterator[Note]:
         yield lambda what: status.update(f"measuring: {what}")
 
 
-def _show(found: list[Table], plan: Plan, rows: list[Row], peers: Rows, markdown: bool) -> None:
+def _show(
+    found: list[TextTable], plan: BenchPlan, rows: list[Row], peers: Rows, markdown: bool
+) -> None:
     from ..bench.report import as_markdown
     from .views.tables import make_table
 

@@ -52,7 +52,7 @@ _WHAT_TO_DO: Final = (
 PAGE_ENTRIES: Final = 1_000
 
 
-class Health(Enum):
+class HealthAnswer(Enum):
     """The answer of the health service."""
 
     SERVING = "serving"
@@ -244,7 +244,7 @@ class AdminConnection:
         finally:
             call.cancel()  # no effect if it has ended
 
-    def health(self, *, wait_for_ready: bool = False) -> Health:
+    def health(self, *, wait_for_ready: bool = False) -> HealthAnswer:
         """The health of the whole daemon.
 
         `wait_for_ready`: wait, within the timeout, for a daemon that does not answer yet.
@@ -260,7 +260,7 @@ class AdminConnection:
                     raise
             time.sleep(_POLL_EVERY_S)
         serving = response.status == health_pb2.HealthCheckResponse.SERVING
-        return Health.SERVING if serving else Health.NOT_SERVING
+        return HealthAnswer.SERVING if serving else HealthAnswer.NOT_SERVING
 
     @property
     def _admin(self) -> pb_grpc.AdminStub:

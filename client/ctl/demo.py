@@ -27,7 +27,7 @@ from .views.live import figures, mismatch_line, troubles
 from .views.progress import live_view
 from .views.stats import activity_table
 from .views.tables import size
-from .views.top import Board
+from .views.top import Interval
 
 #: So small that every tier has to evict.
 BUDGETS: Final = {Tier.RAM: "96MiB", Tier.SHM: "128MiB", Tier.DISK: "160MiB"}
@@ -149,7 +149,7 @@ class _Show:
         self._daemon = daemon
         self._admin = admin
         self._options = options
-        self._board = Board(daemon.address)
+        self._board = Interval(daemon.address)
         self._totals = Totals()
         self._every_s = DRAW_EVERY_S if console.is_terminal else LINE_EVERY_S
         self._due_s = time.monotonic() + self._every_s

@@ -347,7 +347,7 @@ def simulate(
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
+        str | None, typer.Option(metavar="FILE", help="WriteRule a page with all results.")
     ] = None,
     output: OutputOption = None,
     force: ForceOption = False,
@@ -369,7 +369,7 @@ def simulate(
     """
     from ...proto.units import parse_bytes
     from ..lab.breakdown import Requests
-    from ..lab.fleet import Fleet, Route, Write, fleet_document, simulate_fleet
+    from ..lab.fleet import Fleet, Route, WriteRule, fleet_document, simulate_fleet
     from ..lab.report import render_fleet
     from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import fleet_view
@@ -382,7 +382,7 @@ def simulate(
             capacity_blocks,
             parse_name("route", route, Route),
             shared_blocks,
-            parse_name("write policy", write, Write),
+            parse_name("write policy", write, WriteRule),
             peer_reads,
         )
         token_bytes = None if bytes_per_token is None else parse_bytes(bytes_per_token)

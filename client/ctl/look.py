@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
     from ..identity import StateIdentity
     from .connection import AdminConnection
-    from .views.top import Board
+    from .views.top import Interval
 
 #: The shortest beginning of a key, or of an identity's digest, that is accepted. Fewer digits match
 #: several entries of any cache of a useful size.
@@ -97,7 +97,7 @@ def top(
     With --targets, several daemons: a line for each, and one for all together.
     Ends with Ctrl-C. Clients report with their heartbeats, so what they read in place shows later.
     """
-    from .views.top import Board
+    from .views.top import Interval
 
     if ctl.targets:
         from . import targets
@@ -109,7 +109,7 @@ def top(
             with suppress(KeyboardInterrupt):
                 follow(daemon, make_console(), every)
             return
-        board = Board(daemon.address)
+        board = Interval(daemon.address)
         _sample(board, daemon)
         time.sleep(every)
         _sample(board, daemon)
@@ -121,9 +121,9 @@ def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
     when no daemon answers at first."""
     from ...proto.errors import DaemonUnavailable, DeadlineExceeded
     from .views.progress import live_view
-    from .views.top import Board
+    from .views.top import Interval
 
-    board = Board(daemon.address)
+    board = Interval(daemon.address)
     _sample(board, daemon)
     with live_view(console, board.__rich__) as refresh:
         while True:
@@ -136,7 +136,7 @@ def follow(daemon: AdminConnection, console: Console, every_s: float) -> None:
             refresh()
 
 
-def _sample(board: Board, daemon: AdminConnection) -> None:
+def _sample(board: Interval, daemon: AdminConnection) -> None:
     from .views.top import OLDEST_CLAIMS
 
     board.take(daemon.stats(), daemon.oldest_claims(OLDEST_CLAIMS), time.monotonic())
@@ -147,16 +147,16 @@ def health(ctl: Ctl) -> None:
 
     Exits 0 when the daemon serves, 1 when it is unhealthy or stopping, 3 when none answers.
     """
-    from .connection import Health
+    from .connection import HealthAnswer
 
     with ctl.connect() as daemon:
         status = daemon.health()
-        reason = "" if status is Health.SERVING else _unhealthy_part(daemon)
+        reason = "" if status is HealthAnswer.SERVING else _unhealthy_part(daemon)
     if ctl.as_json:
         print_json({"address": ctl.address, "status": status.value, "why": reason})
-    elif status is Health.SERVING:
+    elif status is HealthAnswer.SERVING:
         typer.echo("serving")
-    if status is not Health.SERVING:
+    if status is not HealthAnswer.SERVING:
         fail(f"not serving: {reason}" if reason else "not serving", ExitCode.PROBLEM)
 
 

@@ -27,7 +27,7 @@ from .views.daemon import check_view
 from .views.progress import live_view
 from .views.stats import health_text, hit_tokens, notice_lines, tokens_line, total_usage
 from .views.tables import make_table, percent, size, used_bytes
-from .views.top import Board, Rates
+from .views.top import Interval, Rates
 
 R = TypeVar("R")
 
@@ -95,7 +95,7 @@ class FleetBoard:
     """Each of several daemons between its last two samples, and all of them together."""
 
     def __init__(self, targets: Iterable[str]) -> None:
-        self.boards: Final = {target: Board(target) for target in targets}
+        self.boards: Final = {target: Interval(target) for target in targets}
         self.answers: Answers[pb.StatsResponse] = {}
 
     def take(self, answers: Answers[pb.StatsResponse], at_s: float) -> None:
@@ -105,7 +105,7 @@ class FleetBoard:
             self.boards[target].take(answer, (), at_s)
 
     def between(self) -> Answers[pb.StatsResponse]:
-        """By target: `Board.between`, or the error of a daemon that did not answer."""
+        """By target: `Interval.between`, or the error of a daemon that did not answer."""
         return {
             target: answer if isinstance(answer, PrefixdError) else self.boards[target].between()
             for target, answer in self.answers.items()

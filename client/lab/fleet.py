@@ -60,7 +60,7 @@ class Route(StrEnum):
     CACHE_AWARE = "cache-aware"
 
 
-class Write(StrEnum):
+class WriteRule(StrEnum):
     """Which blocks enter the shared LRU."""
 
     ALL = "all"
@@ -79,7 +79,7 @@ class Fleet:
     capacity_blocks: int
     route: Route = Route.ROUND_ROBIN
     shared_blocks: int = 0
-    write: Write = Write.ALL
+    write: WriteRule = WriteRule.ALL
     peer_reads: bool = False
 
     def __post_init__(self) -> None:
@@ -124,7 +124,7 @@ class Amount:
 
 
 @dataclass(slots=True)
-class Node:
+class SimulatedNode:
     """One node."""
 
     lru: LRU[int]
@@ -146,7 +146,7 @@ class FleetResult:
     """The result of one simulation. `seconds` excludes reading the trace."""
 
     fleet: Fleet
-    nodes: list[Node]
+    nodes: list[SimulatedNode]
     shared_lru: LRU[int]
     #: Hits in the node's own LRU, in the shared one, in the LRUs of other nodes.
     local: Amount = field(default_factory=Amount)
@@ -217,7 +217,7 @@ def simulate_fleet(
     """Run a trace through a fleet. Raises ValueError when a block has no tokens."""
     if block_tokens < 1:
         raise ValueError(f"a block must have at least one token, got {block_tokens}")
-    nodes = [Node(LRU(fleet.capacity_blocks)) for _ in range(fleet.nodes)]
+    nodes = [SimulatedNode(LRU(fleet.capacity_blocks)) for _ in range(fleet.nodes)]
     result = FleetResult(fleet, nodes, LRU(fleet.shared_blocks))
     simulation = _Simulation(result, _SimulatedRouter(fleet, nodes, block_tokens), block_tokens)
     started = perf_counter()
@@ -230,7 +230,7 @@ def simulate_fleet(
 class _SimulatedRouter:
     """A router before the fleet. Nodes are called by their numbers."""
 
-    def __init__(self, fleet: Fleet, nodes: Sequence[Node], block_tokens: int) -> None:
+    def __init__(self, fleet: Fleet, nodes: Sequence[SimulatedNode], block_tokens: int) -> None:
         self._fleet = fleet
         self._block_tokens = block_tokens
         self._lrus = {str(number): node.lru for number, node in enumerate(nodes)}
@@ -281,7 +281,7 @@ class _Simulation:
             self._share(blocks, tokens, walked)
         self.known_blocks = max(self.known_blocks, max(blocks, default=-1) + 1)
 
-    def _walk(self, node: Node, blocks: Sequence[int], tokens: Sequence[int]) -> int:
+    def _walk(self, node: SimulatedNode, blocks: Sequence[int], tokens: Sequence[int]) -> int:
         """Count the hits from the root on, touch the LRUs that gave them; returns how many."""
         own, shared, result = node.lru, self.result.shared_lru, self.result
         walked = 0
@@ -311,7 +311,7 @@ class _Simulation:
 
     def _share(self, blocks: Sequence[int], tokens: Sequence[int], walked: int) -> None:
         shared = self.result.shared_lru
-        second_use = self.result.fleet.write is Write.SECOND_USE
+        second_use = self.result.fleet.write is WriteRule.SECOND_USE
         for index in reversed(range(0 if second_use else walked, len(blocks))):
             block = blocks[index]
             if second_use and (block >= self.known_blocks or block in shared):

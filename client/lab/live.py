@@ -22,7 +22,7 @@ from typing import Any, Final
 from ...proto.errors import CallerError
 from ..client import Client
 from .histogram import LogHistogram
-from .replayer import STEPS, Counts, LiveOptions, Outcome, Replayer
+from .replayer import STEPS, LiveOptions, ReplayCounts, Replayer, RequestOutcome
 from .trace import Request
 
 #: Mismatches that are described; the others are only counted.
@@ -30,7 +30,7 @@ MAX_DESCRIBED: Final = 10
 
 
 @dataclass(slots=True)
-class Totals(Counts):
+class Totals(ReplayCounts):
     """The sum of outcomes."""
 
     requests: int = 0
@@ -56,12 +56,12 @@ class Totals(Counts):
     interrupted: bool = False
     gave_up: bool = False
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RequestOutcome) -> None:
         """Add one request."""
         self.requests += 1
         self.requests_with_hit += outcome.hit_tokens > 0
         self.unavailable_requests += outcome.unavailable
-        for count in fields(Counts):
+        for count in fields(ReplayCounts):
             setattr(self, count.name, getattr(self, count.name) + getattr(outcome, count.name))
         self.mismatches += len(outcome.mismatches)
         self.described += outcome.mismatches[: MAX_DESCRIBED - len(self.described)]
@@ -135,7 +135,8 @@ class Finished:
 
 
 def work(pipe: Connection, options: LiveOptions, number: int) -> None:
-    """The worker process: replays requests from `pipe` until None, and answers with `Outcome`s."""
+    """The worker process: replays requests from `pipe` until None, and answers with a
+    `RequestOutcome` each."""
     # Ctrl-C reaches all processes on the terminal; the parent decides what it means.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     gave_up = False
@@ -314,11 +315,13 @@ class LiveReplay:
             self.totals.wall_seconds = time.monotonic() - self._started_s
         self._on_progress(self.totals)
 
-    def _handle(self, worker: _Worker, message: Ready | Outcome | CallerError | Finished) -> None:
+    def _handle(
+        self, worker: _Worker, message: Ready | RequestOutcome | CallerError | Finished
+    ) -> None:
         match message:
             case Ready():
                 worker.dealt -= 1
-            case Outcome():
+            case RequestOutcome():
                 worker.dealt -= 1
                 known = worker.known_runs.popleft()
                 self.totals.earlier_blocks += max(0, message.hit_blocks - known)

@@ -143,7 +143,7 @@ STEPS: Final = ("walk", "claim", "restore", "save", "release")
 
 
 @dataclass(slots=True)
-class Counts:
+class ReplayCounts:
     """What a replay counts, for one request or for all."""
 
     prompt_tokens: int = 0
@@ -160,7 +160,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Outcome(Counts):
+class RequestOutcome(ReplayCounts):
     """The result of one request. `Totals` adds them up."""
 
     #: A sentence for each block whose bytes were wrong.
@@ -239,9 +239,9 @@ class Replayer:
         self._patience_s -= time.monotonic() - started_s
         return connected
 
-    def replay(self, request: Request) -> Outcome:
+    def replay(self, request: Request) -> RequestOutcome:
         """Replay one request. Raises CallerError if its ids are no block ids."""
-        outcome = Outcome(prompt_tokens=request.input_length, blocks=len(request.hash_ids))
+        outcome = RequestOutcome(prompt_tokens=request.input_length, blocks=len(request.hash_ids))
         if not request.hash_ids:
             return outcome
         with _timed(outcome, "walk"):
@@ -268,7 +268,7 @@ class Replayer:
         outcome.hit_tokens = min(run * self._options.block_tokens, request.input_length)
         return outcome
 
-    def _restore(self, hit: Hit, ids: Sequence[int], outcome: Outcome) -> int:
+    def _restore(self, hit: Hit, ids: Sequence[int], outcome: RequestOutcome) -> int:
         """Read the hit and compare every byte. Returns the length of the run of right blocks."""
         if not hit:
             return 0
@@ -303,7 +303,7 @@ class Replayer:
         ids: Sequence[int],
         keys: Sequence[Key],
         good: int,
-        outcome: Outcome,
+        outcome: RequestOutcome,
     ) -> None:
         """Save the blocks from `good` on."""
         options = self._options
@@ -332,7 +332,7 @@ class Replayer:
 
 
 @contextmanager
-def _timed(outcome: Outcome, step: str) -> Iterator[None]:
+def _timed(outcome: RequestOutcome, step: str) -> Iterator[None]:
     started_ns = time.perf_counter_ns()
     yield
     outcome.durations_ns[step] = time.perf_counter_ns() - started_ns

@@ -42,7 +42,7 @@ Prompt = list[tuple[Hashable, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class SessionTurn:
     """One request of a session: seconds since the one before, its prompt, its answer's length."""
 
     delay_s: float
@@ -68,7 +68,7 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrivals:
+class ArrivalProcess:
     """A gamma renewal process: sessions per second, and how bursty (1 = Poisson, more = bursts)."""
 
     sessions_per_s: float
@@ -115,7 +115,7 @@ class Profile(ABC):
     """
 
     name: str
-    arrivals: Arrivals
+    arrivals: ArrivalProcess
     mean_output_tokens: float
     #: Seconds per output token. A session's next request waits for the answer.
     decode_s_per_token: float = 0.02
@@ -125,7 +125,7 @@ class Profile(ABC):
         return 1
 
     @abstractmethod
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         """The requests of session `number`, in order; `turns` of them."""
 
     def _pause_s(self, random: Random, answer_tokens: int, median_s: float) -> float:
@@ -134,7 +134,7 @@ class Profile(ABC):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Conversations(Profile):
+class ConversationProfile(Profile):
     """Conversations: a system prompt that many share, then turns that make the prompt grow."""
 
     #: Number of different system prompts, with Zipf popularity.
@@ -153,7 +153,7 @@ class Conversations(Profile):
     def turns(self, random: Random) -> int:
         return geometric(random, self.mean_turns)
 
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         assistant = zipf(random, self.assistants, 1.0)
         prompt: Prompt = [
             ("common", self.common_tokens),
@@ -165,13 +165,13 @@ class Conversations(Profile):
         for turn in range(turns):
             prompt.append((("user", number, turn), self.user.draw(random)))
             answer_tokens = output_tokens(random, self.mean_output_tokens)
-            yield Turn(delay_s, list(prompt), answer_tokens)
+            yield SessionTurn(delay_s, list(prompt), answer_tokens)
             prompt.append((("answer", number, turn), answer_tokens))
             delay_s = self._pause_s(random, answer_tokens, self.think_median_s)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rag(Profile):
+class RagProfile(Profile):
     """Questions over retrieved documents: one request each, documents in order of relevance.
 
     A topic has its documents in a fixed order. A question asks about one topic and gets its
@@ -188,7 +188,7 @@ class Rag(Profile):
     same_document_chance: float
     question: Lengths
 
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         topic = zipf(random, self.topics, self.topic_exponent)
         prompt: Prompt = [("system", self.system_tokens)]
         same = True
@@ -200,11 +200,13 @@ class Rag(Profile):
             prompt.append((content, self.document.draw(length_of)))
         for turn in range(turns):
             question = (("question", number, turn), self.question.draw(random))
-            yield Turn(0.0, [*prompt, question], output_tokens(random, self.mean_output_tokens))
+            yield SessionTurn(
+                0.0, [*prompt, question], output_tokens(random, self.mean_output_tokens)
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Code(Profile):
+class CodeProfile(Profile):
     """Completions during typing: instructions, snippets of the repository, the file.
 
     The snippets stay while the cursor stays. After a jump there are others, and the file is cut
@@ -224,7 +226,7 @@ class Code(Profile):
     def turns(self, random: Random) -> int:
         return geometric(random, self.mean_turns)
 
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         prompt: Prompt = []
         delay_s = 0.0
         after_tokens = 0
@@ -241,12 +243,12 @@ class Code(Profile):
                 after_tokens = self.after_cursor.draw(random)
             answer_tokens = output_tokens(random, self.mean_output_tokens)
             after = (("after", number, turn), after_tokens)
-            yield Turn(delay_s, [*prompt, after], answer_tokens)
+            yield SessionTurn(delay_s, [*prompt, after], answer_tokens)
             delay_s = self._pause_s(random, answer_tokens, self.pause_median_s)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Profile):
+class BatchProfile(Profile):
     """One instruction with examples over many documents, sent as fast as they are processed."""
 
     instruction_tokens: int
@@ -257,32 +259,32 @@ class Batch(Profile):
     def turns(self, random: Random) -> int:
         return 2 if random.random() < self.retry_share else 1
 
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         document = (("document", number), self.document.draw(random))
         prompt: Prompt = [("instruction", self.instruction_tokens), document]
         for turn in range(turns):
             delay_s = 60.0 if turn else 0.0
-            yield Turn(delay_s, prompt, output_tokens(random, self.mean_output_tokens))
+            yield SessionTurn(delay_s, prompt, output_tokens(random, self.mean_output_tokens))
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unrelated(Profile):
+class UnrelatedProfile(Profile):
     """Prompts with nothing in common: what a cache costs where it cannot help."""
 
     prompt_tokens: tuple[int, int]
 
-    def session(self, number: int, turns: int, random: Random) -> Iterator[Turn]:
+    def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         for turn in range(turns):
             tokens = random.randint(*self.prompt_tokens)
             answer_tokens = output_tokens(random, self.mean_output_tokens)
-            yield Turn(0.0, [(("prompt", number, turn), tokens)], answer_tokens)
+            yield SessionTurn(0.0, [(("prompt", number, turn), tokens)], answer_tokens)
 
 
 _ALL: tuple[Profile, ...] = (
     # One product, a long system prompt with tools, short chats.
-    Conversations(
+    ConversationProfile(
         name="chatbot",
-        arrivals=Arrivals(sessions_per_s=1.0, variation=1.5),
+        arrivals=ArrivalProcess(sessions_per_s=1.0, variation=1.5),
         assistants=3,
         common_tokens=9_000,
         assistant_tokens=3_500,
@@ -292,9 +294,9 @@ _ALL: tuple[Profile, ...] = (
         think_median_s=45,
     ),
     # Long working sessions: a short system prompt, often an attachment, many turns.
-    Conversations(
+    ConversationProfile(
         name="multi-turn",
-        arrivals=Arrivals(sessions_per_s=0.3, variation=1.5),
+        arrivals=ArrivalProcess(sessions_per_s=0.3, variation=1.5),
         assistants=12,
         common_tokens=900,
         assistant_tokens=1_200,
@@ -304,9 +306,9 @@ _ALL: tuple[Profile, ...] = (
         mean_output_tokens=380,
         think_median_s=75,
     ),
-    Rag(
+    RagProfile(
         name="rag",
-        arrivals=Arrivals(sessions_per_s=3.0, variation=1.3),
+        arrivals=ArrivalProcess(sessions_per_s=3.0, variation=1.3),
         system_tokens=1_600,
         topics=10_000,
         topic_exponent=1.0,
@@ -316,9 +318,9 @@ _ALL: tuple[Profile, ...] = (
         question=Lengths(45, 0.7, 5, 600),
         mean_output_tokens=200,
     ),
-    Code(
+    CodeProfile(
         name="code",
-        arrivals=Arrivals(sessions_per_s=0.5, variation=1.5),
+        arrivals=ArrivalProcess(sessions_per_s=0.5, variation=1.5),
         instruction_tokens=220,
         mean_turns=25,
         stay_chance=0.37,
@@ -329,17 +331,17 @@ _ALL: tuple[Profile, ...] = (
         mean_output_tokens=25,
         pause_median_s=6,
     ),
-    Batch(
+    BatchProfile(
         name="batch",
-        arrivals=Arrivals(sessions_per_s=4.0, variation=0.2),
+        arrivals=ArrivalProcess(sessions_per_s=4.0, variation=0.2),
         instruction_tokens=1_100,
         document=Lengths(7_500, 0.5, 800, 60_000),
         retry_share=0.005,
         mean_output_tokens=250,
     ),
-    Unrelated(
+    UnrelatedProfile(
         name="random",
-        arrivals=Arrivals(sessions_per_s=2.0),
+        arrivals=ArrivalProcess(sessions_per_s=2.0),
         prompt_tokens=(500, 8_000),
         mean_output_tokens=150,
     ),
@@ -416,7 +418,7 @@ def generate(
 
 #: Sessions in flight: when the next request arrives, session number (unique, so that turns are
 #: never compared), that request, and the ones after it.
-_Flight = list[tuple[float, int, Turn, Iterator[Turn]]]
+_Flight = list[tuple[float, int, SessionTurn, Iterator[SessionTurn]]]
 
 
 def _generate(profile: Profile, requests: int, seed: int, blocks: BlockIds) -> Iterator[Request]:

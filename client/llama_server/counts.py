@@ -21,7 +21,7 @@ COUNTERS: Final = {
 }
 
 
-class Counts(Collector):
+class PromptCounts(Collector):
     """Counters with one label each. For one thread."""
 
     def __init__(self) -> None:

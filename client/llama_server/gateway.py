@@ -27,7 +27,7 @@ from ...proto.errors import CallerError
 from ...proto.vocabulary import SaveReason, Tier
 from ..aio import AsyncClient
 from ..policy import SavePolicy
-from .counts import Counts
+from .counts import PromptCounts
 from .folder import SlotFolder
 from .identity import Unsupported
 from .model import Model
@@ -35,7 +35,7 @@ from .requests import KEPT_BYTES, Asked, Bypassed, shorter_chats, timings_of, un
 from .slot_file import BadSlotFile, Tokens, common_tokens
 from .slots import SaveGates, Slot
 from .states import Restored
-from .upstream import EVALUATION_TIMEOUT_S, FAILURES, Auth, ModelServer, Refused, Upstream
+from .upstream import EVALUATION_TIMEOUT_S, FAILURES, Auth, ModelServer, Upstream, UpstreamRefused
 
 logger = logging.getLogger("prefixd.llama_server")
 
@@ -97,7 +97,7 @@ class Prepared:
     salt: bytes
 
 
-class Filled(NamedTuple):
+class FilledSlot(NamedTuple):
     """What became of a slot before its request."""
 
     #: What was restored, if nothing has proved yet that it is of use.
@@ -129,7 +129,7 @@ class Gateway:
         self._closing = False
         #: Whether the last request got to the server; None: there was none.
         self._reached: bool | None = None
-        self.counts = Counts()
+        self.counts = PromptCounts()
 
     def application(self) -> web.Application:
         """The web application, which serves llama-server's paths and `/prefixd/`."""
@@ -207,7 +207,7 @@ class Gateway:
         model = prepared.model
         slot = await model.take_slot(prepared.tokens, prepared.salt)
         tail = _Tail()
-        filled = Filled()
+        filled = FilledSlot()
         try:
             self._stop_idling(slot)
             async with self._lock_of(model, slot):
@@ -230,7 +230,7 @@ class Gateway:
         if other:
             tokens = await self._tokens(server, asked)
         if not len(tokens):
-            raise Refused("/tokenize: an empty prompt")
+            raise UpstreamRefused("/tokenize: an empty prompt")
         heads: list[int] = []
         if asked.chat and not model.cuts:
             chats = shorter_chats(asked.template_body())
@@ -247,7 +247,7 @@ class Gateway:
         takes no such chat."""
         try:
             text = await server.apply_template(chat)
-        except Refused:
+        except UpstreamRefused:
             return 0
         return common_tokens(tokens, np.asarray(await server.tokenize(text), "<i4"))
 
@@ -261,12 +261,12 @@ class Gateway:
             return np.asarray(asked.body["prompt"], "<i4")
         return np.asarray(await server.tokenize(text), "<i4")
 
-    async def _fill(self, prepared: Prepared, slot: Slot) -> Filled:
+    async def _fill(self, prepared: Prepared, slot: Slot) -> FilledSlot:
         """Get as much of the prompt into the slot as the cache has. Never raises a problem."""
         model, tokens, salt = prepared.model, prepared.tokens, prepared.salt
         if slot.tainted and not await self._erase(prepared.server, slot):
             slot.took(tokens, salt, kept=0)
-            return Filled(usable=False)
+            return FilledSlot(usable=False)
         common = held = slot.holds(tokens, salt)
         if not model.cuts and common < len(slot.tokens):
             held = 0  # the server can't go back to it
@@ -296,12 +296,12 @@ class Gateway:
             dirty = slot.tainted or others or (self._careful_of(model) and common < slot.restored)
             if dirty and not await self._erase(prepared.server, slot):
                 slot.took(tokens, salt, kept=0)
-                return Filled(usable=False)
+                return FilledSlot(usable=False)
         slot.took(tokens, salt, kept=held)
         restored = found if isinstance(found, Restored) else None
         if not model.cuts and await self._evaluate_to_the_stops(prepared, slot, held, restored):
-            return Filled()
-        return Filled(restored)
+            return FilledSlot()
+        return FilledSlot(restored)
 
     def _careful_of(self, model: Model) -> bool:
         """Whether the server may believe that it has more of a restored state than the file had."""
@@ -321,9 +321,9 @@ class Gateway:
             slot.taint()  # until it is known what came of it
             restored = await prepared.server.restore(slot.number, name)
             if restored != count:
-                raise Refused(f"a restore of {count} tokens gave {restored}")
+                raise UpstreamRefused(f"a restore of {count} tokens gave {restored}")
             if not await model.is_same(prepared.server):
-                raise Refused("it was restarted meanwhile")
+                raise UpstreamRefused("it was restarted meanwhile")
             slot.was_restored(prepared.tokens[:count], prepared.salt)
 
         found = await model.states(prepared.salt).restore(
@@ -495,7 +495,7 @@ class Gateway:
                 for name, model in list(self._models.items()):
                     if model.probe and self._careful_of(model):
                         await self._erase_restored(name, model)
-            except Refused as why:
+            except UpstreamRefused as why:
                 self._failed("erase", why)
                 return _unavailable("a slot can't be emptied")
             return await self._forward(request, body)
@@ -523,7 +523,7 @@ class Gateway:
                 server = self._server_of(name)
                 dirty = slot.restored or slot.tainted
                 if dirty and not await self._erase(server, slot, EVALUATION_TIMEOUT_S):
-                    raise Refused("a restored slot could not be erased")
+                    raise UpstreamRefused("a restored slot could not be erased")
 
     async def _forward(
         self, request: web.Request, body: Body, tail: _Tail | None = None
@@ -624,7 +624,7 @@ class Gateway:
         if it refuses."""
         try:
             await self._upstream.call("GET", "/props", auth=_auth_of(request))
-        except Refused as why:
+        except UpstreamRefused as why:
             if why.status in (401, 403):
                 raise web.HTTPUnauthorized(text=f"{why}\n") from None
         except FAILURES:

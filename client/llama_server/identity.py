@@ -15,7 +15,7 @@ from typing import Any, Final
 from ...proto.keys import Adapter
 from ..identity import Dimension, Part, StateIdentity, unrevealed
 from ..weights import fingerprint_of_files, weights_of
-from .slot_file import BadSlotFile, Layout, SlotFile, Tokens, UnknownVersion
+from .slot_file import BadSlotFile, SlotFile, SlotLayout, Tokens, UnknownVersion
 
 #: Short, and of many different tokens.
 PROBE: Final = "The quick brown fox jumps over the lazy dog. 0123456789"
@@ -35,7 +35,7 @@ class Probe:
 
     digest: bytes
     #: How its keys and values are cut into blocks; None: the state is kept whole.
-    layout: Layout | None
+    layout: SlotLayout | None
     #: The state has a part that belongs to exactly its tokens.
     has_remainder: bool
     #: What entries depend on as well: their form.
@@ -49,7 +49,7 @@ class Probe:
         return 0 if self.layout is None else _block_tokens(self.layout)
 
 
-def _block_tokens(layout: Layout) -> int:
+def _block_tokens(layout: SlotLayout) -> int:
     tokens = max(1, _BLOCK_BYTES // layout.token_bytes)
     tokens = 1 << (tokens.bit_length() - 1)
     return max(_LEAST_BLOCK_TOKENS, min(_MOST_BLOCK_TOKENS, tokens))

@@ -20,7 +20,7 @@ from .identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_s
 from .slot_file import Tokens, common_tokens
 from .slots import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit, Slot, choose
 from .states import States
-from .upstream import ModelServer, Refused
+from .upstream import ModelServer, UpstreamRefused
 
 logger = logging.getLogger("prefixd.llama_server")
 
@@ -103,13 +103,13 @@ class Model:
         now_s = asyncio.get_running_loop().time()
         if self._identification is None or self._identification.done():
             if self._failed and now_s < self._began_s + _RETRY_S:
-                raise Refused("it could not be identified, and is left alone for a while")
+                raise UpstreamRefused("it could not be identified, and is left alone for a while")
             self._instance, self._began_s = None, now_s
             self._identification = asyncio.ensure_future(self._identify(server, props, listed))
         task = self._identification
         await asyncio.wait([task], timeout=max(0.0, self._began_s + _IDENTIFY_WAIT_S - now_s))
         if not task.done():
-            raise Refused("it is not identified yet")
+            raise UpstreamRefused("it is not identified yet")
         task.result()
 
     @property
@@ -189,7 +189,7 @@ class Model:
         build, path, count = _told(props)
         adapters = await server.get("/lora-adapters")
         if not isinstance(listed, list) or not listed or not isinstance(adapters, list):
-            raise Refused("/slots: no slots")
+            raise UpstreamRefused("/slots: no slots")
         self._unsupported, self._adapters = None, adapters
         self.slots = [Slot(number) for number in range(count)]
         self.locks = [asyncio.Lock() for _ in range(count)]
@@ -225,7 +225,7 @@ class Model:
             written = await server.save(0, name, _PROBE_TIMEOUT_S)
             memory = self._folder.take(name)
             await server.erase(0)
-        except Refused as why:
+        except UpstreamRefused as why:
             if why.for_good:
                 raise Unsupported(f"it saves no slots: {why}") from None
             raise
@@ -235,7 +235,7 @@ class Model:
             raise Unsupported(f"of a slot's {written} bytes it saved {len(memory)}")
         probe = read_probe(memory, count)
         if probe.tokens is not None and probe.tokens.tolist() != tokens.tolist():
-            raise Refused("another request took the slot of the probe")
+            raise UpstreamRefused("another request took the slot of the probe")
         return probe
 
     def states(self, salt: bytes) -> States:
@@ -294,7 +294,7 @@ class Model:
 
 def _instance(props: Any, adapters: Any) -> tuple[str, ...]:
     if not isinstance(props, Mapping):
-        raise Refused("/props: no properties")
+        raise UpstreamRefused("/props: no properties")
     told = [props.get(name) for name in ("media_marker", "build_info", "model_path", "total_slots")]
     context = props.get("default_generation_settings", {})
     n_ctx = context.get("n_ctx") if isinstance(context, Mapping) else None
@@ -304,7 +304,7 @@ def _instance(props: Any, adapters: Any) -> tuple[str, ...]:
 def _told(props: Any) -> tuple[str, str, int]:
     build, path, count = (props.get(n) for n in ("build_info", "model_path", "total_slots"))
     if not isinstance(build, str) or not isinstance(path, str) or not isinstance(count, int):
-        raise Refused("/props: it does not say build, model and slots")
+        raise UpstreamRefused("/props: it does not say build, model and slots")
     if not 0 < count <= 4096:
-        raise Refused(f"/props: {count} slots")
+        raise UpstreamRefused(f"/props: {count} slots")
     return build, path, count

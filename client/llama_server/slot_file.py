@@ -74,7 +74,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """The form of a first section, the same for any number of tokens. Equal for equal models,
     caches and builds; `streams` is the server's number of slots and says nothing about the rows."""
 
@@ -155,7 +155,7 @@ def _as_rows(
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class SlotSection:
     """One attention cache of a file."""
 
     start: int
@@ -197,7 +197,7 @@ class SlotFile:
         self._state_at = reader.at
 
     @cached_property
-    def base(self) -> Section | None:
+    def base(self) -> SlotSection | None:
         """The first section, with one cell for each token; None: there is no such section."""
         try:
             found = _section(_Reader(self.memory, self._state_at), self.version)
@@ -205,7 +205,7 @@ class SlotFile:
             return None
         return found if found.regions and self._covers(found) else None
 
-    def _covers(self, section: Section) -> bool:
+    def _covers(self, section: SlotSection) -> bool:
         """Whether a section has one cell for each token."""
         count = len(self.tokens)
         found = section.positions
@@ -218,10 +218,10 @@ class SlotFile:
         return self.memory[self._state_at if self.base is None else self.base.end :]
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SlotLayout:
         """The form of the first section. Raises BadSlotFile if there is none."""
         section = self._base()
-        return Layout(
+        return SlotLayout(
             self.version,
             self.packed,
             section.transposed,
@@ -231,7 +231,7 @@ class SlotFile:
             section.streams,
         )
 
-    def _base(self) -> Section:
+    def _base(self) -> SlotSection:
         if self.base is None:
             raise BadSlotFile("it has no keys and values for each of its tokens")
         return self.base
@@ -324,7 +324,7 @@ class _Reader:
         return np.frombuffer(self.take(4 * count), "<i4")
 
 
-def _section(reader: _Reader, version: int) -> Section:
+def _section(reader: _Reader, version: int) -> SlotSection:
     start = reader.at
     streams = reader.u32()
     if not 0 < streams <= _MOST_STREAMS:
@@ -357,7 +357,7 @@ def _section(reader: _Reader, version: int) -> Section:
         regions.append(Region(head, token_bytes, rows))
     if any(reader.u32() for _ in range(streams - 1 - stream)):
         raise BadSlotFile("cells in several streams")
-    return Section(
+    return SlotSection(
         start,
         reader.at,
         streams,

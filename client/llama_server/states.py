@@ -21,7 +21,7 @@ from ..aio import AsyncClient, AsyncHit
 from ..saves import SaveItem
 from .folder import SlotFolder
 from .identity import Probe
-from .slot_file import BadSlotFile, Layout, SlotFile, Tokens, UnknownVersion, common_tokens
+from .slot_file import BadSlotFile, SlotFile, SlotLayout, Tokens, UnknownVersion, common_tokens
 
 #: Why a gain in tokens is not worth loading so many bytes; None: it is.
 WhyNot = Callable[[int, int], str | None]
@@ -87,7 +87,7 @@ class States:
         return Restored(*found, time.perf_counter() - began_s)
 
     async def _restore_blocks(
-        self, layout: Layout, tokens: Tokens, present: int, why_not: WhyNot, load: Load
+        self, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot, load: Load
     ) -> tuple[int, int] | str:
         """Up to wherever there are blocks, and an entry behind them."""
         size = self._block_tokens
@@ -109,7 +109,7 @@ class States:
 
     async def _restore_at(
         self,
-        layout: Layout,
+        layout: SlotLayout,
         tokens: Tokens,
         present: int,
         heads: Sequence[int],
@@ -174,7 +174,7 @@ class States:
         return good
 
     async def _file_of(
-        self, layout: Layout, tokens: Tokens, run: AsyncHit, end: AsyncHit | None
+        self, layout: SlotLayout, tokens: Tokens, run: AsyncHit, end: AsyncHit | None
     ) -> str | None:
         """The name of a slot file made of blocks, and of an entry behind them; None: one of them
         could not be read, or is none of this model's."""
@@ -196,7 +196,7 @@ class States:
 
     async def _fill(
         self,
-        layout: Layout,
+        layout: SlotLayout,
         file: memoryview,
         tokens: Tokens,
         run: AsyncHit,

@@ -24,7 +24,7 @@ _NO_TIMEOUT: Final = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIM
 Auth = Mapping[str, str]
 
 
-class Refused(Exception):
+class UpstreamRefused(Exception):
     """llama-server did not do what it was asked for."""
 
     def __init__(self, why: str, status: int = 0) -> None:
@@ -39,7 +39,7 @@ class Refused(Exception):
 
 
 #: What a call of ours may fail with. None of it is a reason for a request to fail.
-FAILURES: Final = (Refused, aiohttp.ClientError, asyncio.TimeoutError, OSError)
+FAILURES: Final = (UpstreamRefused, aiohttp.ClientError, asyncio.TimeoutError, OSError)
 
 
 class Upstream:
@@ -89,11 +89,11 @@ class Upstream:
             raw = await answer.read()
             if answer.status != 200:
                 said = raw[:200].decode(errors="replace")
-                raise Refused(f"{path}: {answer.status} {said}", answer.status)
+                raise UpstreamRefused(f"{path}: {answer.status} {said}", answer.status)
             try:
                 return json.loads(raw)
             except (ValueError, RecursionError):
-                raise Refused(f"{path}: {raw[:200].decode(errors='replace')}") from None
+                raise UpstreamRefused(f"{path}: {raw[:200].decode(errors='replace')}") from None
 
 
 class ModelServer:
@@ -133,14 +133,14 @@ class ModelServer:
         body = {"content": text, "add_special": True, "parse_special": True}
         tokens = _field(await self._call("POST", "/tokenize", body), "tokens")
         if not isinstance(tokens, list) or not are_tokens(tokens):
-            raise Refused("/tokenize: these are no tokens")
+            raise UpstreamRefused("/tokenize: these are no tokens")
         return tokens
 
     async def apply_template(self, body: dict[str, Any]) -> str:
         """The prompt of a chat."""
         prompt = _field(await self._call("POST", "/apply-template", body), "prompt")
         if not isinstance(prompt, str):
-            raise Refused("/apply-template: no prompt")
+            raise UpstreamRefused("/apply-template: no prompt")
         return prompt
 
     async def evaluate(self, slot: int, tokens: Tokens, *, keep: bool = True) -> Any:
@@ -156,7 +156,7 @@ class ModelServer:
         }
         try:
             return await self._call("POST", "/completion", body, timeout_s=EVALUATION_TIMEOUT_S)
-        except Refused as why:
+        except UpstreamRefused as why:
             if why.status != 500:
                 raise
             return None
@@ -182,12 +182,12 @@ class ModelServer:
 
 def _field(answer: Any, name: str) -> Any:
     if not isinstance(answer, dict) or name not in answer:
-        raise Refused(f"an answer without {name!r}")
+        raise UpstreamRefused(f"an answer without {name!r}")
     return answer[name]
 
 
 def _number(answer: Any, name: str) -> int:
     found = _field(answer, name)
     if type(found) is not int:
-        raise Refused(f"an answer with {name!r} {found!r}")
+        raise UpstreamRefused(f"an answer with {name!r} {found!r}")
     return found

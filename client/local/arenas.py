@@ -45,7 +45,7 @@ _CALL_BYTES: Final = 32 * 2**20
 _IOV_MAX: Final = 1024
 
 
-class Arena(ABC):
+class TierMemory(ABC):
     """One tier's memory. Thread-safe."""
 
     @abstractmethod
@@ -128,7 +128,7 @@ class Arena(ABC):
         that can't be read until the deadline."""
 
 
-class MappedArena(Arena):
+class MappedArena(TierMemory):
     """Memory, mapped read-only. It is unmapped when the last view of it goes."""
 
     def __init__(self, fd: int, size_bytes: int, *, outlives_daemon: bool) -> None:
@@ -225,7 +225,7 @@ class MappedArena(Arena):
         return not self._outlives_daemon or _incarnation(self._view) == incarnation
 
 
-class FileArena(Arena):
+class FileArena(TierMemory):
     """A file on a disk, read with `preadv`, which reports a broken sector as an error. Reading a
     mapping would kill the process."""
 

@@ -32,7 +32,7 @@ from ..results import NO_ENTRIES, Entries, Entry
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
 from ..wire.transport import Copied
-from .arenas import Arena, FileArena, MappedArena, outcome_of
+from .arenas import FileArena, MappedArena, TierMemory, outcome_of
 from .disk_reads import DiskReads
 from .staging import StagingMemory
 
@@ -64,7 +64,7 @@ class LocalNode:
         self.calls: Final = calls
         self.refused: Final[dict[str, str]] = {}
         self.index: IndexReader | None = None
-        self.arenas: Final[dict[int, Arena]] = {}
+        self.arenas: Final[dict[int, TierMemory]] = {}
         #: Handed over when a save first needs it.
         self.staging: StagingMemory | None = None
         #: Tiers with entries whose arenas were not handed over: their devices came later.
@@ -221,7 +221,7 @@ class LocalNode:
 
     def _located(
         self, entries: Entries, rows: Sequence[Placed | None]
-    ) -> tuple[Arena, PackedRows] | None:
+    ) -> tuple[TierMemory, PackedRows] | None:
         """Where entries of one tier, in one piece each, lie. None: they are not such entries."""
         packed: PackedRows | None
         if isinstance(entries, PackedEntries) and rows is entries.rows:
@@ -236,7 +236,7 @@ class LocalNode:
         arena = self._arena(packed.tiers[0])
         return None if arena is None else (arena, packed)
 
-    def _arena(self, tier: int) -> Arena | None:
+    def _arena(self, tier: int) -> TierMemory | None:
         arena = self.arenas.get(tier)
         if arena is None:
             self.lacking.add(tier)
@@ -244,7 +244,7 @@ class LocalNode:
 
     def _located_one(
         self, entry: Entry, found: Placed | None
-    ) -> tuple[Arena, tuple[int, ...]] | None:
+    ) -> tuple[TierMemory, tuple[int, ...]] | None:
         """The arena and the extents of an entry. None: it has gone, or its arena is not here."""
         if found is None:
             return None

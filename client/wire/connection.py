@@ -62,7 +62,7 @@ class _Rpc(Protocol[RequestT_contra, T]):
     ) -> grpc.Future[T]: ...
 
 
-class Connection:
+class GrpcConnection:
     """A channel with its calls; implements `Calls`. Closing it makes the calls in progress fail.
 
     Every call but `Read` waits for a future. gRPC's blocking calls, and closing a channel, return
@@ -226,9 +226,9 @@ class Connection:
 
 
 #: How to give back what a call granted after its caller gave up, of rpcs that grant something.
-_GIVE_BACK: Final[dict[str, Callable[[Connection, Any, Any], None]]] = {
-    "Claim": Connection._release,
-    "Reserve": Connection._cancel,
+_GIVE_BACK: Final[dict[str, Callable[[GrpcConnection, Any, Any], None]]] = {
+    "Claim": GrpcConnection._release,
+    "Reserve": GrpcConnection._cancel,
 }
 
 

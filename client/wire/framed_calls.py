@@ -30,10 +30,10 @@ from ...proto.errors import (
 )
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes
-from ..counters import Counters
+from ..counters import ClientCounters
 from .connection import Calls
 from .deadline import Deadline, woken
-from .framed_connection import FramedConnection, NoConnection, Place
+from .framed_connection import FramedConnection, FramedEndpoint, NoConnection
 from .transport import MAX_STREAMS, Sink
 
 logger = logging.getLogger("prefixd.client")
@@ -57,16 +57,16 @@ class FramedCalls:
     What gets no connection raises NoConnection, and nothing was sent. Small calls go over
     `fallback` then.
 
-    A place that took no connection is tried again on a thread, `Place.again_after_s` after the last
-    attempt, when a call asks for a connection. No call waits for such an attempt, which takes its
-    whole time where a firewall drops it.
+    An endpoint that took no connection is tried again on a thread, `FramedEndpoint.again_after_s`
+    after the last attempt, when a call asks for a connection. No call waits for such an attempt,
+    which takes its whole time where a firewall drops it.
     """
 
     def __init__(
         self,
-        place: Place,
+        place: FramedEndpoint,
         fallback: Calls,
-        counters: Counters,
+        counters: ClientCounters,
         before: FramedCalls | None = None,
     ) -> None:
         """`counters`: count the calls that go over `fallback`. `before`: the calls of the session
@@ -119,7 +119,7 @@ class FramedCalls:
         """Whether they go over a local socket, which also hands over descriptors."""
         return self._place.local
 
-    def _refuses(self, place: Place) -> bool:
+    def _refuses(self, place: FramedEndpoint) -> bool:
         """Whether `place`, which has the same address, took no connection."""
         return self._unreachable and str(place) == str(self._place)
 

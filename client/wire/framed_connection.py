@@ -178,7 +178,7 @@ class TimedWire(Wire):
                 return received_bytes
 
 
-class Place(Protocol):
+class FramedEndpoint(Protocol):
     """Where a daemon speaks the framed protocol."""
 
     @property
@@ -284,8 +284,8 @@ class FramedConnection:
     """One connection. Not thread-safe. Calls raise PrefixdError, also for a failure that the daemon
     reports."""
 
-    def __init__(self, place: Place, timeout_s: float) -> None:
-        """Raises what `Place.connect` raises."""
+    def __init__(self, place: FramedEndpoint, timeout_s: float) -> None:
+        """Raises what `FramedEndpoint.connect` raises."""
         #: Sent together with the first request.
         self._greeting = frames.frame(place.greeting())
         self._wire = place.connect(timeout_s)

@@ -32,8 +32,8 @@ import grpc
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, from_grpc
 from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
-from ..counters import Counters, Report
-from .connection import Calls, Connection
+from ..counters import ClientCounters, Report
+from .connection import Calls, GrpcConnection
 from .framed_calls import FramedCalls
 from .transport import Holding
 
@@ -90,10 +90,10 @@ class Link:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: GrpcConnection,
         hello: pb.Hello,
         welcome_within_s: float,
-        counters: Counters | None = None,
+        counters: ClientCounters | None = None,
     ) -> None:
         """Says hello at once; `open` waits for the welcome. Heartbeats carry the reports of
         `counters`."""

@@ -31,17 +31,17 @@ from ...proto.keys import Key
 from ...proto.limits import CHUNK_BYTES, DEFAULT_CONNECT_TIMEOUT_MS, MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
-from ..counters import Counters
+from ..counters import ClientCounters
 from ..results import Entries, Found, SaveOutcome
 from . import messages
-from .connection import Connection, unanswered
+from .connection import GrpcConnection, unanswered
 from .deadline import Deadline
 from .framed_calls import FramedCalls
-from .framed_connection import NoConnection, Place, TcpPlace, UnixPlace
+from .framed_connection import FramedEndpoint, NoConnection, TcpPlace, UnixPlace
 from .greenlets import prepare_grpc
 from .link import Link
 from .security import Security
-from .session import Backoff, Recorders, SessionKeeper, check_answering, hello_of
+from .session import Backoff, LookupRecorders, SessionKeeper, check_answering, hello_of
 from .trace_context import CallSpans
 from .transport import (
     SOME_TIER,
@@ -52,7 +52,7 @@ from .transport import (
     Range,
     SaveTerms,
     Saving,
-    Share,
+    SessionShare,
     Sink,
     Transport,
 )
@@ -85,12 +85,12 @@ class RemoteTransport(Transport):
         name: str | None = None,
         *,
         label: str | None = None,
-        counters: Counters,
+        counters: ClientCounters,
         connect_timeout_ms: int = DEFAULT_CONNECT_TIMEOUT_MS,
         backoff: Backoff | None = None,
         security: Security | None = None,
         wire: Wire = "fast",
-        recorders: Recorders | None = None,
+        recorders: LookupRecorders | None = None,
     ) -> None:
         """`address` None: the default ones, in their order. `name` None: that of the program.
         `label`: see `Client`. `security`: see `security.open_channel`. `recorders`: told when the
@@ -182,10 +182,10 @@ class RemoteTransport(Transport):
     def close(self, within_s: float) -> None:
         self._keeper.close(within_s)
 
-    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+    def share(self, tier: Tier, deadline: Deadline) -> SessionShare | None:
         for limits in self._keeper.link(deadline).welcome.tiers:
             if limits.tier == int(tier) and limits.max_reserved_bytes and limits.slab_bytes:
-                return Share(limits.max_reserved_bytes, limits.slab_bytes)
+                return SessionShare(limits.max_reserved_bytes, limits.slab_bytes)
         return None
 
     # ---- read side
@@ -273,7 +273,7 @@ class RemoteTransport(Transport):
         link = self._holder(claim)
         request = messages.read_request(claim, ranges)
 
-        def read(over: FramedCalls | Connection) -> None:
+        def read(over: FramedCalls | GrpcConnection) -> None:
             timeout_s = deadline.left_s()
             self._call_held("Read", link, lambda: over.read(request, len(ranges), sink, timeout_s))
 
@@ -618,7 +618,7 @@ def _framed(link: Link) -> FramedCalls:
     return link.framed
 
 
-def place_of(link: Link, *, near: bool = False) -> Place | None:
+def place_of(link: Link, *, near: bool = False) -> FramedEndpoint | None:
     """Where the daemon of this session speaks the framed protocol: on this host on its local
     socket, unless `near` asks for its data socket; elsewhere on its data socket. None: nowhere."""
     address, welcome = link.connection.address, link.welcome

@@ -33,8 +33,8 @@ from ...proto.errors import (
 )
 from ...proto.limits import MAX_CLIENT_NAME_CHARS, MAX_IDENTITIES_PER_SESSION
 from ...proto.namespaces import check_label
-from ..counters import Counters
-from .connection import Connection
+from ..counters import ClientCounters
+from .connection import GrpcConnection
 from .deadline import Deadline
 from .link import Link
 from .reach import reach, what_to_do
@@ -92,7 +92,7 @@ class Backoff:
         self._next_ms = 0.0
 
 
-class Recorders(Protocol):
+class LookupRecorders(Protocol):
     """Sends what is looked up while the daemon asks for it."""
 
     def asked(self, record: pb.Record, send: Callable[[pb.SessionRequest], bool]) -> None:
@@ -111,12 +111,12 @@ class SessionKeeper:
         addresses: Sequence[str],
         hello: pb.Hello,
         *,
-        counters: Counters,
+        counters: ClientCounters,
         connect_timeout_ms: int,
         backoff: Backoff | None = None,
         when_opened: Callable[[Link], None] | None = None,
         security: Security | None = None,
-        recorders: Recorders | None = None,
+        recorders: LookupRecorders | None = None,
     ) -> None:
         """`addresses`: for each session the first one is used at which a daemon answers (`reach`).
         `when_opened`: called with each session before it is used, in the keeper's thread.
@@ -278,7 +278,7 @@ class SessionKeeper:
         """Open a session and serve it until it ends. Raises PrefixdError if it can't be opened."""
         reached = reach(self._addresses, self._connect_timeout_ms / 1e3)
         address, target = reached.address, reached.target
-        connection = Connection(reached, self._connect_timeout_ms, self._security)
+        connection = GrpcConnection(reached, self._connect_timeout_ms, self._security)
         if not self._hello.client_version:
             # In this thread: its look-up imports much that a client has no other use for.
             self._hello.client_version = _own_version()

@@ -117,7 +117,7 @@ class SaveTerms(NamedTuple):
     touched: Sequence[Key] = ()
 
 
-class Share(NamedTuple):
+class SessionShare(NamedTuple):
     """How much a session may have reserved in a tier at once. A single entry may be larger."""
 
     stored_bytes: int
@@ -209,7 +209,7 @@ class Transport(Protocol):
     def wait(self, deadline: Deadline) -> bool:
         """Wait for a session. False: the transport is closed. Raises DeadlineExceeded."""
 
-    def share(self, tier: Tier, deadline: Deadline) -> Share | None:
+    def share(self, tier: Tier, deadline: Deadline) -> SessionShare | None:
         """How much this session may reserve; None: the daemon does not say. Waits for a session."""
 
     # ---- in place

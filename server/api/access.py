@@ -25,7 +25,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import ConfigError, NotAuthenticated, NotPermitted
 from ...proto.keys import Key
 from ...proto.limits import MAX_NAMESPACES
-from ...proto.namespaces import NAME, TAG_BYTES, Namespace, tag_of
+from ...proto.namespaces import NAME, TAG_BYTES, TenantNamespace, tag_of
 from ...proto.trust import why_no_secret
 
 
@@ -96,7 +96,7 @@ class Access:
     token: str
     role: Role
     #: The token reaches nothing outside this namespace. None: it is bound to no namespace.
-    namespace: Namespace | None = None
+    namespace: TenantNamespace | None = None
     #: It reaches every namespace: it names keys as the daemon stores them.
     every: bool = False
     #: Hash of the token: two tokens never give equal accesses.
@@ -213,7 +213,7 @@ def _accesses(path: Path) -> Iterator[tuple[Access, str]]:
                 "or watch"
             )
         every = namespace == EVERY or role is Role.ADMIN
-        bound = Namespace(namespace) if namespace and not every else None
+        bound = TenantNamespace(namespace) if namespace and not every else None
         yield Access(found[2], role, bound, every), found[3]
 
 
@@ -286,7 +286,7 @@ class Namespaces:
         return label or namespace.name
 
 
-def namespace_of(access: Access | None) -> Namespace | None:
+def namespace_of(access: Access | None) -> TenantNamespace | None:
     """The namespace that an access is bound to; None when it is bound to none."""
     return None if access is None else access.namespace
 

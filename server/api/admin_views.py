@@ -18,13 +18,13 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CurveDisabled, InvalidKey, InvalidSize, UnknownClaim, UnknownEntry
 from ...proto.kernel import FORM as KERNEL_FORM
 from ...proto.keys import Key
-from ...proto.namespaces import Namespace
+from ...proto.namespaces import TenantNamespace
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Admission, Ledger
 from ..core.counters import Histogram
-from ..core.entries import SHARDS, Entry
+from ..core.entries import SHARDS, EntryState
 from ..core.journal import CAUSES, Happened
-from ..core.sessions import Claim, Reservation
+from ..core.sessions import Claim, HeldReservation
 from ..runtime.loop import Core
 from ..runtime.resizing import Resizing
 from ..runtime.rounds import Slices
@@ -265,7 +265,9 @@ class AdminViews:
             await slices.pause()
         return response
 
-    async def _next_victims(self, ledger: Ledger, page_entries: int, slices: Slices) -> list[Entry]:
+    async def _next_victims(
+        self, ledger: Ledger, page_entries: int, slices: Slices
+    ) -> list[EntryState]:
         """A page of the entries that leave next, followed by pinned ones."""
         t = self._core.state.tables
         # Read at one moment: the order must not change meanwhile.
@@ -381,7 +383,7 @@ class AdminViews:
                 await slices.pause()
         return response
 
-    def _reservation_detail(self, r: Reservation) -> pb.ReservationDetail:
+    def _reservation_detail(self, r: HeldReservation) -> pb.ReservationDetail:
         t = self._core.state.tables
         served_ns = t.served_ns(self._core.clock.now_ns())
         return pb.ReservationDetail(
@@ -438,7 +440,7 @@ class AdminViews:
 
 
 async def _add_details(
-    details: MutableSequence[pb.EntryDetail], entries: Iterable[Entry], slices: Slices
+    details: MutableSequence[pb.EntryDetail], entries: Iterable[EntryState], slices: Slices
 ) -> None:
     """Add the details of entries, which may have left meanwhile."""
     for entry in entries:
@@ -452,7 +454,7 @@ def _key_of(namespace: str) -> Key:
     if not namespace:
         return key
     try:
-        return Namespace(namespace).stored([key])[0]
+        return TenantNamespace(namespace).stored([key])[0]
     except ValueError as problem:
         raise InvalidSize(str(problem)) from None
 

@@ -96,11 +96,11 @@ class Connections(ABC):
             "fetch": calls.fetch,
             "save": calls.save,
         }
-        self.connections: Final[set[Connection]] = set()
+        self.connections: Final[set[ClientConnection]] = set()
         #: Connections that have not proved a session yet.
-        self.unproved: Final[Arrivals[Connection]] = Arrivals()
+        self.unproved: Final[Arrivals[ClientConnection]] = Arrivals()
         #: The connections of each session.
-        self.attached: Final[dict[int, set[Connection]]] = {}
+        self.attached: Final[dict[int, set[ClientConnection]]] = {}
         #: Connections that belong to a session.
         self.places: Final = Shares("connections (max_connections)", max_connections)
         #: Memory for large requests (`proto.frames`): none is received before it has some.
@@ -185,14 +185,14 @@ class Connections(ABC):
             except OSError:
                 sock.close()  # its client is gone already
                 continue
-            connection = Connection(self, stream)
+            connection = ClientConnection(self, stream)
             self.connections.add(connection)
             self.unproved.add(connection, origin)
             del connection, stream, sock  # they end long before the next ones come
             await asyncio.sleep(0)  # other connections have their turn
 
 
-class Connection:
+class ClientConnection:
     """One client's connection: its requests, in order, one at a time."""
 
     #: What the token of its session grants.
@@ -561,7 +561,7 @@ class ConnectionCall:
 
     __slots__ = ("_connection", "_when_done", "traceparent")
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._when_done: list[Callable[[bool], None]] = []
         #: The client's trace span.

@@ -27,7 +27,7 @@ from ...proto.payload import unset_bytearray
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
 from ..core.effects import ReleaseAnswer
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from ..core.events import BytesRead
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
@@ -265,7 +265,7 @@ class SentRange(NamedTuple):
     """A range of bytes of an entry; `number` is its place in the request."""
 
     number: int
-    entry: Entry
+    entry: EntryState
     token_ids: bool
     start: int
     end: int

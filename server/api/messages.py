@@ -38,8 +38,8 @@ from ..core.effects import (
     SaveEnded,
     WriteOrder,
 )
-from ..core.entries import Entry
-from ..core.events import SaveItem, TierState
+from ..core.entries import EntryState
+from ..core.events import KeyToSave, TierState
 
 V = TypeVar("V")
 M = TypeVar("M", bound=Message)
@@ -190,7 +190,7 @@ def wait_until(now_ns: int, wait_ms: int) -> int:
     return now_ns + milliseconds("wait_ms", wait_ms, 0, limits.MAX_WAIT_MS)
 
 
-def items_of(header: pb.SaveHeader) -> tuple[SaveItem, ...]:
+def items_of(header: pb.SaveHeader) -> tuple[KeyToSave, ...]:
     """The items of a save. Raises PrefixdError, also when a key is named twice."""
     keys = keys_of("keys", header.keys)
     if len(set(keys)) != len(keys):
@@ -219,8 +219,8 @@ def items_of(header: pb.SaveHeader) -> tuple[SaveItem, ...]:
     return tuple(map(_item, zip(keys, contents, token_ids, strict=True)))
 
 
-#: `SaveItem._make` in a third of its time, for every block.
-_item = cast("Callable[[tuple[object, ...]], SaveItem]", partial(tuple.__new__, SaveItem))
+#: `KeyToSave._make` in a third of its time, for every block.
+_item = cast("Callable[[tuple[object, ...]], KeyToSave]", partial(tuple.__new__, KeyToSave))
 
 
 def _column(name: str, values: Sequence[V], keys: Sequence[Key], absent: V) -> Sequence[V]:
@@ -292,7 +292,7 @@ class StagedParts(NamedTuple):
 # ---- results
 
 
-def info_of(entry: Entry) -> pb.EntryInfo:
+def info_of(entry: EntryState) -> pb.EntryInfo:
     return pb.EntryInfo(
         tier=entry.tier.value,  # type: ignore[arg-type]  # the numbers are those of the wire
         generation=entry.generation,
@@ -319,13 +319,13 @@ def brief_lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.Lookup
 
 
 def _presence(found: Found) -> pb.Presence.ValueType:
-    if isinstance(found, Entry):
+    if isinstance(found, EntryState):
         return pb.PRESENCE_PRESENT
     return pb.PRESENCE_ABSENT if found is None else pb.PRESENCE_IN_FLIGHT
 
 
 def _lookup_result(found: Found) -> pb.LookupResult:
-    if isinstance(found, Entry):
+    if isinstance(found, EntryState):
         return pb.LookupResult(presence=pb.PRESENCE_PRESENT, entry=info_of(found))
     if found is None:
         return pb.LookupResult(presence=pb.PRESENCE_ABSENT)
@@ -340,7 +340,7 @@ def claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
             pb.ClaimResult(
                 claimed=claimed,
                 presence=_presence(found),
-                entry=info_of(found) if isinstance(found, Entry) else None,
+                entry=info_of(found) if isinstance(found, EntryState) else None,
             )
             for found, claimed in zip(answer.results, answer.claimed, strict=True)
         ],
@@ -352,7 +352,7 @@ def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
         claim_id=answer.claim,
         lease_ms=answer.lease_ns // 1_000_000,
         generations=[
-            found.generation if claimed and isinstance(found, Entry) else 0
+            found.generation if claimed and isinstance(found, EntryState) else 0
             for found, claimed in zip(answer.results, answer.claimed, strict=True)
         ],
     )
@@ -436,7 +436,7 @@ def ended_save(ended: SaveEnded) -> pb.SaveResult:
     )
 
 
-def entry_detail(entry: Entry) -> pb.EntryDetail:
+def entry_detail(entry: EntryState) -> pb.EntryDetail:
     return pb.EntryDetail(
         key=entry.key,
         info=info_of(entry),

@@ -27,7 +27,7 @@ from ...proto.errors import (
 )
 from ...proto.vocabulary import SaveStatus
 from ..core.effects import CancelAnswer, ReserveAnswer, SaveEnded, WriteOrder
-from ..core.events import CancelAsked, KeysTouched, ReserveAsked, SaveItem, WriteBegan
+from ..core.events import CancelAsked, KeysTouched, KeyToSave, ReserveAsked, WriteBegan
 from ..core.shares import Holder
 from ..runtime.incoming import MAX_WAITING_MESSAGES, Incoming, nothing
 from ..runtime.loop import Core
@@ -127,7 +127,7 @@ class Saves:
             core.post(KeysTouched(touched, now_ns))
         return await core.ask(question, ReserveAnswer)
 
-    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[SaveItem, ...]:
+    def _items(self, access: Access | None, header: pb.SaveHeader) -> tuple[KeyToSave, ...]:
         items = messages.items_of(header)
         named = tuple([item.key for item in items])
         keys = self._sessions.namespaces.keys(access, named)

@@ -18,7 +18,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
 from ..core.shares import Holder
 from ..runtime.devices import DoesNotAnswer
@@ -172,7 +172,7 @@ class CacheService:
         answer = self._core.ask_now(self.release_of(session, request.claim_ids), ReleaseAnswer)
         return pb.ReleaseResponse(results=[r.value for r in answer.results])  # type: ignore[misc]
 
-    def claimed(self, session: int, claim_id: int) -> tuple[Entry, ...]:
+    def claimed(self, session: int, claim_id: int) -> tuple[EntryState, ...]:
         """The entries of a claim that this session holds. Raises UnknownSession, ClaimLost,
         UnknownClaim."""
         tables = self._core.state.tables
@@ -272,7 +272,7 @@ class CacheService:
             yield pending
 
     async def _bytes(
-        self, entry: Entry, requested: pb.ReadRange, offset: int, length_bytes: int
+        self, entry: EntryState, requested: pb.ReadRange, offset: int, length_bytes: int
     ) -> bytes:
         core = self._core
         store = core.stores[entry.tier]
@@ -305,7 +305,7 @@ class CacheService:
             for report, entry, why in reports:
                 report(entry, why)
 
-    def _unreadable(self, entry: Entry, why: str) -> None:
+    def _unreadable(self, entry: EntryState, why: str) -> None:
         """Have an entry verified that could not be read. It stays. If it can't be read again, its
         tier is unhealthy."""
         log.warning("entry_unreadable", key=entry.key.hex(), why=why)
@@ -317,11 +317,11 @@ class ReadFailures:
 
     def __init__(self) -> None:
         #: Their bytes are not those that were saved.
-        self.damaged: Final[dict[int, tuple[Entry, str]]] = {}
+        self.damaged: Final[dict[int, tuple[EntryState, str]]] = {}
         #: A store could not read them.
-        self.unreadable: Final[dict[int, tuple[Entry, str]]] = {}
+        self.unreadable: Final[dict[int, tuple[EntryState, str]]] = {}
 
-    def add(self, entry: Entry, problem: Damaged | StoreError) -> pb.ReadStatus.ValueType:
+    def add(self, entry: EntryState, problem: Damaged | StoreError) -> pb.ReadStatus.ValueType:
         """Returns what the client is told of the entry."""
         if isinstance(problem, DoesNotAnswer):
             return pb.READ_STATUS_UNREADABLE  # it says nothing about the entry
@@ -384,8 +384,8 @@ async def drop_entries(
 
 
 def bounds_of(
-    number: int, requested: pb.ReadRange, entries: Sequence[Entry]
-) -> tuple[Entry, int, int]:
+    number: int, requested: pb.ReadRange, entries: Sequence[EntryState]
+) -> tuple[EntryState, int, int]:
     """The entry of a range, its first byte, and the end of it. `entries` are those of the claim.
     Raises InvalidSize."""
     if requested.index >= len(entries):

@@ -18,7 +18,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, NotPermitted
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from ..core.shares import Holder, Shares
 from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
 from ..runtime.gate import stopping
@@ -227,7 +227,7 @@ class _Watcher:
         """The events, with the token ids of entries that are still cached, if requested."""
         if not self._token_ids:
             return bodies
-        by_tier: dict[Tier, list[tuple[int, Entry, int]]] = {}
+        by_tier: dict[Tier, list[tuple[int, EntryState, int]]] = {}
         entries = self._core.state.tables.entries
         for place, body in enumerate(bodies):
             if not watch.is_published(body):
@@ -249,7 +249,7 @@ class _Watcher:
                     complete[place] = watch.with_token_ids(bodies[place], token_ids)
         return complete
 
-    async def _read(self, tier: Tier, entries: Sequence[Entry]) -> list[bytes]:
+    async def _read(self, tier: Tier, entries: Sequence[EntryState]) -> list[bytes]:
         """The token ids of each entry; empty for those that can't be read."""
         core, store = self._core, self._core.stores[tier]
 

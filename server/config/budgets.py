@@ -13,7 +13,7 @@ from ...proto.errors import ConfigError
 from ...proto.units import format_bytes
 from ...proto.vocabulary import Tier
 from .machine import Machine
-from .options import Config, Disk, Ram, Shared, Shm, TierSection
+from .options import Config, DiskSection, RamSection, SharedSection, ShmSection, TierSection
 from .values import parse_shares
 
 if TYPE_CHECKING:
@@ -149,13 +149,13 @@ def _plan(
     )
 
 
-def _plan_ram(ram: Ram, machine: Machine) -> TierPlan:
+def _plan_ram(ram: RamSection, machine: Machine) -> TierPlan:
     available = format_bytes(machine.available_bytes)
     quarter = (machine.available_bytes // 4, f"25% of {available} of available memory")
     return _plan(Tier.RAM, ram, [quarter])
 
 
-def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
+def _plan_shm(shm: ShmSection, machine: Machine) -> TierPlan:
     # The budget has to be the same at the next start, because a tier that shrinks evicts entries.
     # So it depends on sizes, and on free space (plus what the directory holds) only where it is
     # scarce.
@@ -171,7 +171,7 @@ def _plan_shm(shm: Shm, machine: Machine) -> TierPlan:
     return _plan(Tier.SHM, shm, choices, directory=shm.directory)
 
 
-def _plan_disk(disk: Disk, machine: Machine) -> TierPlan:
+def _plan_disk(disk: DiskSection, machine: Machine) -> TierPlan:
     room = format_bytes(machine.disk_room_bytes)
     choices = [(AUTO_DISK_BYTES, "the most that is taken unasked")]
     if not machine.disk_problem:
@@ -253,7 +253,7 @@ def memory_parts(plan: Plan) -> dict[str, int]:
     return {name: size_bytes for name, size_bytes in parts.items() if size_bytes}
 
 
-def _copies(shared: Shared) -> int:
+def _copies(shared: SharedSection) -> int:
     """Of entries on their way. A request to a bucket has one of its own, which may outlive the
     call."""
     if not shared.engine:
@@ -261,7 +261,7 @@ def _copies(shared: Shared) -> int:
     return 2 if shared.capacity or shared.engine.startswith("s3:") else 1
 
 
-def _known_keys(shared: Shared) -> int:
+def _known_keys(shared: SharedSection) -> int:
     """A bucket behind the engine has a list of its own, and one of what it has in part."""
     if not shared.engine:
         return 0

@@ -34,7 +34,7 @@ from ...tiers.arena import MIN_SLAB_BYTES
 from . import sources
 from .budgets import Plan, describe_memory, resolve, too_small
 from .machine import Machine
-from .options import Config, Server, Shared, TierSection
+from .options import Config, ServerSection, SharedSection, TierSection
 from .sources import Given, Option
 from .values import parse_shares
 
@@ -337,7 +337,9 @@ def _conflicts(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         )
 
 
-def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, ...], str]]:
+def _tcp_conflicts(
+    server: ServerSection, shared: SharedSection
+) -> Iterator[tuple[tuple[str, ...], str]]:
     data = server.data if server.data != "auto" else ""
     secured = server.tls_cert and (server.tokens or server.tls_client_ca)
     lack = "clients are not authenticated" if server.tls_cert else "nothing is encrypted"
@@ -378,7 +380,7 @@ def _tcp_conflicts(server: Server, shared: Shared) -> Iterator[tuple[tuple[str, 
             yield (f"server.{one}", f"server.{other}"), f"both are {at}"
 
 
-def _not_for_others(shared: Shared) -> str:
+def _not_for_others(shared: SharedSection) -> str:
     """Why other nodes can't reach this one at the address that they are told; empty: they can."""
     host, _, port = shared.address.rpartition(":")
     with suppress(ValueError):

@@ -58,7 +58,7 @@ class Section(BaseModel):
         return value
 
 
-class Server(Section):
+class ServerSection(Section):
     address: UnixAddress
     """The Unix socket to listen on; `auto`: $PREFIXD_ADDRESS, else prefixd.sock in
     $RUNTIME_DIRECTORY (systemd), else in the first of these that can be used: /run/prefixd (root),
@@ -180,13 +180,13 @@ class TierSection(Section):
     which is all that clients without a namespace, and namespaces without a share, can use."""
 
 
-class Ram(TierSection):
+class RamSection(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """Memory for entries, overhead included; 0: no such tier; `auto`: a quarter of the available
     memory."""
 
 
-class Shm(TierSection):
+class ShmSection(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of all memory, at most half of /dev/shm; less if little of
     either is free."""
@@ -196,7 +196,7 @@ class Shm(TierSection):
     """Read every entry that survived a restart and check its CRC32C before serving it."""
 
 
-class Disk(TierSection):
+class DiskSection(TierSection):
     budget_bytes: Budget = Field("auto", alias="budget")
     """As for [ram]; `auto`: a quarter of the room on the file system, at most 64GiB."""
     max_entries: Count = 1_000_000
@@ -222,7 +222,7 @@ class Disk(TierSection):
     largest commit."""
 
 
-class Sessions(Section):
+class SessionsSection(Section):
     heartbeat_ns: Duration = Field(
         limits.DEFAULT_HEARTBEAT_INTERVAL_MS * _MS, alias="heartbeat", ge=50 * _MS, le=60_000 * _MS
     )
@@ -285,7 +285,7 @@ class Sessions(Section):
         )
 
 
-class Shared(Section):
+class SharedSection(Section):
     engine: EngineUrls = ""
     """Through what nodes share entries: redis://[user@]host:port, or rediss:// for TLS, of some
     nodes of a Valkey or Redis, separated by commas: a Cluster, or a primary and its replicas;
@@ -326,7 +326,7 @@ class Shared(Section):
     shared."""
 
 
-class Watch(Section):
+class WatchSection(Section):
     max_watchers: int = Field(16, ge=0, le=1024)
     """Most concurrent watchers (routers, `prefixctl watch`); 0: watching is off."""
     history_bytes: Size = Field(16 * 2**20, alias="history", ge=2**16, le=2**30)
@@ -334,7 +334,7 @@ class Watch(Section):
     one. A watcher that falls further behind is disconnected and has to start over."""
 
 
-class Pressure(Section):
+class PressureSection(Section):
     source: MemorySource = "none"
     """Where memory use is read. `system`: the kernel's figures for the machine (MemAvailable, PSI).
     `cgroup`: the cgroup with the least room. Or a function that returns used bytes, total bytes,
@@ -353,7 +353,7 @@ class Pressure(Section):
     """How often the source is read."""
 
 
-class Log(Section):
+class LogSection(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """The lowest level that is written to stderr."""
     format: Literal["auto", "console", "json"] = "auto"
@@ -363,12 +363,14 @@ class Log(Section):
 class Config(Section):
     """The whole configuration, as `load_config` returns it."""
 
-    server: Server = Field(description="Where the daemon listens and how it works.")
-    ram: Ram = Field(description="The RAM tier: fastest, lost when the daemon stops.")
-    shm: Shm = Field(description="The /dev/shm tier: survives a restart of the daemon.")
-    disk: Disk = Field(description="The disk tier: survives a restart of the machine.")
-    sessions: Sessions = Field(description="Clients, what they may hold, and for how long.")
-    shared: Shared = Field(description="Sharing entries with other nodes, through an engine.")
-    watch: Watch = Field(description="Clients that follow which keys are cached.")
-    pressure: Pressure = Field(description="What the daemon does when memory is short.")
-    log: Log = Field(description="What the daemon logs on stderr.")
+    server: ServerSection = Field(description="Where the daemon listens and how it works.")
+    ram: RamSection = Field(description="The RAM tier: fastest, lost when the daemon stops.")
+    shm: ShmSection = Field(description="The /dev/shm tier: survives a restart of the daemon.")
+    disk: DiskSection = Field(description="The disk tier: survives a restart of the machine.")
+    sessions: SessionsSection = Field(description="Clients, what they may hold, and for how long.")
+    shared: SharedSection = Field(
+        description="Sharing entries with other nodes, through an engine."
+    )
+    watch: WatchSection = Field(description="Clients that follow which keys are cached.")
+    pressure: PressureSection = Field(description="What the daemon does when memory is short.")
+    log: LogSection = Field(description="What the daemon logs on stderr.")

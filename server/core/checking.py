@@ -19,8 +19,8 @@ from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.order import OrderOfKeys, Recency
 from ...tiers.shares import Tally
-from .entries import SHARDS, Entry, shard_of
-from .sessions import Claim, Reservation, Session, Stage, Tenant
+from .entries import SHARDS, EntryState, shard_of
+from .sessions import Claim, HeldReservation, Session, Stage, Tenant
 from .tables import Tables, Timer
 
 #: Further problems are counted without a sentence.
@@ -72,7 +72,7 @@ class Recount:
         self._first_new_claim = tables.next_claim
         self._first_new_token = tables.next_token
         #: By shard: how many of the counted claims pin an entry.
-        self._held: defaultdict[int, dict[Entry, int]] = defaultdict(dict)
+        self._held: defaultdict[int, dict[EntryState, int]] = defaultdict(dict)
         self._unpublished = 0
 
     def __enter__(self) -> Recount:
@@ -89,24 +89,24 @@ class Recount:
 
     # ---- changes during the recount, reported before they are made
 
-    def entered(self, entry: Entry) -> None:
+    def entered(self, entry: EntryState) -> None:
         """An entry enters the table."""
         if shard_of(entry.key) < self._shard:
             self._count(entry)
 
-    def left(self, entry: Entry) -> None:
+    def left(self, entry: EntryState) -> None:
         """An entry leaves the table."""
         if shard_of(entry.key) < self._shard:
             self._count(entry, -1)
 
-    def claimed(self, entry: Entry) -> None:
+    def claimed(self, entry: EntryState) -> None:
         """A new claim pins an entry."""
         held = self._held[shard_of(entry.key)]
         held[entry] = held.get(entry, 0) + 1
         if not entry.pins and shard_of(entry.key) < self._shard:
             self._count_pinned(entry, 1)
 
-    def unclaimed(self, claim: int, entry: Entry) -> None:
+    def unclaimed(self, claim: int, entry: EntryState) -> None:
         """A claim unpins an entry."""
         shard = shard_of(entry.key)
         if claim in self._claims or claim >= self._first_new_claim:
@@ -117,11 +117,11 @@ class Recount:
         if entry.pins == 1 and entry.published and shard < self._shard:
             self._count_pinned(entry, -1)
 
-    def reserved(self, reservation: Reservation) -> None:
+    def reserved(self, reservation: HeldReservation) -> None:
         """A reservation gets its room."""
         self._count_reserved(reservation)
 
-    def settled(self, reservation: Reservation) -> None:
+    def settled(self, reservation: HeldReservation) -> None:
         """A reservation ends."""
         token = reservation.token
         if token in self._tokens or token >= self._first_new_token:
@@ -129,7 +129,7 @@ class Recount:
 
     # ---- counting
 
-    def _count(self, entry: Entry, sign: int = 1) -> None:
+    def _count(self, entry: EntryState, sign: int = 1) -> None:
         count = self._counts[entry.tier]
         count.published_bytes += sign * entry.stored_bytes
         count.payload_bytes += sign * entry.payload_bytes
@@ -139,20 +139,20 @@ class Recount:
             self._count_pinned(entry, sign)
         self._place(count, entry, sign)
 
-    def _count_pinned(self, entry: Entry, sign: int) -> None:
+    def _count_pinned(self, entry: EntryState, sign: int) -> None:
         count = self._counts[entry.tier]
         count.pinned_bytes += sign * entry.stored_bytes
         count.pinned_entries += sign
         count.shares.charge(entry, 0, sign)
 
-    def _count_reserved(self, reservation: Reservation, sign: int = 1) -> None:
+    def _count_reserved(self, reservation: HeldReservation, sign: int = 1) -> None:
         count = self._counts[reservation.tier]
         count.reserved_bytes += sign * reservation.entry.stored_bytes
         count.reservations += sign
         count.shares.charge(reservation.entry, sign, sign)
         self._place(count, reservation.entry, sign)
 
-    def _place(self, count: _Count, entry: Entry, sign: int) -> None:
+    def _place(self, count: _Count, entry: EntryState, sign: int) -> None:
         """Mark the slabs of an entry, or remove the marks."""
         if not count.slab_bytes:
             return
@@ -371,7 +371,7 @@ class Recount:
         """Whether it needs a timer of its own. Claims of an ending session don't, nor do
         reservations that are being committed or are lost already."""
         alive = self._t.timed[timer].get(number)
-        if isinstance(alive, Reservation):
+        if isinstance(alive, HeldReservation):
             return alive.stage in (Stage.RESERVED, Stage.WRITING)
         if isinstance(alive, Claim):
             return alive.session not in self._t.ending
@@ -411,7 +411,7 @@ class Recount:
                     self._unpublished += entry.generation not in self._t.condemned
             yield len(held)
 
-    def _check_entry(self, entry: Entry) -> None:
+    def _check_entry(self, entry: EntryState) -> None:
         t, key = self._t, entry.key
         if not entry.published:
             self._say(f"entry {_name(key)} can be found though it was dropped")
@@ -428,7 +428,7 @@ class Recount:
         elif isinstance(policy, Recency):
             self._check_follower(policy, entry)
 
-    def _check_follower(self, policy: Recency, entry: Entry | None) -> None:
+    def _check_follower(self, policy: Recency, entry: EntryState | None) -> None:
         """Check the ring of a recency order: if the follower of its start and of every entry is a
         published entry that was used later, then it is one ring, and nothing else is in it."""
         follower = policy.follower(entry)
@@ -437,7 +437,7 @@ class Recount:
         if self._t.entries.find(follower.key) is not follower:
             self._say(f"the eviction order holds {_name(follower.key)}, which is not published")
             return
-        assert isinstance(follower, Entry)
+        assert isinstance(follower, EntryState)
         if entry is not None and follower.last_used_ns <= entry.last_used_ns:
             self._say(f"{_name(follower.key)} would be evicted too late for its last use")
 

@@ -20,7 +20,7 @@ from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.vocabulary import DeleteStatus, SaveStatus, Tier
 from ...tiers.store import EntryRef, Location, Usage
-from .entries import Entry
+from .entries import EntryState
 from .events import TierState
 
 # ---- answers
@@ -47,7 +47,7 @@ class FlightInfo:
 
 
 #: The result for one key of a lookup: published, in flight, or absent (None).
-Found: TypeAlias = Entry | FlightInfo | None
+Found: TypeAlias = EntryState | FlightInfo | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class WriteOrder(NamedTuple):
     checksum of the entry before it is published."""
 
     token: int
-    entry: Entry
+    entry: EntryState
     token_ids: bytes
 
     @property
@@ -181,7 +181,7 @@ class Reply:
 class IndexPut(NamedTuple):
     """Make entries visible to readers of the index."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[EntryState]
     #: Of each, the key before it in the chain that it was saved with; empty for the first, None if
     #: unknown.
     parents: Sequence[bytes | None]
@@ -190,7 +190,7 @@ class IndexPut(NamedTuple):
 class IndexDelete(NamedTuple):
     """Make entries invisible to readers, before anything else happens to their room."""
 
-    entries: Sequence[Entry]
+    entries: Sequence[EntryState]
 
 
 class Erase(NamedTuple):
@@ -227,7 +227,7 @@ class SaveEnded(NamedTuple):
 class Verify:
     """Read an entry and compare its CRC32C. Ends with EntryDamaged if it does not match."""
 
-    entry: Entry
+    entry: EntryState
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ _SHIFT: Final = 48
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Resident, HasContent):
+class EntryState(Resident, HasContent):
     """A key that is published, or is being saved.
 
     `generation` and `last_used_ns` are stamps: the time of an event in nanoseconds, made unique and
@@ -58,7 +58,7 @@ def shard_of(key: Key) -> int:
     return hash(key) >> _SHIFT & _MASK
 
 
-def by_tier(entries: Sequence[Entry]) -> dict[Tier, Sequence[Entry]]:
+def by_tier(entries: Sequence[EntryState]) -> dict[Tier, Sequence[EntryState]]:
     """Entries by their tier, each in their order."""
     tiers = {entry.tier for entry in entries}
     if len(tiers) == 1:
@@ -66,26 +66,26 @@ def by_tier(entries: Sequence[Entry]) -> dict[Tier, Sequence[Entry]]:
     return {tier: [entry for entry in entries if entry.tier is tier] for tier in tiers}
 
 
-class EntryTable(MutableMapping[Key, Entry]):
+class EntryTable(MutableMapping[Key, EntryState]):
     """A mapping that is divided into `shards`: of a million entries, each has about 500."""
 
     __slots__ = ("_count", "shards")
 
     def __init__(self) -> None:
-        self.shards: Final[tuple[dict[Key, Entry], ...]] = tuple([{} for _ in range(SHARDS)])
+        self.shards: Final[tuple[dict[Key, EntryState], ...]] = tuple([{} for _ in range(SHARDS)])
         self._count = 0
 
     # Called for every key of every call, so these do without the indirections of the base class.
 
-    def find(self, key: Key) -> Entry | None:
+    def find(self, key: Key) -> EntryState | None:
         return self.shards[hash(key) >> _SHIFT & _MASK].get(key)
 
-    def find_all(self, keys: Iterable[Key]) -> list[Entry | None]:
+    def find_all(self, keys: Iterable[Key]) -> list[EntryState | None]:
         """`find` each key."""
         shards = self.shards
         return [shards[hash(key) >> _SHIFT & _MASK].get(key) for key in keys]
 
-    def add(self, entries: Sequence[Entry]) -> None:
+    def add(self, entries: Sequence[EntryState]) -> None:
         """Add entries whose keys are not in the table."""
         shards = self.shards
         for entry in entries:
@@ -93,7 +93,7 @@ class EntryTable(MutableMapping[Key, Entry]):
             shards[hash(key) >> _SHIFT & _MASK][key] = entry
         self._count += len(entries)
 
-    def drop(self, entries: Sequence[Entry]) -> None:
+    def drop(self, entries: Sequence[EntryState]) -> None:
         """Remove entries that are in the table."""
         shards = self.shards
         for entry in entries:
@@ -104,10 +104,10 @@ class EntryTable(MutableMapping[Key, Entry]):
     def __contains__(self, key: object) -> bool:
         return key in self.shards[hash(key) >> _SHIFT & _MASK]
 
-    def __getitem__(self, key: Key) -> Entry:
+    def __getitem__(self, key: Key) -> EntryState:
         return self.shards[hash(key) >> _SHIFT & _MASK][key]
 
-    def __setitem__(self, key: Key, entry: Entry) -> None:
+    def __setitem__(self, key: Key, entry: EntryState) -> None:
         shard = self.shards[hash(key) >> _SHIFT & _MASK]
         before = len(shard)
         shard[key] = entry

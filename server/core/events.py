@@ -31,7 +31,7 @@ class TierState(Labelled):
     UNAVAILABLE = 4
 
 
-class SaveItem(NamedTuple):
+class KeyToSave(NamedTuple):
     """One key of a save."""
 
     key: Key
@@ -145,7 +145,7 @@ class ReserveAsked:
     session: int
     tier: Tier
     reason: SaveReason
-    items: tuple[SaveItem, ...]
+    items: tuple[KeyToSave, ...]
     ancestors: tuple[Key, ...]
     begin: bool  # the bytes follow at once: granted reservations are in the stage `WRITING`
     ttl_ns: int

@@ -27,7 +27,7 @@ from typing import Final, NamedTuple
 
 from ...proto.kernel import native
 from ...proto.vocabulary import SaveReason, Tier
-from .entries import Entry
+from .entries import EntryState
 
 _RECORD: Final = Struct("<16sqIIBBB5x")
 #: What a search along a bucket needs of a record: key, time, number of the previous one, and what.
@@ -131,7 +131,7 @@ class LeftKeys:
             bits[second >> 3] |= 1 << (second & 7)
         self._count = count
 
-    def room_for(self, entries: Sequence[Entry]) -> bytearray | None:
+    def room_for(self, entries: Sequence[EntryState]) -> bytearray | None:
         """The filter in which the caller marks the keys of these entries. None: they are added
         already, as they are too many for one."""
         if self._count + len(entries) > self.most:
@@ -188,7 +188,7 @@ class Journal:
     def note(
         self,
         what: Happening,
-        entries: Sequence[Entry],
+        entries: Sequence[EntryState],
         now_ns: int,
         session: int = 0,
     ) -> None:

@@ -18,7 +18,7 @@ from .effects import (
     ReleaseOutcome,
     Verify,
 )
-from .entries import Entry
+from .entries import EntryState
 from .journal import Happening
 from .sessions import Claim, Session
 from .superseded import DELETED
@@ -52,7 +52,7 @@ def _readable(transition: Transition, key: Key) -> Found:
     """The same for a reader of its bytes: an entry of a tier that hangs is not there."""
     found = find(transition, key)
     closed = transition.tables.closed
-    if closed and isinstance(found, Entry) and closed.get(found.tier) is ev.TierState.HUNG:
+    if closed and isinstance(found, EntryState) and closed.get(found.tier) is ev.TierState.HUNG:
         return None
     return found
 
@@ -66,7 +66,7 @@ def lookup(transition: Transition, asked: ev.LookupAsked) -> LookupAnswer | None
     counters = transition.tables.counters
     counters.lookups += 1
     counters.lookup_keys += len(results)
-    counters.lookup_hits += sum(isinstance(found, Entry) for found in results)
+    counters.lookup_hits += sum(isinstance(found, EntryState) for found in results)
     return LookupAnswer(tuple(results))
 
 
@@ -82,8 +82,8 @@ def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
         return None
     results = _select(transition, asked.keys, asked.mode)
     # Every entry in the results is claimed: they end with the last key that the mode wants.
-    claimed = tuple([isinstance(found, Entry) for found in results])
-    entries = tuple([found for found in results if isinstance(found, Entry)])
+    claimed = tuple([isinstance(found, EntryState) for found in results])
+    entries = tuple([found for found in results if isinstance(found, EntryState)])
     t.counters.claims += 1
     if not entries:
         t.counters.claims_empty += 1
@@ -104,7 +104,7 @@ def claim(transition: Transition, asked: ev.ClaimAsked) -> ClaimAnswer | None:
     return ClaimAnswer(taken.claim, asked.lease_ns, tuple(results), claimed)
 
 
-def _check_share(transition: Transition, session: Session, entries: Sequence[Entry]) -> None:
+def _check_share(transition: Transition, session: Session, entries: Sequence[EntryState]) -> None:
     """Raises Refusal if a session would pin more than its share of a tier, which would leave other
     sessions no room to save.
 
@@ -142,7 +142,9 @@ def _check_share(transition: Transition, session: Session, entries: Sequence[Ent
             )
 
 
-def _check_namespace_shares(transition: Transition, tier: Tier, entries: Sequence[Entry]) -> None:
+def _check_namespace_shares(
+    transition: Transition, tier: Tier, entries: Sequence[EntryState]
+) -> None:
     """Raises Refusal if pins would take room that the shares of other namespaces guarantee."""
     t = transition.tables
     ledger = t.ledgers[tier]
@@ -170,7 +172,7 @@ def _select(transition: Transition, keys: Sequence[Key], mode: ClaimMode) -> lis
     for key in keys:
         found = _readable(transition, key)
         results.append(found)
-        if at_present if isinstance(found, Entry) else at_absent:
+        if at_present if isinstance(found, EntryState) else at_absent:
             break
     return results
 

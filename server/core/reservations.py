@@ -14,12 +14,12 @@ from ...proto.vocabulary import ClaimMode, SaveStatus, Tier
 from ...tiers.eviction.base import NotYet
 from ...tiers.ledger import Admission, Ledger
 from .effects import Answer, Closed, OverShare, Refused, Reply, ReserveAnswer, Reserved, WriteOrder
-from .entries import Entry
-from .events import ReserveAsked, SaveItem
+from .entries import EntryState
+from .events import KeyToSave, ReserveAsked
 from .journal import EvictionCause
 from .reads import find
 from .saves import lose
-from .sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
+from .sessions import NEXT_STAGE, HeldReservation, SaveBatch, Signal, Stage
 from .tables import Reserve, StateConfig, Timer
 from .transition import Refusal, Transition
 
@@ -115,7 +115,7 @@ def _observe(
     hit."""
     if not transition.tables.curves:
         return
-    items: Sequence[SaveItem] = asked.items
+    items: Sequence[KeyToSave] = asked.items
     saved = set(map(type, results)) == {WriteOrder}
     if not saved:
         items = [
@@ -159,7 +159,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
         taken = there(item.key) is not None or item.key in in_flight
         found = find(transition, item.key) if taken else None
         if found is not None:
-            if isinstance(found, Entry):
+            if isinstance(found, EntryState):
                 t.counters.duplicate_saves += 1
                 results.append(SaveStatus.PRESENT)
             else:
@@ -186,7 +186,7 @@ def _reserve_items(transition: Transition, job: Reserve, items: int, footprint: 
 
 
 def _reserve_alike(
-    transition: Transition, job: Reserve, items: Sequence[SaveItem], footprint: Footprint
+    transition: Transition, job: Reserve, items: Sequence[KeyToSave], footprint: Footprint
 ) -> bool:
     """Grant the first of these items all at once: those of one size whose keys are neither there
     nor in flight. False: each one has to be looked at by itself."""
@@ -222,21 +222,21 @@ def _reserve_alike(
     entries = _entries(job, alike, stored_bytes)
     if victims:
         job.evictions -= len(victims)
-        evicted = cast("Sequence[Entry]", victims)
+        evicted = cast("Sequence[EntryState]", victims)
         transition.evict_all(evicted, EvictionCause.SAVE, session.session)
     ledger.replace(victims, entries)
     _grant(transition, job, alike, entries)
     return True
 
 
-def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list[Entry]:
+def _entries(job: Reserve, items: Sequence[KeyToSave], stored_bytes: int) -> list[EntryState]:
     """The entries that these items will be. They have no location yet."""
     label, tier, reason = job.session.label, job.asked.tier, job.asked.reason
     stored_bytes = job.batch.sizes.setdefault(stored_bytes, stored_bytes)
     first = items[0].content
     alike = shared(*first)
     return [
-        Entry(
+        EntryState(
             key,
             stored_bytes,
             (),
@@ -256,7 +256,7 @@ def _entries(job: Reserve, items: Sequence[SaveItem], stored_bytes: int) -> list
 
 
 def _grant(
-    transition: Transition, job: Reserve, items: Sequence[SaveItem], entries: Sequence[Entry]
+    transition: Transition, job: Reserve, items: Sequence[KeyToSave], entries: Sequence[EntryState]
 ) -> None:
     """Grant the next items of a job. The ledger has given these entries of theirs their room."""
     # With few calls, because it runs for every block that is saved.
@@ -279,7 +279,7 @@ def _grant(
     for token, item, entry in zip(tokens, items, entries, strict=True):
         key = item.key
         entry.generation = stamp_ns = now_ns if now_ns > stamp_ns else stamp_ns + 1
-        reservation = Reservation(
+        reservation = HeldReservation(
             token,
             entry,
             number,
@@ -315,7 +315,7 @@ def most_reserved_bytes(config: StateConfig, ledger: Ledger) -> int:
 
 
 def make_room(
-    transition: Transition, job: Reserve, coming: Entry
+    transition: Transition, job: Reserve, coming: EntryState
 ) -> SaveStatus | Closed | OverShare | None:
     """Evict exactly what `coming` needs. Returns why it can't be admitted, or None.
 

@@ -23,7 +23,7 @@ from .effects import (
     WriteOrder,
 )
 from .journal import Happening
-from .sessions import NEXT_STAGE, Reservation, SaveBatch, Session, Signal, Stage
+from .sessions import NEXT_STAGE, HeldReservation, SaveBatch, Session, Signal, Stage
 from .transition import Refusal, Transition
 
 #: Used for every block. Enum attribute lookup is slow, so they are cached here.
@@ -34,13 +34,13 @@ _NOTED = Happening.SAVED
 _batch_of = attrgetter("batch")
 
 
-def advance(reservation: Reservation, signal: Signal) -> Stage:
+def advance(reservation: HeldReservation, signal: Signal) -> Stage:
     """Move a reservation to its next stage. Raises KeyError if `signal` can't happen to it now."""
     reservation.stage = NEXT_STAGE[reservation.stage, signal]
     return reservation.stage
 
 
-def order_of(r: Reservation) -> WriteOrder:
+def order_of(r: HeldReservation) -> WriteOrder:
     return WriteOrder(r.token, r.entry, r.token_ids)
 
 
@@ -73,7 +73,7 @@ def sealed(transition: Transition, event: ev.WriteSealed, blocking: frozenset[Ti
     commits: dict[Tier, list[int]] = {}
     reservations = transition.tables.reservations
     #: To be published together. A save that fails between them is reported in its place.
-    whole: list[Reservation] = []
+    whole: list[HeldReservation] = []
     for token, crc32c, expected in zip(
         event.tokens, event.crc32c, event.expected_crc32c, strict=True
     ):
@@ -131,13 +131,15 @@ def commit_failed(transition: Transition, event: ev.CommitFailed) -> None:
 # ---- ends
 
 
-def _publish_all(transition: Transition, reservations: Sequence[Reservation]) -> None:
+def _publish_all(transition: Transition, reservations: Sequence[HeldReservation]) -> None:
     """Publish entries, in this order."""
     for batch, some in groupby(reservations, _batch_of):
         _publish(transition, batch, list(some))
 
 
-def _publish(transition: Transition, batch: SaveBatch, reservations: Sequence[Reservation]) -> None:
+def _publish(
+    transition: Transition, batch: SaveBatch, reservations: Sequence[HeldReservation]
+) -> None:
     """Publish entries of one batch, which are of one tier and one session."""
     # With few calls, because it runs for every block that is saved.
     t, now_ns = transition.tables, transition.now_ns
@@ -196,7 +198,9 @@ def _used_as_a_whole(transition: Transition, batch: SaveBatch, session: Session 
         transition.refresh_chain(batch.chain, session)
 
 
-def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, why: str) -> None:
+def _end(
+    transition: Transition, reservation: HeldReservation, outcome: SaveStatus, why: str
+) -> None:
     """End a reservation without publishing its entry."""
     t, batch = transition.tables, reservation.batch
     entry, token = reservation.entry, reservation.token
@@ -219,7 +223,7 @@ def _end(transition: Transition, reservation: Reservation, outcome: SaveStatus, 
     _used_as_a_whole(transition, batch, session)
 
 
-def lose(transition: Transition, reservation: Reservation, why: str, *, tell: bool) -> bool:
+def lose(transition: Transition, reservation: HeldReservation, why: str, *, tell: bool) -> bool:
     """Take a reservation from its session. False: it can't be lost any more, because its bytes are
     complete and are being committed, or it is lost already."""
     was = reservation.stage

@@ -15,7 +15,7 @@ from typing import Final
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
-from .entries import Entry
+from .entries import EntryState
 from .shares import HOST, Holder, may_hold
 
 #: A session that pins this many entries keeps them in `_PARTS` dicts from then on.
@@ -32,7 +32,7 @@ class Claim:
 
     claim: int
     session: int
-    entries: tuple[Entry, ...]
+    entries: tuple[EntryState, ...]
     #: In served time, see `Tables.served_ns`.
     taken_ns: int
     lease_ns: int
@@ -100,11 +100,11 @@ class SaveBatch:
 
 
 @dataclass(slots=True, eq=False)
-class Reservation:
+class HeldReservation:
     """The exclusive right to save an entry, and the room for it."""
 
     token: int
-    entry: Entry
+    entry: EntryState
     session: int
     token_ids: bytes
     batch: SaveBatch
@@ -139,7 +139,7 @@ class Pins:
     __slots__ = ("changes", "mask", "parts")
 
     def __init__(self) -> None:
-        self.parts: list[dict[Entry, int]] = [{}]
+        self.parts: list[dict[EntryState, int]] = [{}]
         self.mask = 0
         #: Grows with every change.
         self.changes = 0
@@ -157,11 +157,11 @@ class Pins:
     def __len__(self) -> int:
         return sum(map(len, self.parts))
 
-    def __iter__(self) -> Iterator[Entry]:
+    def __iter__(self) -> Iterator[EntryState]:
         for part in self.parts:
             yield from part
 
-    def __contains__(self, entry: Entry) -> bool:
+    def __contains__(self, entry: EntryState) -> bool:
         return entry in self.parts[hash(entry.key) & self.mask]
 
 
@@ -187,7 +187,7 @@ class Tenant:
     def held_bytes(self, tier: Tier) -> int:
         return self.pinned_bytes.get(tier, 0) + self.reserved_bytes.get(tier, 0)
 
-    def may_pin(self, ledger: Ledger, entries: Sequence[Entry], most_share: float) -> bool:
+    def may_pin(self, ledger: Ledger, entries: Sequence[EntryState], most_share: float) -> bool:
         """Whether it may pin those of `entries` that are in this tier. An entry may be as large as
         it likes if the tenant holds nothing else."""
         tier, pins = ledger.tier, self.pins
@@ -201,7 +201,7 @@ class Tenant:
             ledger, next(iter(more)).key, more_bytes, new_bytes, most_bytes
         )
 
-    def may_reserve(self, ledger: Ledger, coming: Entry, most_share: float) -> bool:
+    def may_reserve(self, ledger: Ledger, coming: EntryState, most_share: float) -> bool:
         """Whether it may reserve room for an entry."""
         most_bytes = int(ledger.limit_bytes * most_share)
         most_bytes -= self.reserved_bytes.get(ledger.tier, 0)
@@ -230,7 +230,7 @@ class Tenant:
             return more_bytes <= most_bytes
         return may_hold(its_bytes, more_bytes, new_bytes, used_bytes, total_bytes)
 
-    def pin(self, entry: Entry) -> None:
+    def pin(self, entry: EntryState) -> None:
         """One more session pins an entry."""
         held = self.pins.parts[hash(entry.key) & self.pins.mask]
         count = held.get(entry, 0)
@@ -241,7 +241,7 @@ class Tenant:
             )
         self.pins.changed()
 
-    def unpin(self, entry: Entry) -> None:
+    def unpin(self, entry: EntryState) -> None:
         """A session pins an entry no longer."""
         self.pins.changes += 1
         held = self.pins.parts[hash(entry.key) & self.pins.mask]

@@ -19,10 +19,10 @@ from ...tiers.eviction.stack_distance import SampledCurve
 from ...tiers.ledger import Ledger
 from .counters import Counters, Histogram, TierCounters
 from .effects import Reserved
-from .entries import Entry, EntryTable
+from .entries import EntryState, EntryTable
 from .events import ClaimAsked, LookupAsked, ReserveAsked, TierState
 from .journal import HAPPENINGS, EvictionCause, Journal
-from .sessions import Claim, Reservation, SaveBatch, Session, Tenant
+from .sessions import Claim, HeldReservation, SaveBatch, Session, Tenant
 from .shares import Holder, Shares
 from .superseded import Superseded
 
@@ -53,7 +53,7 @@ class Unpin:
 
     claim: int
     session: Session
-    entries: tuple[Entry, ...]
+    entries: tuple[EntryState, ...]
     #: This many, from the root on, are still pinned.
     left: int
 
@@ -82,7 +82,7 @@ class EndSession:
 class FlushUsage:
     """Hand the uses that the stores have not recorded yet over to them, in order of use."""
 
-    entries: Iterator[Entry]
+    entries: Iterator[EntryState]
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +95,7 @@ class Reserve:
     #: Of the items that were dealt with, in their order.
     results: list[Reserved] = field(default_factory=list)
     #: The item that room is being made for, if more entries have to be evicted for it.
-    coming: Entry | None = None
+    coming: EntryState | None = None
     #: How many entries this event may still evict.
     evictions: int = 0
     #: The request was given up: take back what was granted.
@@ -166,12 +166,12 @@ class StateConfig:
 class Watcher(Protocol):
     """What a running recount is told: each change, before it is made."""
 
-    def entered(self, entry: Entry) -> None: ...
-    def left(self, entry: Entry) -> None: ...
-    def claimed(self, entry: Entry) -> None: ...
-    def unclaimed(self, claim: int, entry: Entry) -> None: ...
-    def reserved(self, reservation: Reservation) -> None: ...
-    def settled(self, reservation: Reservation) -> None: ...
+    def entered(self, entry: EntryState) -> None: ...
+    def left(self, entry: EntryState) -> None: ...
+    def claimed(self, entry: EntryState) -> None: ...
+    def unclaimed(self, claim: int, entry: EntryState) -> None: ...
+    def reserved(self, reservation: HeldReservation) -> None: ...
+    def settled(self, reservation: HeldReservation) -> None: ...
 
 
 @dataclass(slots=True)
@@ -186,7 +186,7 @@ class Tables:
     entries: EntryTable = field(default_factory=EntryTable)
     #: By generation: entries that were dropped while claims held them. No key leads to them. Their
     #: room is not free before the last of these claims ends.
-    condemned: dict[int, Entry] = field(default_factory=dict)
+    condemned: dict[int, EntryState] = field(default_factory=dict)
     sessions: dict[int, Session] = field(default_factory=dict)
     #: By name: what the sessions of each tenant over TCP hold, as long as there are any.
     tenants: dict[str, Tenant] = field(default_factory=dict)
@@ -195,9 +195,9 @@ class Tables:
     #: Each belongs to exactly one session and is in its `claims`.
     claims: dict[int, Claim] = field(default_factory=dict)
     #: Every reservation that holds room, doomed ones included.
-    reservations: dict[int, Reservation] = field(default_factory=dict)
+    reservations: dict[int, HeldReservation] = field(default_factory=dict)
     #: Reservations that can still be published. Disjoint from `entries`.
-    in_flight: dict[Key, Reservation] = field(default_factory=dict)
+    in_flight: dict[Key, HeldReservation] = field(default_factory=dict)
     #: By request number. Each is in `waiters` of every reservation that it waits for.
     waiting: dict[int, Waiting] = field(default_factory=dict)
     #: Saves that the requests in `waiting` wait for: of all, and of those without a session.
@@ -227,7 +227,7 @@ class Tables:
     unobserved_keys: int = 0
     #: Entries whose store has not recorded their last use yet, in order of use. None of the RAM
     #: tier, which does not outlive the daemon, unless `StateConfig.ram_use` is set.
-    unrecorded: dict[Key, Entry] = field(default_factory=dict)
+    unrecorded: dict[Key, EntryState] = field(default_factory=dict)
     #: Two heaps of deadlines, in served time. Everything that can expire has a timer in one of
     #: them. What ends earlier leaves a stale timer. When there are too many of these, all timers
     #: become `old_timers`, and `sift_timers` moves the live ones back.
@@ -277,7 +277,7 @@ class Tables:
         self.unobserved_keys = 0
 
     def evicted(
-        self, entries: Sequence[Entry], cause: EvictionCause, now_ns: int, session: int = 0
+        self, entries: Sequence[EntryState], cause: EvictionCause, now_ns: int, session: int = 0
     ) -> None:
         """Count the evictions of entries of one tier. `session`: the one whose save needs the
         room."""

@@ -13,7 +13,7 @@ from ...tiers.ledger import Ledger
 from ...tiers.order import Recency, Resident
 from ...tiers.store import StoredEntry
 from .effects import Erase, EvictAnswer, ResizeAnswer
-from .entries import Entry
+from .entries import EntryState
 from .events import EvictAsked, ResizeAsked, RetireAsked, TierRecovered
 from .journal import EvictionCause, Happening
 from .reservations import Footprint
@@ -83,7 +83,7 @@ def recovered(
     t.stamp_ns = max(t.stamp_ns, last_ns, t.adopted_ns)
 
 
-def _outlives(record: EntryRecord, there: Entry, tier: Tier) -> bool:
+def _outlives(record: EntryRecord, there: EntryState, tier: Tier) -> bool:
     """Does a record that was found replace the published entry of its key?
 
     The later save wins, in whatever tier. Only if both have the same content, the copy stays that
@@ -99,7 +99,7 @@ def _last_used_ns(transition: Transition, ledger: Ledger) -> int:
     last_ns = transition.tables.recovered_ns.get(ledger.tier, 0)
     for order in ledger.policy.orders():
         latest = order.latest() if isinstance(order, Recency) else None
-        if isinstance(latest, Entry):
+        if isinstance(latest, EntryState):
             last_ns = max(last_ns, latest.last_used_ns)
     return last_ns
 
@@ -134,10 +134,10 @@ def _entry_of(
     stored_bytes: int,
     sizes: dict[int, int],
     contents: dict[Content, Content],
-) -> Entry:
+) -> EntryState:
     head = stored.record
     # Positional arguments, because keywords take a microsecond more for every entry.
-    return Entry(
+    return EntryState(
         head.key,
         sizes.setdefault(stored_bytes, stored_bytes),
         (),

@@ -15,10 +15,10 @@ from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, Tier
 from ...tiers.store import EntryRef
 from .effects import Effect, Erase, IndexDelete, IndexPut, TellClaimLost
-from .entries import Entry, by_tier
+from .entries import EntryState, by_tier
 from .events import ClaimAsked, LookupAsked, ReserveAsked
 from .journal import EvictionCause, Happening
-from .sessions import Claim, Reservation, Session
+from .sessions import Claim, HeldReservation, Session
 from .shares import Holder
 from .tables import Refresh, Tables, Timer, Unpin, Waiting, Wake
 
@@ -60,8 +60,8 @@ class Transition:
         self._erased: dict[Tier, list[EntryRef]] = {}
         #: What the last change of the index hides, or lists, with the keys before it; the other one
         #: is None.
-        self._hidden: list[Entry] | None = None
-        self._listed: tuple[list[Entry], list[bytes | None]] | None = None
+        self._hidden: list[EntryState] | None = None
+        self._listed: tuple[list[EntryState], list[bytes | None]] | None = None
         #: Chain keys that were refreshed so far.
         self._chained_keys = 0
 
@@ -198,7 +198,7 @@ class Transition:
                 self._forget_waiter(later, request)
         return None if pending else self.unpark(request)
 
-    def wake(self, reservation: Reservation, *, saved: bool) -> None:
+    def wake(self, reservation: HeldReservation, *, saved: bool) -> None:
         """A reservation ended: have the backlog tell the requests that wait for it."""
         waiters = reservation.waiters
         if waiters:
@@ -208,13 +208,13 @@ class Transition:
 
     # ---- entries
 
-    def use(self, entry: Entry) -> None:
+    def use(self, entry: EntryState) -> None:
         """Count one access of a published entry."""
         self._mark_used((entry,))
         entry.hits += 1
         self.tables.ledgers[entry.tier].policy.hit(entry)
 
-    def read_all(self, entries: Sequence[Entry]) -> None:
+    def read_all(self, entries: Sequence[EntryState]) -> None:
         """Count one access of each entry by a client that reads them, in this order."""
         tables = self.tables
         self._mark_used(entries)
@@ -242,7 +242,7 @@ class Transition:
             tables.unobserved.append((tier, keys, token_counts, stored_bytes))
             tables.unobserved_keys += len(keys)
 
-    def observe_entries(self, entries: Sequence[Entry]) -> None:
+    def observe_entries(self, entries: Sequence[EntryState]) -> None:
         """Show hits to the hit curves of their tiers."""
         if not entries or not self.tables.curves:
             return
@@ -275,13 +275,13 @@ class Transition:
             job.session.chained_keys -= len(job.chain)
         return end - job.left
 
-    def refresh_all(self, entries: Sequence[Entry]) -> None:
+    def refresh_all(self, entries: Sequence[EntryState]) -> None:
         """Make each entry the most recent, in this order, without counting an access."""
         self._mark_used(entries)
         for tier, its_own in by_tier(entries).items():
             self.tables.ledgers[tier].policy.refresh_all(its_own)
 
-    def _mark_used(self, entries: Sequence[Entry]) -> None:
+    def _mark_used(self, entries: Sequence[EntryState]) -> None:
         # Without calls, because it runs for every block of every save, claim and release.
         tables, now_ns = self.tables, self.now_ns
         unrecorded, stamp_ns = tables.unrecorded, tables.stamp_ns
@@ -293,7 +293,7 @@ class Transition:
                 unrecorded[entry.key] = entry
         tables.stamp_ns = stamp_ns
 
-    def enter(self, entries: Sequence[Entry], parents: Sequence[bytes | None]) -> None:
+    def enter(self, entries: Sequence[EntryState], parents: Sequence[bytes | None]) -> None:
         """Publish entries of one tier. The ledger has their room already. `parents`: the key before
         each in its chain (`IndexPut`)."""
         tables = self.tables
@@ -313,21 +313,21 @@ class Transition:
         self._listed[1].extend(parents)
 
     def evict(
-        self, victim: Key, cause: EvictionCause, session: int = 0, heir: Entry | None = None
-    ) -> Entry:
+        self, victim: Key, cause: EvictionCause, session: int = 0, heir: EntryState | None = None
+    ) -> EntryState:
         """Remove an entry that `Ledger.next_victim` chose, and count the eviction. `session`: the
         one whose save needs the room. `heir`: the entry to be saved, which has no room yet."""
         entry = self.forget(victim, heir)
         self.tables.evicted((entry,), cause, self.now_ns, session)
         return entry
 
-    def evict_all(self, victims: Sequence[Entry], cause: EvictionCause, session: int) -> None:
+    def evict_all(self, victims: Sequence[EntryState], cause: EvictionCause, session: int) -> None:
         """`evict` entries of one tier that `Ledger.victims_for` chose. The caller has the ledger
         free their room."""
         self._leave(victims)
         self.tables.evicted(victims, cause, self.now_ns, session)
 
-    def forget(self, victim: Key, heir: Entry | None = None) -> Entry:
+    def forget(self, victim: Key, heir: EntryState | None = None) -> EntryState:
         """Remove an entry that has left the eviction order, without counting an eviction."""
         tables = self.tables
         entry = tables.entries[victim]
@@ -335,7 +335,7 @@ class Transition:
         tables.ledgers[entry.tier].forget(entry, heir)
         return entry
 
-    def drop(self, entry: Entry, why: Happening, session: int = 0) -> None:
+    def drop(self, entry: EntryState, why: Happening, session: int = 0) -> None:
         """Unpublish an entry at once, claimed or not. `session`: the one that asks for it.
 
         Claims on it stay until they are released, and the release reports them as lost. Its room is
@@ -350,7 +350,7 @@ class Transition:
         else:
             ledger.forget(entry)
 
-    def _leave(self, entries: Sequence[Entry]) -> None:
+    def _leave(self, entries: Sequence[EntryState]) -> None:
         """Unpublish entries of one tier that have left the eviction order: for readers of the index
         first."""
         # With few calls, because it runs for every block that takes the room of another.
@@ -389,7 +389,7 @@ class Transition:
         recounts, pinned_bytes = self.tables.recounts, session.pinned_bytes
         pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
-        first: list[Entry] = []
+        first: list[EntryState] = []
         for entry in reversed(claim.entries):
             for recount in recounts:
                 recount.claimed(entry)
@@ -408,14 +408,14 @@ class Transition:
             self.tables.ledgers[tier].pin(its_own)
         pins.changed()
 
-    def unpin(self, claim: int, session: Session, entries: Sequence[Entry]) -> None:
+    def unpin(self, claim: int, session: Session, entries: Sequence[EntryState]) -> None:
         """Take the pins of an ended claim from these entries, in this order."""
         # With few calls, as `pin`.
         t, recounts, pinned_bytes = self.tables, self.tables.recounts, session.pinned_bytes
         pins, tenant = session.pins, session.of
         parts, mask = pins.parts, pins.mask
         pins.changes += 1
-        last: list[Entry] = []
+        last: list[EntryState] = []
         for entry in entries:
             for recount in recounts:
                 recount.unclaimed(claim, entry)

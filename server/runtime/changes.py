@@ -17,7 +17,7 @@ import structlog
 
 from ...proto import watch
 from ..core.effects import Effect, IndexDelete, IndexPut
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from .listeners import ChangeListener
 
 log = structlog.get_logger("prefixd.changes")
@@ -156,7 +156,7 @@ class ChangeLog(ChangeListener):
         self._bodies.clear()
 
 
-def body_of(entry: Entry, sequence: int, parent: bytes | None = None) -> bytes:
+def body_of(entry: EntryState, sequence: int, parent: bytes | None = None) -> bytes:
     """The event of a published entry."""
     # Positional arguments: keywords take half as long again, for every block.
     return watch.published(

@@ -39,7 +39,7 @@ from ...proto.index import (
     SHAPE,
     STATE,
     WORDS_PER_ROW,
-    Layout,
+    IndexLayout,
     Listed,
     pack_continuation,
     pack_header,
@@ -101,7 +101,7 @@ class IndexWriter:
         if not 0 < max_entries <= MAX_ENTRIES:
             raise ValueError(f"an index of {max_entries} entries")
         self._made_of = incarnation, max_entries
-        self.layout: Final = Layout(
+        self.layout: Final = IndexLayout(
             max_heads=max(FIRST_HEADS, HEADS_PER_ENTRY * max_entries),
             max_rows=_ROWS_PER_ENTRY * max_entries,
         )

@@ -12,7 +12,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.store import Usage
 from ..core.effects import Effect, TellClaimLost, TellReservationLost
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from ..core.shares import Holder
 
 M = TypeVar("M", bound=Callable[..., Any])
@@ -33,7 +33,7 @@ class EntryListener(Protocol):
     """Follows entries that are published, used and deleted by key, on the event loop. Only
     `deleting` may raise."""
 
-    def published(self, entries: Sequence[Entry]) -> None:
+    def published(self, entries: Sequence[EntryState]) -> None:
         """These entries can be found from now on: at least one, in the order of their saves."""
 
     def used(self, usages: Sequence[Usage]) -> None:

@@ -44,7 +44,7 @@ from ..core.effects import (
     Verify,
     WriteOrder,
 )
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from ..core.events import (
     CancelAsked,
     ClaimAsked,
@@ -423,7 +423,7 @@ class Core:
                 full = isinstance(result.error, StoreFull)
                 self.post_threadsafe(CommitFailed(tokens, full, str(result.error), now_ns))
 
-    def damaged(self, entry: Entry, why: str) -> None:
+    def damaged(self, entry: EntryState, why: str) -> None:
         """Drop an entry whose bytes are not those that were saved."""
         _damage_log.error("entry_damaged", key=entry.key.hex(), tier=entry.tier.label, why=why)
         self.post(EntryDamaged(entry.key, entry.generation, why, self.clock.now_ns()))

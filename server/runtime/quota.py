@@ -21,7 +21,7 @@ from ..core.shares import Holder, Shares
 MIN_BYTES_PER_S: Final = 16 * 2**10
 
 
-class Room:
+class CallRoom:
     """The room of one call."""
 
     def __init__(self, quota: Quota, size_bytes: int, holder: Holder) -> None:
@@ -40,7 +40,7 @@ class _Waiting(NamedTuple):
     turn: asyncio.Future[None]
     size_bytes: int
     #: Room that is to become that of the session. None: the call has no room yet.
-    room: Room | None
+    room: CallRoom | None
 
 
 class Quota:
@@ -67,9 +67,9 @@ class Quota:
         return self.shares.used
 
     @asynccontextmanager
-    async def room(self, size_bytes: int, holder: Holder = Holder()) -> AsyncIterator[Room]:  # noqa: B008  # it is immutable
+    async def room(self, size_bytes: int, holder: Holder = Holder()) -> AsyncIterator[CallRoom]:  # noqa: B008  # it is immutable
         """Room for `size_bytes` while the context lasts. Raises LimitReached."""
-        room = Room(self, size_bytes, holder)
+        room = CallRoom(self, size_bytes, holder)
         await self.take(size_bytes, holder)
         try:
             yield room
@@ -94,7 +94,7 @@ class Quota:
                 self.give(size_bytes, holder)
             raise
 
-    async def move(self, room: Room, holder: Holder) -> None:
+    async def move(self, room: CallRoom, holder: Holder) -> None:
         """Wait until this session may have room that its tenant holds. Raises LimitReached."""
         if self.shares.may_keep(holder, room.size_bytes):
             self._move(room, holder)
@@ -102,7 +102,7 @@ class Quota:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         await self._wait(holder, _Waiting(turn, room.size_bytes, room))
 
-    def _move(self, room: Room, holder: Holder) -> None:
+    def _move(self, room: CallRoom, holder: Holder) -> None:
         self.shares.give(room.holder, room.size_bytes)
         self.shares.add(holder, room.size_bytes)
         room.holder = holder

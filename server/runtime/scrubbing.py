@@ -52,7 +52,7 @@ class Scrub:
     progress: float = 0.0
 
 
-class Pace:
+class ScrubPace:
     """Decides when the next bytes may be read, for an average of `bytes_per_second`."""
 
     def __init__(self, bytes_per_second: int) -> None:
@@ -112,7 +112,7 @@ class Scrubber:
 
     async def _pass(self, tier: Tier) -> None:
         core, scrub = self._core, self.scrubs[tier]
-        pace = Pace(self.bytes_per_second)
+        pace = ScrubPace(self.bytes_per_second)
         entries = core.state.tables.entries
         async with aclosing(core.verifications.sweep(entries, tier, _STEP_BYTES)) as steps:
             async for swept in steps:

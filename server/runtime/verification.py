@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
-from ..core.entries import SHARDS, Entry, EntryTable
+from ..core.entries import SHARDS, EntryState, EntryTable
 from .devices import Devices
 from .limited_log import LimitedLog
 from .rounds import Slices
@@ -50,7 +50,7 @@ class Verdict:
 class _Batch:
     """Entries of one tier that are read back one after the other, a bounded part at a time."""
 
-    def __init__(self, store: Store, entries: Iterable[Entry]) -> None:
+    def __init__(self, store: Store, entries: Iterable[EntryState]) -> None:
         self._store = store
         self._left = deque(entries)
         #: the reading of the first entry, once it has begun
@@ -59,12 +59,12 @@ class _Batch:
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def go_on(self, most_bytes: int) -> tuple[int, list[tuple[Entry, Verdict]]]:
+    def go_on(self, most_bytes: int) -> tuple[int, list[tuple[EntryState, Verdict]]]:
         """Read about `most_bytes`, each entry counting `ENTRY_BYTES` beside its payload. On a
         worker thread. Returns the payload bytes that were read, and the entries that were read to
         their end."""
         read_bytes = 0
-        read: list[tuple[Entry, Verdict]] = []
+        read: list[tuple[EntryState, Verdict]] = []
         while self._left and read_bytes + ENTRY_BYTES * len(read) < most_bytes:
             entry = self._left[0]
             verdict = None
@@ -96,7 +96,7 @@ class Swept(NamedTuple):
     share: float
     read_bytes: int
     #: Entries that were read to their end and are still published.
-    judged: list[tuple[Entry, Verdict]]
+    judged: list[tuple[EntryState, Verdict]]
 
 
 class Verifications:
@@ -114,7 +114,7 @@ class Verifications:
         stores: Mapping[Tier, Store],
         devices: Devices,
         health: Health,
-        damaged: Callable[[Entry, str], None],
+        damaged: Callable[[EntryState, str], None],
     ) -> None:
         self._stores = stores
         self._devices = devices
@@ -127,13 +127,13 @@ class Verifications:
         #: tiers whose last read failed, which is logged once
         self._failing: set[Tier] = set()
         #: by generation, in the order in which they are read
-        self._suspects: dict[int, Entry] = {}
+        self._suspects: dict[int, EntryState] = {}
         self._reading: asyncio.Task[None] | None = None
         self._closed = False
         #: suspects that were not read because too many waited
         self.dropped = 0
 
-    async def verify(self, entry: Entry) -> Verdict | None:
+    async def verify(self, entry: EntryState) -> Verdict | None:
         """Read a whole entry and compare its checksums. None: it was evicted meanwhile."""
         batch = _Batch(self._stores[entry.tier], [entry])
         while batch:
@@ -160,15 +160,15 @@ class Verifications:
 
     async def _go_on_with(
         self, batch: _Batch, tier: Tier, most_bytes: int
-    ) -> tuple[int, list[tuple[Entry, Verdict]]]:
-        def go_on() -> tuple[int, list[tuple[Entry, Verdict]]]:
+    ) -> tuple[int, list[tuple[EntryState, Verdict]]]:
+        def go_on() -> tuple[int, list[tuple[EntryState, Verdict]]]:
             with self._devices.under_way(tier):
                 return batch.go_on(most_bytes)
 
         read_bytes, read = await self._loop.run_in_executor(self._threads[tier], go_on)
         return read_bytes, [(e, self._judged(e, verdict)) for e, verdict in read if e.published]
 
-    def _judged(self, entry: Entry, verdict: Verdict) -> Verdict:
+    def _judged(self, entry: EntryState, verdict: Verdict) -> Verdict:
         tier = entry.tier
         reads = f"{tier.label} reads"
         match verdict.reading:
@@ -191,7 +191,7 @@ class Verifications:
     def pending(self) -> int:
         return len(self._suspects)
 
-    def request(self, entry: Entry) -> None:
+    def request(self, entry: EntryState) -> None:
         """Verify an entry, soon."""
         if entry.generation in self._suspects:
             return

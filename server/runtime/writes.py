@@ -9,7 +9,7 @@ from ...proto.errors import InvalidSize, MalformedMessage
 from ...proto.vocabulary import SaveStatus
 from ...tiers.store import Buffer, EntryWriter, Store, StoreError
 from ..core.effects import SaveEnded, WriteOrder
-from ..core.entries import Entry
+from ..core.entries import EntryState
 from .limited_log import LimitedLog
 
 log = LimitedLog("prefixd.writes")
@@ -158,7 +158,7 @@ def take_whole(writes: Sequence[Write], pieces: Sequence[Piece]) -> bool:
     of a write of its own, or the store takes them one by one, and nothing has happened."""
     # With few calls, because it runs for every block that is saved.
     store = writes[0].store
-    entries: list[Entry] = []
+    entries: list[EntryState] = []
     for write, (_, data, last, _, offset_bytes) in zip(writes, pieces, strict=True):
         entry = write.entry
         if (

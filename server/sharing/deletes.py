@@ -38,7 +38,7 @@ from ..runtime.loop import Core
 from ..runtime.recovery import durable_deletes
 from ..runtime.rounds import Slices
 from .delete_log import NO_STAMP, DeleteLog, FleetDelete, LogPace, records_of
-from .link import Link
+from .link import EngineLink
 from .store import LogPage, NodeState
 
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Withdrawals:
     Where the engine does not answer it is asked again, as long as this daemon lives.
     """
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: EngineLink) -> None:
         self._link = link
         #: Deleted keys that the engine may still have, the oldest first, and who deletes them.
         self._held: dict[Key, Holder] = {}
@@ -161,7 +161,7 @@ class Withdrawals:
 class Deletes:
     """Belongs to the event loop; blocking calls run on a thread of its own."""
 
-    def __init__(self, core: Core, link: Link, withdrawals: Withdrawals) -> None:
+    def __init__(self, core: Core, link: EngineLink, withdrawals: Withdrawals) -> None:
         self._core = core
         self._link = link
         self._withdrawals = withdrawals

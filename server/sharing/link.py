@@ -182,7 +182,7 @@ class Trips:
         return self._refused % RETRY_EVERY == 0
 
 
-class Happened(NamedTuple):
+class EngineEvent(NamedTuple):
     """`node`: the node of the engine, or the one that had the payload; empty: it is not known."""
 
     key: Key
@@ -192,7 +192,7 @@ class Happened(NamedTuple):
 
 
 @dataclass(slots=True)
-class Link:
+class EngineLink:
     """One engine, as this node uses it. Belongs to the event loop."""
 
     store: SharedStore
@@ -204,7 +204,7 @@ class Link:
     counters: SharingCounters = field(default_factory=SharingCounters)
     trips: Trips = field(default_factory=Trips)
     #: The latest events, the oldest first, for `prefixctl why` alone.
-    history: deque[Happened] = field(default_factory=lambda: deque(maxlen=MAX_HAPPENED))
+    history: deque[EngineEvent] = field(default_factory=lambda: deque(maxlen=MAX_HAPPENED))
     threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(THREADS, "prefixd-shared")
     )
@@ -213,7 +213,7 @@ class Link:
     def note(self, what: What, entry: SharedEntry) -> None:
         """Add an event of this moment to the history."""
         node = self.store.node_of(entry)
-        self.history.append(Happened(entry.key, what, node, self.clock.now_ns()))
+        self.history.append(EngineEvent(entry.key, what, node, self.clock.now_ns()))
 
     async def call(self, call: Callable[[], T]) -> T:
         """Make a blocking call, on a thread."""

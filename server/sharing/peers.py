@@ -25,7 +25,7 @@ from time import monotonic
 from typing import Final
 
 from ...client import ClaimMode, Client, MissReason
-from ...client.counters import Counters
+from ...client.counters import ClientCounters
 from ...client.wire.remote_transport import RemoteTransport
 from ...client.wire.security import Security
 from ...proto.errors import ClientClosed
@@ -68,7 +68,7 @@ class DaemonPeer:
 
     def __init__(self, address: str, security: Security) -> None:
         """Connects in the background. Raises ConfigError for an invalid address."""
-        counters = Counters()
+        counters = ClientCounters()
         self._transport = RemoteTransport(
             address,
             "a peer",
@@ -82,7 +82,7 @@ class DaemonPeer:
             shared_wait_ms=0,  # it must not fetch from other nodes for this one
         )
         self._read_at_s = monotonic()
-        self.pace: Final = Pace()
+        self.pace: Final = ReadTimes()
 
     @property
     def problem(self) -> str:
@@ -116,7 +116,7 @@ class DaemonPeer:
         self._client.close(deadline_ms=100)
 
 
-class Pace:
+class ReadTimes:
     """How long recent reads from a node took. On any thread."""
 
     #: A round trip takes as long as reading this many bytes.

@@ -25,7 +25,7 @@ import redis
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
 
-from .resp import Connection
+from .resp import RedisConnection
 from .store import NodeState, NodeStatus
 
 Address: TypeAlias = tuple[str, int]
@@ -57,12 +57,12 @@ class Seed(NamedTuple):
 
 
 @dataclass(slots=True)
-class Node:
+class EngineNode:
     """One engine process. Guarded by the lock of `Nodes`."""
 
     address: Address
-    idle: list[Connection] = field(default_factory=list)
-    lent: set[Connection] = field(default_factory=set)
+    idle: list[RedisConnection] = field(default_factory=list)
+    lent: set[RedisConnection] = field(default_factory=set)
     #: The number of connections, idle or lent.
     connections: int = 0
     #: Why there is no connection.
@@ -138,7 +138,7 @@ class Nodes:
         self._single = False
         self._per_node: Final = connections_per_node
         self._changed: Final = threading.Condition()
-        self._nodes: dict[Address, Node] = {}
+        self._nodes: dict[Address, EngineNode] = {}
         #: The node that serves each slot. None: no node does.
         self._slots: list[Address | None] = [None] * SLOTS
         self._problem = "its slots are not known yet"
@@ -177,7 +177,7 @@ class Nodes:
         with self._changed:
             return list(self._nodes)
 
-    def lend(self, address: Address) -> Connection | None:
+    def lend(self, address: Address) -> RedisConnection | None:
         """A connection for one call, to be given back. None: the node is unavailable."""
         with self._changed:
             node = self._nodes.get(address)
@@ -191,7 +191,7 @@ class Nodes:
                 self._lose(node, connection, "it closed the connection")
             return None
 
-    def give_back(self, address: Address, connection: Connection) -> None:
+    def give_back(self, address: Address, connection: RedisConnection) -> None:
         """The call is over. It has broken the connection if the node missed the deadline."""
         with self._changed:
             node = self._nodes.get(address)
@@ -378,12 +378,12 @@ class Nodes:
         for address in self._nodes.keys() - serving:
             self._retire(self._nodes.pop(address))
         for address in sorted(serving - self._nodes.keys()):
-            node = self._nodes[address] = Node(address)
+            node = self._nodes[address] = EngineNode(address)
             self._spawn(partial(self._keep_connected, node), f"prefixd-shared-{address}")
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._changed.notify_all()
 
-    def _keep_connected(self, node: Node) -> None:
+    def _keep_connected(self, node: EngineNode) -> None:
         retry_s = RETRY_S[0]
         while True:
             with self._changed:
@@ -415,23 +415,23 @@ class Nodes:
                 node.connections += 1
                 self._changed.notify_all()
 
-    def _connect(self, address: Address) -> Connection:
+    def _connect(self, address: Address) -> RedisConnection:
         made = self._connection_class(**self._options | {"host": address[0], "port": address[1]})
         made.connect()
         made.send_command("PING")
         made.read_response()
         # redis-py has no public way to hand its socket over; this makes it forget the socket.
         connected, made._sock = made._sock, None
-        return Connection(connected)
+        return RedisConnection(connected)
 
-    def _lose(self, node: Node, connection: Connection, problem: str) -> None:
+    def _lose(self, node: EngineNode, connection: RedisConnection, problem: str) -> None:
         connection.close()
         node.connections -= 1
         node.problem = problem
         self._topology_due_s = min(self._topology_due_s, monotonic())
         self._changed.notify_all()
 
-    def _retire(self, node: Node) -> None:
+    def _retire(self, node: EngineNode) -> None:
         node.closed = True
         for connection in node.idle:
             connection.close()

@@ -23,7 +23,7 @@ from ...proto.payload import crc32c
 from .delete_log import MAX_RECORDS, Logged
 from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of, same_entry
 from .redis_nodes import PRIMARY_EVERY_S, Address, Nodes, name_of
-from .resp import Piece, Refused, Request, Result, Work, exchange
+from .resp import Piece, RedisRefused, RedisRequest, Result, Work, exchange
 from .store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node. A node is unavailable to a call that finds all of them in use.
@@ -77,9 +77,9 @@ class RedisStore(SharedStore):
         for want in wanted:
             name, header = self.name(want.entry.key), memoryview(bytearray(HEADER_BYTES))
             first, *rest = (want.room[part] for part in parts_of(want.entry.payload_bytes))
-            requests = [Request(b"GET", name, into=[header, first])]
+            requests = [RedisRequest(b"GET", name, into=[header, first])]
             for part, room in enumerate(rest, 1):
-                requests.append(Request(b"GET", _part_name(name, part), into=[room]))
+                requests.append(RedisRequest(b"GET", _part_name(name, part), into=[room]))
             gets.append((header, requests))
         self.do(chain.from_iterable(requests for _, requests in gets), deadline_s)
         outcomes = [
@@ -96,11 +96,11 @@ class RedisStore(SharedStore):
             first, *rest = cut(offer.pieces)
             # One node gets all of them, in this order: the head last.
             requests = [
-                Request(b"SET", _part_name(name, part), pieces, *expiry)
+                RedisRequest(b"SET", _part_name(name, part), pieces, *expiry)
                 for part, pieces in enumerate(rest, 1)
             ]
             head: list[Piece] = [encode_header(offer.entry), *first]
-            sets.append([*requests, Request(b"SET", name, head, *expiry)])
+            sets.append([*requests, RedisRequest(b"SET", name, head, *expiry)])
         self.do(chain.from_iterable(sets), deadline_s)
         outcomes = []
         incomplete = []
@@ -115,20 +115,20 @@ class RedisStore(SharedStore):
 
     def touch(self, expiries_ms: Sequence[tuple[Key, int]], deadline_s: float) -> list[Key]:
         touches = [
-            Request(b"PEXPIREAT", self.name(key), str(until_ms).encode(), b"GT")
+            RedisRequest(b"PEXPIREAT", self.name(key), str(until_ms).encode(), b"GT")
             for key, until_ms in expiries_ms
         ]
         self.do(touches, deadline_s)
         # 0: the key is not there, or its expiry is later already.
         pairs = zip(expiries_ms, touches, strict=True)
         unsure = [key for (key, _), touch in pairs if touch.result == 0]
-        looks = [Request(b"EXISTS", self.name(key)) for key in unsure]
+        looks = [RedisRequest(b"EXISTS", self.name(key)) for key in unsure]
         self.do(looks, deadline_s)
         return [key for key, look in zip(unsure, looks, strict=True) if look.result == 0]
 
     def drop(self, keys: Sequence[Key], deadline_s: float) -> list[Key]:
         """Drops the heads; the other parts can't be found any more, and expire."""
-        drops = [Request(b"UNLINK", self.name(key)) for key in keys]
+        drops = [RedisRequest(b"UNLINK", self.name(key)) for key in keys]
         self.do(drops, deadline_s)
         pairs = zip(keys, drops, strict=True)
         return [key for key, drop in pairs if not isinstance(drop.result, int)]
@@ -241,7 +241,7 @@ class RedisStore(SharedStore):
     def heads(self, keys: Sequence[Key], length: int, deadline_s: float) -> list[bytes]:
         """The first `length` bytes of each value; empty if there is none, or no answer in time."""
         last = str(length - 1).encode()
-        requests = [Request(b"GETRANGE", self.name(key), b"0", last) for key in keys]
+        requests = [RedisRequest(b"GETRANGE", self.name(key), b"0", last) for key in keys]
         self.do(requests, deadline_s)
         results = [request.result for request in requests]
         return [result if isinstance(result, bytes) else b"" for result in results]
@@ -249,16 +249,16 @@ class RedisStore(SharedStore):
     def put_values(self, offers: Sequence[Offer], deadline_s: float) -> list[Outcome]:
         """Store small values, which are the pieces alone, under the names of entries."""
         requests = [
-            Request(b"SET", self.name(offer.entry.key), offer.pieces, *_expiry(offer))
+            RedisRequest(b"SET", self.name(offer.entry.key), offer.pieces, *_expiry(offer))
             for offer in offers
         ]
         self.do(requests, deadline_s)
         return [_stored(request) for request in requests]
 
-    def do(self, requests: Iterable[Request], deadline_s: float) -> None:
+    def do(self, requests: Iterable[RedisRequest], deadline_s: float) -> None:
         """Send each request to the node that serves its name. A request without an answer in time
         stays `UNANSWERED`."""
-        by_node: defaultdict[Address, list[Request]] = defaultdict(list)
+        by_node: defaultdict[Address, list[RedisRequest]] = defaultdict(list)
         for request in requests:
             address = self.nodes.of(request.name)
             if address is not None:
@@ -274,7 +274,7 @@ class RedisStore(SharedStore):
         moved = False
         for address, requests in by_node.items():
             results = [request.result for request in requests]
-            refusals = [request for request in requests if isinstance(request.result, Refused)]
+            refusals = [request for request in requests if isinstance(request.result, RedisRefused)]
             lasting = [str(each.result) for each in refusals if not _moved(each)]
             unanswered = results.count(Result.UNANSWERED)
             last = lasting[-1] if lasting else ""
@@ -304,7 +304,7 @@ class RedisStore(SharedStore):
         wait(threads)  # each ends by the deadline
 
 
-def _moved_bytes(requests: Iterable[Request]) -> int:
+def _moved_bytes(requests: Iterable[RedisRequest]) -> int:
     return sum(sum(map(len, each.pieces)) + each.reply_bytes for each in requests)
 
 
@@ -316,15 +316,15 @@ def _expiry(offer: Offer) -> tuple[bytes, bytes]:
     return b"PXAT", str(offer.expires_at_ms).encode()
 
 
-def _moved(request: Request) -> bool:
+def _moved(request: RedisRequest) -> bool:
     """Whether another node serves the slot, or none at the moment."""
-    return isinstance(request.result, Refused) and str(request.result).startswith(_MOVED)
+    return isinstance(request.result, RedisRefused) and str(request.result).startswith(_MOVED)
 
 
-def _stored(request: Request) -> Outcome:
+def _stored(request: RedisRequest) -> Outcome:
     if request.result == b"OK":
         return Outcome.DONE
-    if isinstance(request.result, Refused) and not _moved(request):
+    if isinstance(request.result, RedisRefused) and not _moved(request):
         return Outcome.REFUSED
     return Outcome.UNAVAILABLE
 

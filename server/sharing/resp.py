@@ -45,7 +45,7 @@ class Result(Enum):
     """The value has another length than its buffers; it was read and dropped."""
 
 
-class Refused(Exception):
+class RedisRefused(Exception):
     """The engine answered with this error."""
 
 
@@ -53,7 +53,7 @@ class ProtocolError(Exception):
     """The received bytes are no reply of this protocol."""
 
 
-class Request:
+class RedisRequest:
     """One command for the node that serves `name`, and its result."""
 
     __slots__ = ("into", "name", "pieces", "reply_bytes", "result")
@@ -71,7 +71,7 @@ class Request:
         self.pieces: Final = _encode((command, name, *words))
         self.into: Final = into
         self.reply_bytes: Final = sum(map(len, into))
-        self.result: Result | Refused | bytes | int = Result.UNANSWERED
+        self.result: Result | RedisRefused | bytes | int = Result.UNANSWERED
 
 
 def _encode(words: Sequence[Piece | Sequence[Piece]]) -> list[Piece]:
@@ -91,7 +91,7 @@ def _encode(words: Sequence[Piece | Sequence[Piece]]) -> list[Piece]:
     return pieces
 
 
-class Connection:
+class RedisConnection:
     """A connected socket and its outstanding requests. Used by one thread at a time."""
 
     def __init__(self, connected: socket.socket) -> None:
@@ -101,9 +101,9 @@ class Connection:
         self._gathers: Final = not isinstance(connected, ssl.SSLSocket)
         #: A reply is missing or invalid: later replies can't be matched with their requests.
         self.broken = False
-        self._unsent: deque[Request] = deque()
+        self._unsent: deque[RedisRequest] = deque()
         self._sending: deque[memoryview] = deque()
-        self._unanswered: deque[Request] = deque()
+        self._unanswered: deque[RedisRequest] = deque()
         self._expected_bytes = 0
         self._buffer: Final = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._last = 0
@@ -133,7 +133,7 @@ class Connection:
     def idle(self) -> bool:
         return not self._unsent and not self._sending and not self._unanswered
 
-    def begin(self, requests: Sequence[Request]) -> None:
+    def begin(self, requests: Sequence[RedisRequest]) -> None:
         """Queue requests, which are sent in this order."""
         self._unsent.extend(requests)
 
@@ -210,7 +210,7 @@ class Connection:
         elif kind == b"+":
             self._answer(rest)
         elif kind == b"-":
-            self._answer(Refused(rest.decode("utf-8", "replace")))
+            self._answer(RedisRefused(rest.decode("utf-8", "replace")))
         else:
             raise ProtocolError(f"a reply begins with {kind!r}")
 
@@ -255,7 +255,7 @@ class Connection:
         assert result is not None
         self._answer(bytes(result) if isinstance(result, bytearray) else result)
 
-    def _answer(self, result: Result | Refused | bytes | int) -> None:
+    def _answer(self, result: Result | RedisRefused | bytes | int) -> None:
         request = self._unanswered.popleft()
         self._expected_bytes -= request.reply_bytes
         request.result = result
@@ -291,7 +291,7 @@ def _number(text: bytes) -> int:
         raise ProtocolError(f"{text!r} is not a number") from None
 
 
-Work: TypeAlias = tuple[Connection, Sequence[Request]]
+Work: TypeAlias = tuple[RedisConnection, Sequence[RedisRequest]]
 
 
 def exchange(work: Sequence[Work], deadline_s: float) -> None:
@@ -301,7 +301,7 @@ def exchange(work: Sequence[Work], deadline_s: float) -> None:
     stay `UNANSWERED`, and only their connections are broken. Never raises.
     """
     poll = select.poll()
-    connections: dict[int, Connection] = {}
+    connections: dict[int, RedisConnection] = {}
     for connection, requests in work:
         connection.begin(requests)
         if _moved(connection) and not connection.idle:
@@ -324,7 +324,7 @@ def exchange(work: Sequence[Work], deadline_s: float) -> None:
         connection.broken = True
 
 
-def _moved(connection: Connection) -> bool:
+def _moved(connection: RedisConnection) -> bool:
     if connection.broken:
         return False
     try:

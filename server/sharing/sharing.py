@@ -33,8 +33,8 @@ from ...proto.limits import DEFAULT_RESERVATION_TTL_MS, MAX_BATCH_KEYS
 from ...proto.vocabulary import ClaimMode, SaveReason, SaveStatus
 from ...tiers.store import Damaged, Store, StoreError, Usage
 from ..core.effects import Opened, ReserveAnswer, WriteOrder
-from ..core.entries import Entry
-from ..core.events import HeartbeatCame, ReserveAsked, SaveItem, SessionLost, SessionOpened
+from ..core.entries import EntryState
+from ..core.events import HeartbeatCame, KeyToSave, ReserveAsked, SessionLost, SessionOpened
 from ..core.shares import Holder
 from ..runtime.incoming import Incoming
 from ..runtime.loop import Core
@@ -42,7 +42,15 @@ from ..runtime.quota import Quota
 from ..runtime.supervision import ended_within
 from ..runtime.writes import Piece
 from .deletes import Deletes, Withdrawals
-from .link import BATCH_BYTES, TOUCH_EVERY_MS, Link, SharingConfig, What, WritePolicy, expiries_ms
+from .link import (
+    BATCH_BYTES,
+    TOUCH_EVERY_MS,
+    EngineLink,
+    SharingConfig,
+    What,
+    WritePolicy,
+    expiries_ms,
+)
 from .store import NodeState, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
@@ -79,7 +87,7 @@ class Fetcher:
     `session`, which is the daemon's own."""
 
     def __init__(
-        self, core: Core, link: Link, session: int, withdrawals: Withdrawals, deletes: Deletes
+        self, core: Core, link: EngineLink, session: int, withdrawals: Withdrawals, deletes: Deletes
     ) -> None:
         self._core = core
         self._link = link
@@ -205,7 +213,7 @@ class Fetcher:
             session=self.session,
             tier=self._link.config.tier,
             reason=SaveReason.COLD,
-            items=tuple([SaveItem(entry.key, entry.content) for entry in batch]),
+            items=tuple([KeyToSave(entry.key, entry.content) for entry in batch]),
             ancestors=tuple(ancestors[-MAX_BATCH_KEYS:]),
             begin=True,
             ttl_ns=DEFAULT_RESERVATION_TTL_MS * 1_000_000,
@@ -261,7 +269,7 @@ class Offers:
     def __init__(
         self,
         core: Core,
-        link: Link,
+        link: EngineLink,
         fetcher: Fetcher,
         withdrawals: Withdrawals,
         deletes: Deletes,
@@ -272,7 +280,7 @@ class Offers:
         self._withdrawals = withdrawals
         self._deletes = deletes
         #: Entries and their expiries, by key, in the order in which they are sent.
-        self._offers: dict[Key, tuple[Entry, int]] = {}
+        self._offers: dict[Key, tuple[EntryState, int]] = {}
         #: Keys of offers that are being sent, and those of them that were deleted meanwhile.
         self._sending: set[Key] = set()
         self._deleted: set[Key] = set()
@@ -292,7 +300,7 @@ class Offers:
             self._touches.pop(key, None)
         self._deleted.update(self._sending.intersection(keys))
 
-    def published(self, entries: Sequence[Entry]) -> None:
+    def published(self, entries: Sequence[EntryState]) -> None:
         """See `EntryListener`: offers the entries if all are offered."""
         if self._link.config.write is not WritePolicy.ALL:
             return
@@ -310,7 +318,7 @@ class Offers:
         expiries = self._expiries([(usage.last_used_ns, usage.hits) for usage in usages])
         for usage, until_ms in zip(usages, expiries, strict=True):
             entry = usage.entry
-            assert isinstance(entry, Entry)
+            assert isinstance(entry, EntryState)
             known_ms = known.until_ms(entry.key)
             if known_ms is None:
                 if usage.hits or entry.key in self._offers:
@@ -323,7 +331,7 @@ class Offers:
     def _expiries(self, uses: Sequence[tuple[int, int]]) -> list[int]:
         return expiries_ms(uses, self._link.config.life_ms)
 
-    def _offer(self, entry: Entry, until_ms: int) -> None:
+    def _offer(self, entry: EntryState, until_ms: int) -> None:
         if self._link.store.needs_payloads and not self._fits(entry):
             return
         if len(self._offers) >= MAX_WAITING_OFFERS and entry.key not in self._offers:
@@ -332,10 +340,10 @@ class Offers:
         self._offers[entry.key] = entry, until_ms
         self._work.set()
 
-    def _fits(self, entry: Entry) -> bool:
+    def _fits(self, entry: EntryState) -> bool:
         return entry.payload_bytes <= self._link.config.memory_bytes
 
-    def _room_of(self, entry: Entry) -> int:
+    def _room_of(self, entry: EntryState) -> int:
         """The memory of this process that its copy takes; 0: it is offered without its payload."""
         copied = self._link.store.takes_payload(entry.key) and self._fits(entry)
         return entry.payload_bytes if copied else 0
@@ -360,7 +368,7 @@ class Offers:
             self._link.counters.touched += len(some) - len(gone)
 
     async def _offer_some(self) -> None:
-        some: list[tuple[Entry, int]] = []
+        some: list[tuple[EntryState, int]] = []
         copied: set[Key] = set()
         total_bytes = 0
         while self._offers and len(some) < MAX_BATCH_KEYS:
@@ -391,7 +399,7 @@ class Offers:
                 self._withdrawals.hold(deleted)
                 await self._withdrawals.withdraw(deleted, monotonic() + _OFFER_TIMEOUT_S)
 
-    async def _send(self, some: Sequence[tuple[Entry, int]], copied: Set[Key]) -> None:
+    async def _send(self, some: Sequence[tuple[EntryState, int]], copied: Set[Key]) -> None:
         """Offer entries, those of the keys `copied` with their payloads."""
         stamp = self._deletes.stamp  # what is deleted after this may be in the copies
         copies = dict.fromkeys((entry.key for entry, _ in some if entry.key not in copied), b"")
@@ -419,12 +427,12 @@ class Offers:
         unsent = len(some) - len(offers) + outcomes.count(Outcome.UNAVAILABLE)
         self._link.counters.offers_dropped += unsent
 
-    async def _copies(self, entries: Sequence[Entry]) -> dict[Key, bytes]:
+    async def _copies(self, entries: Sequence[EntryState]) -> dict[Key, bytes]:
         """Copies of the payloads that can be read, tier by tier, on the threads of its device."""
         core = self._core
         copies: dict[Key, bytes] = {}
 
-        def copy(store: Store, some: Sequence[Entry]) -> None:
+        def copy(store: Store, some: Sequence[EntryState]) -> None:
             with core.devices.under_way(store.tier):
                 for entry in some:
                     try:
@@ -444,7 +452,7 @@ class Offers:
 class Sharing:
     """An `EntryListener`. Belongs to the event loop. Made by `begin`."""
 
-    def __init__(self, core: Core, link: Link, session: int) -> None:
+    def __init__(self, core: Core, link: EngineLink, session: int) -> None:
         """`session` is the daemon's own."""
         self._core = core
         self._link = link
@@ -463,7 +471,7 @@ class Sharing:
         """Open the session, and begin to offer. Owns `store` from now on."""
         session = await _opened(core)
         memory = Quota("shared entries", config.memory_bytes, wait_s=math.inf)
-        sharing = cls(core, Link(store, config, core.clock, memory), session)
+        sharing = cls(core, EngineLink(store, config, core.clock, memory), session)
         core.entry_listener = sharing
         work = {
             "shared heartbeat": sharing._beat(),
@@ -605,7 +613,7 @@ def _batches(entries: Sequence[SharedEntry], most_bytes: int) -> Iterator[list[S
         yield batch
 
 
-def _shared(entry: Entry, stamp: int) -> SharedEntry:
+def _shared(entry: EntryState, stamp: int) -> SharedEntry:
     return SharedEntry(
         entry.key,
         entry.content._replace(token_ids_bytes=0),

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from prefixd.client.bench.run import wait_until_secured
-from prefixd.client.bench.transfers import Batch, Buffers, Subject, memcpy_case, new_keys
+from prefixd.client.bench.transfers import BlockBatch, Buffers, Subject, memcpy_case, new_keys
 from prefixd.client.client import Client
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.wire.remote_transport import RemoteTransport, Wire
 from prefixd.client.wire.security import Security
@@ -256,7 +256,7 @@ def subjects(
     kinds: tuple[Wire, ...] = ("grpc", "data")
     for kind in kinds:
         name = kind + suffix
-        counters = Counters()
+        counters = ClientCounters()
         transport = RemoteTransport(address, name, counters=counters, security=security, wire=kind)
         client = Client(transport=transport, counters=counters, save_timeout_ms=600_000)
         stack.enter_context(client)
@@ -314,7 +314,7 @@ def main() -> None:
             movers += subjects(tcp_address(secured), stack, "-tls", security)
             pids |= dict.fromkeys(("grpc-tls", "data-tls"), secured.pid)
         batches: dict[tuple[str, int], Moves] = {
-            (subject.peer, blocks): Batch(subject, buffers, blocks)
+            (subject.peer, blocks): BlockBatch(subject, buffers, blocks)
             for subject in movers
             for blocks in sizes
         }

@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixd.client import Client, SaveItem
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.local.local_transport import LocalTransport
 from prefixd.client.wire import messages
 from prefixd.client.wire.remote_transport import RemoteTransport
@@ -140,7 +140,7 @@ def save_over_sockets(
 
 
 def save_over_grpc(address: str, seconds: float, pipe: Connection) -> None:
-    counters = Counters()
+    counters = ClientCounters()
     transport = RemoteTransport(address, counters=counters, wire="grpc")
     with Client(transport=transport, counters=counters, save_timeout_ms=MOST_MS) as client:
         assert client.wait_connected(deadline_ms=MOST_MS)

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Final
 
 from prefixd.client import restores
-from prefixd.client.bench.transfers import Batch, Buffers, Subject, memcpy_case
+from prefixd.client.bench.transfers import BlockBatch, Buffers, Subject, memcpy_case
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.proto.vocabulary import Tier
@@ -119,8 +119,8 @@ def rows(blocks: int, block_bytes: int, turns: int) -> Iterator[dict[str, object
             Case("files", "restore", files.restore),
         ]
         for tier in (Tier.RAM, Tier.SHM):
-            batch = Batch(Subject(tier.label, client, tier, True), buffers, blocks)
-            unchecked = Batch(Subject(tier.label, trusting, tier, True), buffers, blocks)
+            batch = BlockBatch(Subject(tier.label, client, tier, True), buffers, blocks)
+            unchecked = BlockBatch(Subject(tier.label, trusting, tier, True), buffers, blocks)
             batch.warm_up()
             unchecked.renew()
             unchecked.save()
@@ -159,7 +159,7 @@ def rows(blocks: int, block_bytes: int, turns: int) -> Iterator[dict[str, object
             }
 
 
-def kept(batch: Batch, client: Client) -> Callable[[], None]:
+def kept(batch: BlockBatch, client: Client) -> Callable[[], None]:
     """Save a batch again if other cases evicted it. Called before a restore."""
 
     def save_if_gone() -> None:
@@ -170,7 +170,7 @@ def kept(batch: Batch, client: Client) -> Callable[[], None]:
     return save_if_gone
 
 
-def shared_from(size_bytes: int, batch: Batch) -> Callable[[], None]:
+def shared_from(size_bytes: int, batch: BlockBatch) -> Callable[[], None]:
     """A restore that uses two threads from this size on."""
 
     def restore() -> None:

@@ -45,7 +45,7 @@ from prefixd.client.bench.run import wait_until_secured
 from prefixd.client.client import Client
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
-from prefixd.client.saves import SaveItem as ClientItem
+from prefixd.client.saves import SaveItem
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
@@ -64,10 +64,10 @@ from prefixd.server.core.effects import (
 from prefixd.server.core.events import (
     ClaimAsked,
     HeartbeatCame,
+    KeyToSave,
     LookupAsked,
     ReleaseAsked,
     ReserveAsked,
-    SaveItem,
     SessionLost,
     SessionOpened,
     WriteSealed,
@@ -174,7 +174,7 @@ class Inside:
             session=session,
             tier=Tier.RAM,
             reason=SaveReason.COLD,
-            items=tuple(SaveItem(key, Content(SLAB_BYTES, TOKENS)) for key in keys),
+            items=tuple(KeyToSave(key, Content(SLAB_BYTES, TOKENS)) for key in keys),
             ancestors=(),
             begin=True,
             ttl_ns=600 * SECOND_NS,
@@ -489,7 +489,7 @@ def fill(client: Client, entries: int) -> list[Key]:
     keys: list[Key] = []
     while len(keys) < entries:
         some = new_keys(min(512, entries - len(keys)))
-        items = [ClientItem(key, key, TOKENS) for key in some]
+        items = [SaveItem(key, key, TOKENS) for key in some]
         outcomes = client.save_many(items, tier=Tier.RAM, reason=SaveReason.EVICT)
         assert all(one.status is SaveStatus.SAVED for one in outcomes), outcomes[0]
         keys += some

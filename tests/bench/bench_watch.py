@@ -24,15 +24,15 @@ from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import IndexPut
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.runtime.changes import ChangeLog
 
 EVENTS = 512
 
 
-def entry(number: int) -> Entry:
+def entry(number: int) -> EntryState:
     key = Key(sha256(number.to_bytes(8, "big")).digest())
-    return Entry(
+    return EntryState(
         key, 4096, (), Tier.RAM, SaveReason.COLD, 10**18 + number, 0, Content(4096, 16), 0,
         label="model",
     )  # fmt: skip

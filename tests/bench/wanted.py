@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from prefixd.client.bench.report import Rows, Table, as_markdown, read_rows
+from prefixd.client.bench.report import Rows, TextTable, as_markdown, read_rows
 from prefixd.client.bench.run import EVICTED, HASHING, PINNED, UNPINNED, searches
 from prefixd.client.bench.samples import Row
 from prefixd.client.bench.transfers import MEMCPY
@@ -140,7 +140,7 @@ def _goals_of_transfers(rows: Rows, peers: Rows, blocks: int, goals: Goals) -> l
     return found
 
 
-def goals_table(found: Sequence[MeasuredGoal], block_bytes: int) -> Table:
+def goals_table(found: Sequence[MeasuredGoal], block_bytes: int) -> TextTable:
     lines = [
         (
             one.name,
@@ -151,7 +151,7 @@ def goals_table(found: Sequence[MeasuredGoal], block_bytes: int) -> Table:
         for one in found
     ]
     title = f"what is wanted, blocks of {format_bytes(block_bytes)}"
-    return Table(title, ("", "wanted", "measured", "reached"), lines)
+    return TextTable(title, ("", "wanted", "measured", "reached"), lines)
 
 
 def main() -> None:

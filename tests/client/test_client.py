@@ -21,7 +21,7 @@ from prefixd.client import (
     SaveReason,
     Tier,
 )
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.session import Backoff
 from prefixd.proto.endpoints import ADDRESS_VARIABLE
@@ -109,7 +109,7 @@ def test_threads_share_a_client(daemon: FakeDaemon) -> None:
 
 def make_client(address: str, **options: Any) -> Client:
     """A client that reconnects almost at once."""
-    counters = Counters()
+    counters = ClientCounters()
     transport = RemoteTransport(address, counters=counters, backoff=Backoff(1, 4), wire="grpc")
     return Client(transport=transport, counters=counters, **options)
 

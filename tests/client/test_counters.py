@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import get_type_hints
 
-from prefixd.client.counters import Counters, Snapshot
+from prefixd.client.counters import ClientCounters, Snapshot
 from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import Content
@@ -20,7 +20,7 @@ def entry(tier: Tier, payload_bytes: int) -> Entry:
 
 
 def test_everything_is_there_from_the_start() -> None:
-    snapshot = Counters().snapshot()
+    snapshot = ClientCounters().snapshot()
     assert snapshot["misses"] == {reason.value: 0 for reason in MissReason}
     assert snapshot["saves"] == {status.label: 0 for status in SaveStatus}
     rpcs = {*pb.DESCRIPTOR.services_by_name["Cache"].methods_by_name, "SaveStaged", "Fetch"}
@@ -34,11 +34,11 @@ def test_a_snapshot_is_what_its_type_says() -> None:
     kinds = {
         name: dict if kind is not int else int for name, kind in get_type_hints(Snapshot).items()
     }
-    assert {name: type(value) for name, value in Counters().snapshot().items()} == kinds
+    assert {name: type(value) for name, value in ClientCounters().snapshot().items()} == kinds
 
 
 def test_each_count_goes_where_it_belongs() -> None:
-    counters = Counters()
+    counters = ClientCounters()
     counters.rpc("Claim")
     counters.miss(MissReason.SLOW, 700)
     counters.failure(MissReason.LOST)
@@ -74,7 +74,7 @@ def test_each_count_goes_where_it_belongs() -> None:
 
 def test_what_is_found_one_by_one_is_counted_as_any_look_up() -> None:
     """Also in a tier of a later version, and once in each report."""
-    counters, others = Counters(), Counters()
+    counters, others = ClientCounters(), ClientCounters()
     for tier in (Tier.RAM, Tier.RAM, Tier.DISK, 9):
         counters.found_one(tier)
         others.looked((int(tier),), 1, 0, None)
@@ -93,7 +93,7 @@ def test_what_is_found_one_by_one_is_counted_as_any_look_up() -> None:
 
 
 def test_a_snapshot_is_the_callers_own() -> None:
-    counters = Counters()
+    counters = ClientCounters()
     snapshot = counters.snapshot()
     snapshot["rpcs"]["Claim"] = 99
     counters.rpc("Claim")
@@ -101,7 +101,7 @@ def test_a_snapshot_is_the_callers_own() -> None:
 
 
 def test_threads_lose_no_count() -> None:
-    counters = Counters()
+    counters = ClientCounters()
 
     def count() -> None:
         for _ in range(2_000):

@@ -45,7 +45,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import watch as encoding
 from prefixd.proto.errors import ConfigError, DaemonUnavailable
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from tests.support.daemon import eventually, private_daemon
 
 
@@ -128,7 +128,7 @@ def test_what_lies_behind_a_hole_does_not_count() -> None:
 
 def test_a_namespace_names_the_keys_that_its_clients_do() -> None:
     table = RoutingTable("team")
-    for stored in Namespace("team").stored(chain(1, 2)):
+    for stored in TenantNamespace("team").stored(chain(1, 2)):
         table.apply("a", published(stored))
     assert table.best_node(chain(1, 2, 3), {"a": 0.0, "b": 0.0}) == Choice("a", 2)
     with pytest.raises(ValueError, match="a namespace has"):

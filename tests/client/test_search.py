@@ -16,7 +16,7 @@ from prefixd.client import (
     SaveReason,
     Tier,
 )
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.proto.errors import (
@@ -395,7 +395,7 @@ class Noting(RemoteTransport):
 
 @pytest.fixture
 def transport(daemon: FakeDaemon) -> Noting:
-    return Noting(daemon.address, "me", counters=Counters())
+    return Noting(daemon.address, "me", counters=ClientCounters())
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 
 from prefixd.client import ClaimMode, Client, Key, MissReason, SaveItem, SaveReason, Tier
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.restores import Streams
 from prefixd.client.wire import framed_calls
@@ -35,7 +35,7 @@ def far(daemon: PrivateDaemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Clie
     """A client whose connections seem to be slow, and that divides small restores."""
     monkeypatch.setattr(FramedConnection, "round_trip_s", framed_calls.STREAMS_FROM_S)
     monkeypatch.setattr(framed_calls, "STREAM_BYTES", 2 * BLOCK_BYTES)
-    transport = RemoteTransport(tcp_address(daemon), counters=(counters := Counters()))
+    transport = RemoteTransport(tcp_address(daemon), counters=(counters := ClientCounters()))
     with Client(transport=transport, counters=counters) as client:
         assert client.wait_connected()
         yield client
@@ -70,7 +70,7 @@ def test_how_many_connections(far: Client) -> None:
 
 
 def test_the_kernel_knows_the_round_trip(daemon: PrivateDaemon) -> None:
-    transport = RemoteTransport(tcp_address(daemon), counters=(counters := Counters()))
+    transport = RemoteTransport(tcp_address(daemon), counters=(counters := ClientCounters()))
     with Client(transport=transport, counters=counters) as client:
         assert client.wait_connected()
         client.exists([Key(bytes(32))])

@@ -30,7 +30,7 @@ from prefixd.client import (
     SaveStatus,
     Tier,
 )
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import staging
@@ -102,7 +102,7 @@ def make(
     def make(daemon: PrivateDaemon, **options: Any) -> Client:
         address = tcp_address(daemon) if transport in ("data", "tls") else daemon.address
         if transport == "grpc":
-            counters = Counters()
+            counters = ClientCounters()
             over_grpc = RemoteTransport(
                 address, options.pop("name", None), counters=counters, wire="grpc"
             )

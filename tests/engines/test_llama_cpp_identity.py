@@ -30,7 +30,7 @@ from prefixd.client.connectors.llama_cpp_identity import (  # noqa: E402
     CONTEXT_PARAMS,
     LLAMA_PARAMETERS,
     MODEL_PARAMS,
-    Table,
+    FieldTable,
 )
 
 PROMPT = [1] + [3 + (n * n * 31 + n * 7) % 250 for n in range(699)]
@@ -142,7 +142,7 @@ def attach(llama: Any, client: Client) -> PrefixdCache:
     ("of", "table"),
     [("llama_context_params", CONTEXT_PARAMS), ("llama_model_params", MODEL_PARAMS)],
 )
-def test_every_field_is_decided(of: str, table: Table) -> None:
+def test_every_field_is_decided(of: str, table: FieldTable) -> None:
     fields = fields_of(getattr(llama_cpp.llama_cpp, of))
     assert sorted([*table.parts, *table.irrelevant]) == sorted(fields)
 

@@ -28,8 +28,13 @@ from prefixd.server.api.data_streams import DataFrames, HungUp
 from prefixd.server.api.messages import fields_of, parse
 from prefixd.server.runtime.quota import Quota
 from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
-from prefixd.server.sharing.resp import Connection, Request, Result, exchange
-from prefixd.server.sharing.resp import Refused as EngineRefused
+from prefixd.server.sharing.resp import (
+    RedisConnection,
+    RedisRefused,
+    RedisRequest,
+    Result,
+    exchange,
+)
 from prefixd.server.sharing.store import SharedEntry
 from prefixd.tiers import lmdb_wire
 from prefixd.tiers.records import Survivors, decode_usage, encode_usage
@@ -288,21 +293,21 @@ def test_an_engine_may_answer_anything(draw: st.DataObject | None) -> None:
     parts = [REPLY] if draw is None else draw.draw(pieces(raw))
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        connection = Connection(ours)
+        connection = RedisConnection(ours)
         for part in parts:
             theirs.sendall(part)
         theirs.shutdown(socket.SHUT_WR)
         room = bytearray(5)
-        filled = Request(b"GET", b"0", into=[memoryview(room)])
-        requests = [filled, *(Request(b"GET", b"0") for _ in range(4))]
+        filled = RedisRequest(b"GET", b"0", into=[memoryview(room)])
+        requests = [filled, *(RedisRequest(b"GET", b"0") for _ in range(4))]
         exchange([(connection, requests)], time.monotonic() + 30)
         if raw == REPLY:
             assert bytes(room) == b"hello"
             assert [one.result for one in requests[:3]] == [Result.FILLED, 7, b"OK"]
-            assert isinstance(requests[3].result, EngineRefused)
+            assert isinstance(requests[3].result, RedisRefused)
             assert requests[4].result is Result.NOTHING
         for one in requests:
-            assert isinstance(one.result, Result | EngineRefused | bytes | int)
+            assert isinstance(one.result, Result | RedisRefused | bytes | int)
         assert connection.broken or all(r.result is not Result.UNANSWERED for r in requests)
 
 

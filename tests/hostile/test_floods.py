@@ -22,7 +22,7 @@ import pytest
 
 from prefixd.client import Client, SaveItem, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.connection import GrpcConnection
 from prefixd.client.wire.link import Link
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
@@ -184,7 +184,7 @@ def watching(daemon: PrivateDaemon, bound_bytes: int) -> Iterator[Watch]:
 
 @contextmanager
 def session_at(daemon: PrivateDaemon) -> Iterator[Link]:
-    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="flood"), 60)
+    link = Link(GrpcConnection(daemon.address, 5_000), pb.Hello(client_name="flood"), 60)
     link.open()
     answering = threading.Thread(target=lambda: list(link.events()))
     answering.start()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefixd.client import Client, SaveOutcome, SaveReason, SaveStatus
-from prefixd.client.ctl.connection import Health
+from prefixd.client.ctl.connection import HealthAnswer
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
@@ -82,7 +82,7 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
     try:
         with daemon.admin(timeout_s=60) as admin:
             # A health check passes, so that engines may use the daemon already.
-            assert admin.health(wait_for_ready=True) is Health.SERVING
+            assert admin.health(wait_for_ready=True) is HealthAnswer.SERVING
         # Before it halts, a stop has nothing to wait for.
         eventually((daemon.directory / "halts").exists)
         yield process

@@ -20,7 +20,7 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import NotAuthenticated
 from prefixd.proto.limits import MAX_LABELS
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.server.api import grpc_adapter, grpc_connections
 from prefixd.server.api.access import Access, Role, Tokens
 from prefixd.server.api.grpc_adapter import Door
@@ -39,7 +39,7 @@ from tests.support.event_loop import in_loop
 from tests.support.running import Outside, Refused, Running, in_ram, key, payload
 
 TOKENS = {name: f"token-of-{name}-".ljust(40, "x") for name in ("a", "b")}
-KNOWN = [(Access(name, Role.WRITE, Namespace(name)), token) for name, token in TOKENS.items()]
+KNOWN = [(Access(name, Role.WRITE, TenantNamespace(name)), token) for name, token in TOKENS.items()]
 
 
 class Caller(Outside):

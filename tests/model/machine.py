@@ -15,7 +15,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core.checking import Recount
-from prefixd.server.core.events import SaveItem
+from prefixd.server.core.events import KeyToSave
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.ledger import Admission
@@ -394,7 +394,7 @@ class MetaStateMachine(RuleBasedStateMachine):
             Tier[tier.upper()],
             SaveReason.COLD,
             tuple(
-                SaveItem(key_of(key), Content(size, 2 * size, ids), bytes(ids))
+                KeyToSave(key_of(key), Content(size, 2 * size, ids), bytes(ids))
                 for key, size, ids in items
             ),
             keys_of(ancestors),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import Shares, Standing
+from prefixd.tiers.shares import Standing, TierShares
 from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
 from tests.model.sharing import FewEntriesMachine, SharesMachine
@@ -116,7 +116,7 @@ def mutations(of: type) -> Iterator[Mutation]:
                 yield Mutation(of, name, old, new, namespace[name], seen[old, new])
 
 
-MUTATIONS = [m for of in (Ledger, Shares, Standing) for m in mutations(of)]
+MUTATIONS = [m for of in (Ledger, TierShares, Standing) for m in mutations(of)]
 #: The steps that show each mistake. `python -m tests.model.teeth` rewrites them.
 STEPS = stored()
 #: Methods that only resizing reaches.

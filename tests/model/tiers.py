@@ -10,7 +10,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import Share
+from prefixd.tiers.shares import NamespaceShare
 from tests.model.twin_shares import TwinTier
 from tests.model.witness import key_of
 
@@ -83,8 +83,10 @@ def ledgers(shares: Shares, parts: Mapping[str, str]) -> dict[Tier, Ledger]:
     return ledgers_by_tier
 
 
-def _shares(shares: Mapping[str, int]) -> list[Share]:
-    return [Share(name, share_bytes, LRU(share_bytes)) for name, share_bytes in shares.items()]
+def _shares(shares: Mapping[str, int]) -> list[NamespaceShare]:
+    return [
+        NamespaceShare(name, share_bytes, LRU(share_bytes)) for name, share_bytes in shares.items()
+    ]
 
 
 def twins(shares: Shares) -> dict[str, TwinTier]:

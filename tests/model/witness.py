@@ -10,7 +10,7 @@ from prefixd.proto.vocabulary import SaveStatus, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.core.state import MetaState
 from prefixd.tiers.store import Location
 
@@ -39,9 +39,9 @@ class Witness:
     def __init__(self, state: MetaState) -> None:
         self.state = state
         self.outstanding: set[int] = set()
-        self.index: dict[bytes, Entry] = {}
+        self.index: dict[bytes, EntryState] = {}
         #: dropped entries whose bytes are still pinned, by generation
-        self.condemned: dict[int, Entry] = {}
+        self.condemned: dict[int, EntryState] = {}
         self.owners: dict[tuple[Tier, int], Owner] = {}
         self.orders: dict[int, an.WriteOrder] = {}
         #: the generations of the entries of each claim
@@ -69,7 +69,7 @@ class Witness:
         assert self.claims.keys() == tables.claims.keys(), "a claim was not reported to its session"
         assert self.outstanding == tables.waiting.keys()
 
-    def check_put(self, entry: Entry, starting: bool) -> None:
+    def check_put(self, entry: EntryState, starting: bool) -> None:
         assert entry.key not in self.index
         assert entry.generation not in self.generations, "a generation was used twice"
         self.generations.add(entry.generation)
@@ -148,7 +148,7 @@ class Witness:
             entries = [
                 entry
                 for entry, mine in zip(answer.results, answer.claimed, strict=True)
-                if mine and isinstance(entry, Entry)
+                if mine and isinstance(entry, EntryState)
             ]
             assert len(entries) == sum(answer.claimed)
             for entry in entries:

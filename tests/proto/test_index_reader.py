@@ -28,7 +28,7 @@ from prefixd.proto.index import (
     SHAPE,
     STATE,
     TIER_OFFSET,
-    Layout,
+    IndexLayout,
     generation_of,
     pack_header,
     pack_row,
@@ -410,7 +410,7 @@ def test_garbage_behind_a_good_header_is_an_empty_index(
     data: bytes, multiplier: int, max_heads: int, max_rows: int, shape: int, words: list[int]
 ) -> None:
     header = bytearray(HEADER_BYTES)
-    fixed = pack_header(Layout(max_heads, max_rows), INCARNATION, multiplier)
+    fixed = pack_header(IndexLayout(max_heads, max_rows), INCARNATION, multiplier)
     header[: len(fixed)] = fixed
     struct.pack_into("<QQ", header, 8 * STATE, LIVE, shape)
     behind = struct.pack(f"<{len(words)}I", *words) + data

@@ -27,12 +27,12 @@ from hypothesis import strategies as st
 from prefixd.proto import index_reader, kernel, tokens
 from prefixd.proto.entry import Content
 from prefixd.proto.errors import InvalidTokens
-from prefixd.proto.index import ROW_BYTES, IndexRow, Layout, pack_header, pack_row
+from prefixd.proto.index import ROW_BYTES, IndexLayout, IndexRow, pack_header, pack_row
 from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key, Namespace, block_keys
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core import journal as journal_module
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.core.journal import Happening, Journal
 from tests.support.lengths import times
 
@@ -319,7 +319,7 @@ def test_nothing_moves_before_everything_was_checked() -> None:
 
 def a_hostile_index(chance: random.Random) -> bytes:
     """A right header, and behind it anything."""
-    layout = Layout(max_heads=8, max_rows=chance.randrange(12, 60))
+    layout = IndexLayout(max_heads=8, max_rows=chance.randrange(12, 60))
     header = pack_header(layout, bytes(16), chance.getrandbits(128) | 1)
     data = bytearray(chance.randbytes(layout.size_bytes) if chance.random() < 0.5 else b"")
     data = data or bytearray(layout.size_bytes)
@@ -561,7 +561,7 @@ def test_a_journal_is_the_same_in_both_forms(monkeypatch: pytest.MonkeyPatch) ->
         (
             chance.choice(list(Happening)),
             [
-                Entry(
+                EntryState(
                     chance.choice(keys),
                     *(1, (), chance.choice(list(Tier)), chance.choice(list(SaveReason))),
                     *(1, 0, Content(1, 1), 0),
@@ -588,9 +588,9 @@ def test_a_journal_is_the_same_in_both_forms(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_record_that_can_not_be_is_refused_before_any_is_written() -> None:
     ring, last, left = bytearray(400), array("I", bytes(16)), bytearray(8)
-    entry = Entry(KEYS[0], 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+    entry = EntryState(KEYS[0], 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
     good = (ring, last, 0, 1, 0, 1, [entry], left)
-    short = Entry(Key(b"short"), 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+    short = EntryState(Key(b"short"), 1, (), Tier.RAM, SaveReason.COLD, 1, 0, Content(1, 1), 0)
     for place, bad, error in (
         (0, bytes(400), BufferError),
         (0, bytearray(39), ValueError),

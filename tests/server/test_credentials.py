@@ -16,7 +16,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from prefixd.client import Client, SaveReason, Tier
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import CA, CERT, KEY, TOKEN, Security
 from prefixd.proto.errors import ConfigError
@@ -112,7 +112,7 @@ class RemoteClient:
 
     @contextmanager
     def client(self, daemon: DaemonProcess) -> Iterator[tuple[Client, RemoteTransport]]:
-        counters = Counters()
+        counters = ClientCounters()
         security = Security(str(self._ca), str(self._cert), str(self._key))
         transport = RemoteTransport(tcp_address(daemon), counters=counters, security=security)
         with Client(transport=transport, counters=counters) as client:

@@ -12,7 +12,7 @@ from prefixd.client.wire.security import Security
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
 from prefixd.server.config.loading import load_config
@@ -73,7 +73,7 @@ async def test_a_flood_leaves_another_its_share(
                 before = set(daemon.tables.entries)
                 assert await flood.save({key(start + number): DATA[name]}) == [SAVED]
                 assert sorted(before - set(daemon.tables.entries)) == sorted(previewed)
-                assert not any(Namespace("a").has(of) for of in previewed)
+                assert not any(TenantNamespace("a").has(of) for of in previewed)
         assert (
             await clients[Identity(Role.READ, "a")].presence(*mine) == [pb.PRESENCE_PRESENT] * SHARE
         )

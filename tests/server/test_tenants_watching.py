@@ -12,7 +12,7 @@ from prefixd.client.watch import Evicted, Published
 from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.server.api.access import Role
 from tests.support.certificates import Authority
 from tests.support.event_loop import in_loop
@@ -29,7 +29,7 @@ MOST_OF_ONE = 7
 
 def resident(daemon: Running, name: str) -> set[Key]:
     """The keys of a namespace in the daemon."""
-    return {of for of in daemon.tables.entries if Namespace(name).has(of)}
+    return {of for of in daemon.tables.entries if TenantNamespace(name).has(of)}
 
 
 @in_loop
@@ -68,15 +68,17 @@ async def test_each_watcher_rebuilds_its_namespace_and_learns_no_other_key(
             assert set(watcher.keys) == resident(daemon, name)
             # The watcher has the keys as clients name them.
             watched = {n for n in range(60) if key(n) in watcher.keys}
-            named = dict(zip(Namespace(name).stored(map(key, range(60))), range(60), strict=True))
+            named = dict(
+                zip(TenantNamespace(name).stored(map(key, range(60))), range(60), strict=True)
+            )
             assert watched == {named[of] for of in resident(daemon, name)}
             events = [event for event in watcher.events if isinstance(event, Published | Evicted)]
             assert {type(event) for event in events} == {Published, Evicted}
-            assert all(Namespace(name).has(event.key) for event in events)
+            assert all(TenantNamespace(name).has(event.key) for event in events)
             published = [event for event in events if isinstance(event, Published)]
             assert {event.namespace for event in published} == {name}
             parents = {event.parent for event in published if event.parent}
-            assert all(Namespace(name).has(parent) for parent in parents)
+            assert all(TenantNamespace(name).has(parent) for parent in parents)
         await daemon.assert_sound()
 
 

@@ -29,7 +29,7 @@ from unittest import mock
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.api import admin, service
@@ -39,7 +39,7 @@ from prefixd.server.runtime import recovery
 from prefixd.server.sharing import behind, deletes, peers, sharing
 from prefixd.server.sharing.behind import Behind
 from prefixd.server.sharing.link import SharingConfig, WritePolicy
-from prefixd.server.sharing.peers import Pace, PeerStore
+from prefixd.server.sharing.peers import PeerStore, ReadTimes
 from prefixd.server.sharing.sharing import Sharing
 from prefixd.server.sharing.store import Outcome, SharedStore, Wanted
 from tests.sim import oracle as promises
@@ -65,7 +65,7 @@ _SECOND: Final = 1_000_000_000
 _START_S: Final = 60
 _CLIENTS_S: Final = 3_000
 _HOUR_MS: Final = 3_600_000
-TENANT: Final = Namespace("tenant")
+TENANT: Final = TenantNamespace("tenant")
 #: Of them, every third belongs to the tenant.
 KEYS: Final = 6
 _CLOCKS: Final = (
@@ -219,7 +219,7 @@ class SimPeer:
     def __init__(self, fleet: Fleet, address: str, reader: Any) -> None:
         self._fleet = fleet
         self._address, self._reader = address, reader
-        self.pace = Pace()
+        self.pace = ReadTimes()
         self.problem = ""
 
     def read(self, wanted: list[Wanted], deadline_s: float) -> list[Outcome]:

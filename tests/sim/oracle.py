@@ -17,7 +17,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.core import events as ev
 from prefixd.server.core.effects import DeleteAnswer, Effect, Erase, IndexDelete, IndexPut, Reply
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from tests.sim.world import World
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Oracle:
             if entry is None or entry.generation != found.generation:
                 self.fail(ROWS, f"the index has a row of {name_of(key)} without its entry")
 
-    def _check_damage(self, daemon: SimDaemon, entry: Entry) -> None:
+    def _check_damage(self, daemon: SimDaemon, entry: EntryState) -> None:
         good = self.true_crc(daemon, entry) == entry.payload_crc32c
         if good and not self.reads_lie:
             self.fail(FAILURE, f"{name_of(entry.key)} was dropped although its bytes are good")
@@ -256,7 +256,7 @@ class Oracle:
         if problems:
             self.fail(ACCOUNTING, "; ".join(problems[:3]))
 
-    def _published(self, daemon: SimDaemon, entry: Entry, *, found: bool) -> None:
+    def _published(self, daemon: SimDaemon, entry: EntryState, *, found: bool) -> None:
         key, crc = entry.key, entry.payload_crc32c
         if crc not in self.attempts.get(key, {}) and entry.generation not in self.tainted:
             self.fail(VISIBLE, f"{name_of(key)} is published with bytes that were never saved")

@@ -8,7 +8,7 @@ import threading
 from prefixd.proto.entry import Content
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import ReserveAnswer, WriteOrder
-from prefixd.server.core.events import ReserveAsked, SaveItem
+from prefixd.server.core.events import KeyToSave, ReserveAsked
 from prefixd.server.runtime.incoming import Incoming
 from prefixd.tiers.store import Store
 from tests.contract.faulty import FaultyStore
@@ -47,7 +47,7 @@ async def begin(
     """Reservations whose writes have begun, but have not received any bytes."""
     core = daemon.core
     now_ns = daemon.core.clock.now_ns()
-    items = tuple(SaveItem(key(n), Content(len(data), 16)) for n, data in enumerate(payloads))
+    items = tuple(KeyToSave(key(n), Content(len(data), 16)) for n, data in enumerate(payloads))
     request = ReserveAsked(
         core.next_request(),
         session.number,

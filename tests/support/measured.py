@@ -14,9 +14,9 @@ from prefixd.server.core.effects import ClaimAnswer, Opened, Reply, ReserveAnswe
 from prefixd.server.core.events import (
     ClaimAsked,
     Event,
+    KeyToSave,
     LookupAsked,
     ReserveAsked,
-    SaveItem,
     SessionOpened,
     Tick,
     WriteBegan,
@@ -70,7 +70,7 @@ class Daemon:
     def reserve(
         self, session: int, number: int, size: int, tier: Tier = Tier.RAM, wait_ns: int = 0
     ) -> WriteOrder | None:
-        items = (SaveItem(key(number), Content(size, 16)),)
+        items = (KeyToSave(key(number), Content(size, 16)),)
         request = ReserveAsked(
             next(self.requests),
             session,

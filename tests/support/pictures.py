@@ -23,7 +23,7 @@ from rich.text import Text
 from prefixd.client import Client
 from prefixd.client.ctl.demo import BLOCK_BYTES, BLOCK_TOKENS, PROFILE
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.ctl.views.top import OLDEST_CLAIMS, Board
+from prefixd.client.ctl.views.top import OLDEST_CLAIMS, Interval
 from prefixd.client.lab.replayer import LiveOptions, Replayer, keys_of_ids, replay_namespace
 from prefixd.client.lab.workloads import generate
 from prefixd.proto.vocabulary import Tier
@@ -100,7 +100,7 @@ def draw_page(daemon: PrivateDaemon, chromium: str, directory: Path) -> None:
 
 
 def draw_top(daemon: PrivateDaemon, path: Path) -> None:
-    board = Board(daemon.address)
+    board = Interval(daemon.address)
     with daemon.admin() as admin:
         for pause_s in (0.0, BETWEEN_S):
             threading.Event().wait(pause_s)

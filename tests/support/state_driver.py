@@ -14,15 +14,15 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.entries import Entry
-from prefixd.server.core.events import SaveItem
+from prefixd.server.core.entries import EntryState
+from prefixd.server.core.events import KeyToSave
 from prefixd.server.core.shares import HOST
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import Share
+from prefixd.tiers.shares import NamespaceShare
 from prefixd.tiers.store import Location, StoredEntry
 
 LOST_AFTER_NS = 1_000
@@ -61,7 +61,7 @@ def ledger(
         LRU[Key](budget_bytes),
         max_entries=max_entries,
         extents=None if tier is Tier.DISK else ExtentAllocator(budget_bytes, slab_bytes),
-        shares=[Share(name, share, LRU[Key](share)) for name, share in shares.items()],
+        shares=[NamespaceShare(name, share, LRU[Key](share)) for name, share in shares.items()],
     )
 
 
@@ -139,8 +139,8 @@ class Driver:
     def counters(self) -> Any:
         return self.tables.counters
 
-    def entry(self, of: str) -> Entry:
-        entry: Entry = self.tables.entries[key(of)]
+    def entry(self, of: str) -> EntryState:
+        entry: EntryState = self.tables.entries[key(of)]
         return entry
 
     def order(self, tier: Tier = Tier.RAM) -> str:
@@ -237,7 +237,7 @@ class Driver:
         ttl_ns: int = 100,
         wait_ns: int = 0,
     ) -> Any:
-        items = tuple(SaveItem(key(one), Content(payload_bytes, 10)) for one in of.split())
+        items = tuple(KeyToSave(key(one), Content(payload_bytes, 10)) for one in of.split())
         return self.ask(
             ev.ReserveAsked(
                 self.request(),

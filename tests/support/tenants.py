@@ -11,7 +11,7 @@ import grpc
 
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.access import Role
 from prefixd.server.config.loading import load_config
@@ -135,7 +135,7 @@ async def writer(clients: dict[Identity, Tenant], name: str) -> OpenSession:
 
 
 def stored(name: str, of: Key) -> Key:
-    return Namespace(name).stored([of])[0] if name else of
+    return TenantNamespace(name).stored([of])[0] if name else of
 
 
 #: Room for everything that a test saves, with shares for both namespaces.

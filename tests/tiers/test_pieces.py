@@ -7,14 +7,14 @@ import random
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.tiers import extents, ledger
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import MAX_EXTENTS, ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.shares import Share
+from prefixd.tiers.shares import NamespaceShare
 
 SLAB = 4096
 
@@ -151,8 +151,8 @@ def test_a_place_that_was_left_to_it_needs_no_other() -> None:
 def test_nobody_gives_of_its_share_for_neighbours() -> None:
     """What `a` has is no more than its share: it does not leave for a save of `b` that would fit
     if it lay elsewhere."""
-    spaces = {name: Namespace(name) for name in "ab"}
-    shares = [Share(name, 5 * SLAB, LRU(5 * SLAB)) for name in "ab"]
+    spaces = {name: TenantNamespace(name) for name in "ab"}
+    shares = [NamespaceShare(name, 5 * SLAB, LRU(5 * SLAB)) for name in "ab"]
     extents_ = ExtentAllocator(10 * SLAB, SLAB)
     tier = Ledger(Tier.RAM, 10 * SLAB, LRU(0), max_entries=50, extents=extents_, shares=shares)
     of_b = []

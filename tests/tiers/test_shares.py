@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.shares import Share
+from prefixd.tiers.shares import NamespaceShare
 from tests.support.lengths import times
 from tests.tiers.helpers import next_victim
 
 BUDGET_BYTES = 100
 STEPS = times(700, 10_000)
 NAMES = ("", "a", "b", "c")
-SPACES = {name: Namespace(name) for name in NAMES if name}
+SPACES = {name: TenantNamespace(name) for name in NAMES if name}
 
 EVERY_POLICY = pytest.mark.parametrize("policy", sorted(POLICIES))
 
@@ -57,7 +57,9 @@ class Model:
             BUDGET_BYTES,
             make_policy(policy, BUDGET_BYTES - sum(shares.values()), max_ghosts=50),
             max_entries=max_entries,
-            shares=[Share(n, size, make_policy(policy, size)) for n, size in shares.items()],
+            shares=[
+                NamespaceShare(n, size, make_policy(policy, size)) for n, size in shares.items()
+            ],
         )
 
     # ---- counted again

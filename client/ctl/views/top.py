@@ -37,7 +37,7 @@ class Rates(NamedTuple):
     fetched_per_s: float
 
 
-class Board:
+class Interval:
     """A daemon between the last two samples. After the first one of a start: since its start."""
 
     def __init__(self, address: str) -> None:

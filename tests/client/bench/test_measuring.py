@@ -19,8 +19,8 @@ from prefixd.client.bench.run import (
     MOVERS,
     OPS,
     PARTS,
+    BenchPlan,
     Evictions,
-    Plan,
     Walks,
     lookups_of,
     measure,
@@ -29,7 +29,7 @@ from prefixd.client.bench.run import (
 )
 from prefixd.client.bench.samples import Row
 from prefixd.client.bench.transfers import (
-    Batch,
+    BlockBatch,
     Buffers,
     Crowd,
     Subject,
@@ -38,7 +38,7 @@ from prefixd.client.bench.transfers import (
     work,
 )
 from prefixd.client.client import Client
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.ctl.bench import bench
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.wire.remote_transport import RemoteTransport
@@ -66,7 +66,7 @@ def client(daemon: PrivateDaemon) -> Iterator[Client]:
 
 @pytest.fixture
 def remote(daemon: PrivateDaemon) -> Iterator[Client]:
-    counters = Counters()
+    counters = ClientCounters()
     transport = RemoteTransport(daemon.address, counters=counters, wire="grpc")
     with Client(transport=transport, counters=counters) as connected:
         yield connected
@@ -78,7 +78,7 @@ def remote(daemon: PrivateDaemon) -> Iterator[Client]:
 @pytest.mark.parametrize("tier", list(Tier))
 def test_a_batch_goes_there_and_back(client: Client, tier: Tier) -> None:
     buffers = Buffers(BLOCKS, BLOCK_BYTES)
-    batch = Batch(Subject("me", client, tier, local=True), buffers, BLOCKS)
+    batch = BlockBatch(Subject("me", client, tier, local=True), buffers, BLOCKS)
     cases = {case.op: case for case in batch.cases()}
     in_place = set() if tier is Tier.DISK else {"view"}
     assert set(cases) == {"save", "restore", "exists"} | in_place
@@ -96,7 +96,9 @@ def test_a_batch_goes_there_and_back(client: Client, tier: Tier) -> None:
 
 
 def test_the_same_over_grpc(remote: Client) -> None:
-    batch = Batch(Subject("me", remote, Tier.RAM, local=False, claims=True), Buffers(2, 50_000), 2)
+    batch = BlockBatch(
+        Subject("me", remote, Tier.RAM, local=False, claims=True), Buffers(2, 50_000), 2
+    )
     assert [case.op for case in batch.cases()] == ["save", "restore", "exists"]
     batch.verify()
     batch.exists()
@@ -108,12 +110,12 @@ def test_the_same_over_grpc(remote: Client) -> None:
 @pytest.mark.parametrize("by_key", [False, True])
 def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> None:
     """A restore takes two round trips: the search, then claim and bytes. By key it takes one."""
-    counters = Counters()
+    counters = ClientCounters()
     transport = RemoteTransport(daemon.address, counters=counters, wire="data")
     with Client(transport=transport, counters=counters) as client:
         assert client.wait_connected()
         subject = Subject("me", client, Tier.RAM, local=False, by_key=by_key)
-        batch = Batch(subject, Buffers(2, 50_000), 2)
+        batch = BlockBatch(subject, Buffers(2, 50_000), 2)
         batch.verify()
         rpcs = client.counters["rpcs"]
         assert isinstance(rpcs, dict)
@@ -125,7 +127,7 @@ def test_the_same_over_the_data_socket(daemon: PrivateDaemon, by_key: bool) -> N
 
 
 def test_every_save_is_of_new_keys(client: Client) -> None:
-    batch = Batch(Subject("me", client, Tier.RAM, local=True), Buffers(1, 100), 1)
+    batch = BlockBatch(Subject("me", client, Tier.RAM, local=True), Buffers(1, 100), 1)
     batch.save()
     with pytest.raises(PrefixdError, match="me: 1 blocks were not saved: present"):
         batch.save()
@@ -135,7 +137,7 @@ def test_every_save_is_of_new_keys(client: Client) -> None:
 
 def test_wrong_bytes_are_noticed(client: Client) -> None:
     buffers = Buffers(2, 100)
-    batch = Batch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
+    batch = BlockBatch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
     batch.save()
     batch.restore()
     buffers.check("me", buffers.rooms(2))
@@ -148,7 +150,7 @@ def test_wrong_bytes_are_noticed(client: Client) -> None:
 
 
 def test_what_is_gone_is_noticed(client: Client, daemon: PrivateDaemon) -> None:
-    batch = Batch(Subject("me", client, Tier.SHM, local=True), Buffers(2, 100), 2)
+    batch = BlockBatch(Subject("me", client, Tier.SHM, local=True), Buffers(2, 100), 2)
     batch.save()
     with daemon.admin() as admin:
         admin.evict(2**40, [Tier.SHM])
@@ -226,7 +228,7 @@ def test_a_search_that_finds_something_else_is_noticed(
 
 def test_evictions_pass_by_what_is_pinned() -> None:
     """The tier is just large enough."""
-    pinned, plan = 200, Plan(pinned=200, repeats=1)
+    pinned, plan = 200, BenchPlan(pinned=200, repeats=1)
     notes: list[str] = []
     flags = ("--shm.budget=0", "--disk.budget=0")
     with ExitStack() as stack:
@@ -257,7 +259,7 @@ def test_evictions_pass_by_what_is_pinned() -> None:
 
 def test_a_crowd_restores(client: Client, daemon: PrivateDaemon) -> None:
     buffers = Buffers(2, 50_000)
-    batch = Batch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
+    batch = BlockBatch(Subject("me", client, Tier.RAM, local=True), buffers, 2)
     batch.save()
     with Crowd(2, daemon.address, batch.keys, 50_000, "always") as crowd:
         one, both = crowd.cases("me")
@@ -305,7 +307,7 @@ def test_one_that_dies_is_missed(client: Client, daemon: PrivateDaemon) -> None:
 
 
 def test_a_plan_is_measured(daemon: PrivateDaemon) -> None:
-    plan = Plan(PARTS[:-1], (1, 2), 20_000, repeats=1, clients=2)
+    plan = BenchPlan(PARTS[:-1], (1, 2), 20_000, repeats=1, clients=2)
     notes: list[str] = []
     with daemon.admin() as admin:
         rows = list(measure(daemon.address, admin, plan, notes.append))
@@ -336,13 +338,15 @@ def _moves(rows: list[Row], peer: str, blocks: int) -> list[str]:
 
 def test_a_daemon_without_a_data_socket_says_so() -> None:
     with private_daemon() as daemon, daemon.admin() as admin:
-        rows = measure(daemon.address, admin, Plan(("data",), (1,), 100, repeats=1), lambda _: None)
+        rows = measure(
+            daemon.address, admin, BenchPlan(("data",), (1,), 100, repeats=1), lambda _: None
+        )
         with pytest.raises(PrefixdError, match="no data socket"):
             list(rows)
 
 
 def test_parts_are_measured_by_themselves(daemon: PrivateDaemon) -> None:
-    plan = Plan(("disk",), (1,), 1000, repeats=1)
+    plan = BenchPlan(("disk",), (1,), 1000, repeats=1)
     with daemon.admin() as admin:
         rows = list(measure(daemon.address, admin, plan, lambda _: None))
     assert [(row.peer, row.op) for row in rows] == [
@@ -350,7 +354,7 @@ def test_parts_are_measured_by_themselves(daemon: PrivateDaemon) -> None:
         ("prefixd-disk", "exists"),
     ]  # fmt: skip
     assert plan.movers == ("disk",)
-    assert Plan().movers == MOVERS
+    assert BenchPlan().movers == MOVERS
 
 
 @pytest.mark.parametrize(
@@ -360,18 +364,19 @@ def test_parts_are_measured_by_themselves(daemon: PrivateDaemon) -> None:
 )  # fmt: skip
 def test_a_plan_that_cannot_be_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(InvalidSize):
-        Plan(**wrong)  # type: ignore[arg-type]  # each is of its own type
+        BenchPlan(**wrong)  # type: ignore[arg-type]  # each is of its own type
 
 
 def test_a_tier_has_room_for_what_is_measured_in_it() -> None:
-    plan = Plan(("ram",), (1, 4), 100_000)
+    plan = BenchPlan(("ram",), (1, 4), 100_000)
     assert plan.entries_bytes(65_536) == 3 * 4 * 2 * 65_536
     assert (
-        Plan(("ram", "walk"), (1, 4), 100_000).entries_bytes(65_536) == (3 * 4 * 2 + 513) * 65_536
+        BenchPlan(("ram", "walk"), (1, 4), 100_000).entries_bytes(65_536)
+        == (3 * 4 * 2 + 513) * 65_536
     )
 
 
 def test_what_is_measured_is_what_clients_do_unless_told_otherwise() -> None:
     default = inspect.signature(Client).parameters["verify"].default
-    assert Plan().verify == default
+    assert BenchPlan().verify == default
     assert inspect.signature(bench).parameters["verify"].default == default

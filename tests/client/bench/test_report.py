@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.bench.report import Rows, Table, as_markdown, read_rows, tables
+from prefixd.client.bench.report import Rows, TextTable, as_markdown, read_rows, tables
 from prefixd.client.bench.samples import Row
 from prefixd.proto.errors import CallerError
 
@@ -86,7 +86,7 @@ def test_what_was_not_measured_is_left_out() -> None:
 
 
 def test_as_markdown() -> None:
-    table = Table("Speed", ("", "GB/s"), [("a", "1.0"), ("b", "2.0")])
+    table = TextTable("Speed", ("", "GB/s"), [("a", "1.0"), ("b", "2.0")])
     assert as_markdown(table) == (
         "### Speed\n\n|  | GB/s |\n| --- | ---: |\n| a | 1.0 |\n| b | 2.0 |"
     )

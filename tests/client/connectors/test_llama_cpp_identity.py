@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lib = ModuleType("llama_cpp.llama_cpp")
-        self.watch = llama_cpp_identity.Watch()
+        self.watch = llama_cpp_identity.FileWatch()
         monkeypatch.setattr(llama_cpp_identity, "watch", self.watch)
         monkeypatch.setattr(llama_cpp, "watch", self.watch)
         for name in llama_cpp_identity._NEEDED:

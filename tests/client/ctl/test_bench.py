@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from prefixd.client.bench.run import Plan
+from prefixd.client.bench.run import BenchPlan
 from prefixd.client.ctl import bench, private
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
@@ -142,7 +142,9 @@ def test_a_running_daemon_is_left_alone_with_its_evictions(daemon: PrivateDaemon
 
 
 def test_budgets_are_for_what_is_measured() -> None:
-    flags = dict(flag.split("=") for flag in bench.tier_flags(Plan(("ram", "disk"), (2,), 10**6)))
+    flags = dict(
+        flag.split("=") for flag in bench.tier_flags(BenchPlan(("ram", "disk"), (2,), 10**6))
+    )
     assert int(flags["--ram.budget"]) >= 3 * 2 * 10**6
     assert int(flags["--disk.budget"]) > int(flags["--ram.budget"])
     assert flags["--shm.budget"] == "0"

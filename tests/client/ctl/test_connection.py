@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from prefixd.client.ctl.connection import PAGE_ENTRIES, AdminConnection, Health, wire_tier
+from prefixd.client.ctl.connection import PAGE_ENTRIES, AdminConnection, HealthAnswer, wire_tier
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as pb_grpc
 from prefixd.proto.errors import (
@@ -201,12 +201,12 @@ def test_a_verification_of_nobody_says_so() -> None:
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        (health_pb2.HealthCheckResponse.SERVING, Health.SERVING),
-        (health_pb2.HealthCheckResponse.NOT_SERVING, Health.NOT_SERVING),
-        (health_pb2.HealthCheckResponse.UNKNOWN, Health.NOT_SERVING),
+        (health_pb2.HealthCheckResponse.SERVING, HealthAnswer.SERVING),
+        (health_pb2.HealthCheckResponse.NOT_SERVING, HealthAnswer.NOT_SERVING),
+        (health_pb2.HealthCheckResponse.UNKNOWN, HealthAnswer.NOT_SERVING),
     ],
 )
-def test_health(status: int, expected: Health) -> None:
+def test_health(status: int, expected: HealthAnswer) -> None:
     with serving(Made(), status) as address, AdminConnection(address, 10) as daemon:
         assert daemon.health(wait_for_ready=True) is expected
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.views.lab import fleet_view
-from prefixd.client.lab.fleet import Fleet, Route, Write, simulate_fleet
+from prefixd.client.lab.fleet import Fleet, Route, WriteRule, simulate_fleet
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader, write_trace
 from tests.support.page import Page
 
@@ -42,7 +42,7 @@ def test_the_options_reach_the_simulation(trace: Path) -> None:
         "--shared-blocks", 12, "--write", "second-use", "--peer-reads", "--block-tokens", 500,
         "--limit", 70, "--bytes-per-token", "2KiB",
     )  # fmt: skip
-    fleet = Fleet(3, 9, Route.HASH, 12, Write.SECOND_USE, peer_reads=True)
+    fleet = Fleet(3, 9, Route.HASH, 12, WriteRule.SECOND_USE, peer_reads=True)
     columns = TraceColumns.load(TraceReader(trace, limit=70))
     wanted = simulate_fleet(columns, fleet, block_tokens=500)
     document = wanted.to_json(bytes_per_token=2048, duration_s=6.9)

@@ -19,7 +19,7 @@ from prefixd.client.lab.fleet import (
     Fleet,
     FleetResult,
     Route,
-    Write,
+    WriteRule,
     fleet_document,
     simulate_fleet,
 )
@@ -73,7 +73,7 @@ def test_known_writes_and_peer_reads() -> None:
     """Figures of another implementation: 183,628 and 44,144 blocks written; 36.10 % by peers."""
     every = simulate_fleet(conversation(), Fleet(16, 4096, shared_blocks=100_000))
     assert every.written.blocks == 183_628
-    second = Fleet(16, 4096, shared_blocks=100_000, write=Write.SECOND_USE)
+    second = Fleet(16, 4096, shared_blocks=100_000, write=WriteRule.SECOND_USE)
     assert simulate_fleet(conversation(), second).written.blocks == 44_144
     peers = simulate_fleet(conversation(), Fleet(16, 4096, peer_reads=True))
     assert round(100 * peers.overall_hit_rate, 2) == 36.10
@@ -145,11 +145,11 @@ def test_second_use_writes_what_an_earlier_request_had() -> None:
         ((1, 2), 20),  # node 0: both local; 2 has its second use and is written
         ((1, 2), 20),  # node 1: 1 is local, 2 shared
     ]
-    result = simulate(runs, Fleet(2, 5, shared_blocks=5, write=Write.SECOND_USE))
+    result = simulate(runs, Fleet(2, 5, shared_blocks=5, write=WriteRule.SECOND_USE))
     assert hits(result) == (20 + 10, 10, 0)
     assert result.written.blocks == 2
     # A block twice in one request has been used once before the next.
-    twice = simulate([((1, 1), 20)], Fleet(1, 5, shared_blocks=5, write=Write.SECOND_USE))
+    twice = simulate([((1, 1), 20)], Fleet(1, 5, shared_blocks=5, write=WriteRule.SECOND_USE))
     assert twice.written.blocks == 0
 
 
@@ -325,7 +325,7 @@ fleets = st.builds(
     capacity_blocks=st.integers(0, 8),
     route=st.sampled_from(Route),
     shared_blocks=st.integers(0, 12),
-    write=st.sampled_from(Write),
+    write=st.sampled_from(WriteRule),
     peer_reads=st.booleans(),
 )
 random_runs = st.lists(
@@ -381,14 +381,16 @@ def test_alternatives_are_every_route_and_every_way_to_share_that_there_is() -> 
         found = fleet.alternatives()
         each = {route: [f for f in found if f.route is route] for route in Route}
         assert len({len(fleets) for fleets in each.values()}) == 1
-        assert {(f.nodes, f.capacity_blocks, f.write) for f in found} == {(3, 8, Write.SECOND_USE)}
+        assert {(f.nodes, f.capacity_blocks, f.write) for f in found} == {
+            (3, 8, WriteRule.SECOND_USE)
+        }
         return {(f.shared_blocks, f.peer_reads) for f in found}
 
-    fleet = Fleet(3, 8, write=Write.SECOND_USE)
+    fleet = Fleet(3, 8, write=WriteRule.SECOND_USE)
     assert ways(fleet) == {(0, False), (0, True)}
-    shared = Fleet(3, 8, shared_blocks=9, write=Write.SECOND_USE)
+    shared = Fleet(3, 8, shared_blocks=9, write=WriteRule.SECOND_USE)
     assert ways(shared) == {(0, False), (0, True), (9, False)}
-    both = Fleet(3, 8, shared_blocks=9, write=Write.SECOND_USE, peer_reads=True)
+    both = Fleet(3, 8, shared_blocks=9, write=WriteRule.SECOND_USE, peer_reads=True)
     assert ways(both) == {(0, False), (0, True), (9, False), (9, True)}
     assert both in both.alternatives()
 

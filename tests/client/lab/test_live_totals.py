@@ -6,13 +6,13 @@ import json
 from collections import Counter
 
 from prefixd.client.lab.live import MAX_DESCRIBED, Totals
-from prefixd.client.lab.replayer import STEPS, Outcome
+from prefixd.client.lab.replayer import STEPS, RequestOutcome
 
 
 def test_totals_add_up_what_the_outcomes_say() -> None:
     totals = Totals()
     totals.add(
-        Outcome(
+        RequestOutcome(
             prompt_tokens=1000,
             hit_tokens=512,
             blocks=2,
@@ -24,7 +24,7 @@ def test_totals_add_up_what_the_outcomes_say() -> None:
         )
     )
     totals.add(
-        Outcome(
+        RequestOutcome(
             prompt_tokens=1000,
             blocks=2,
             lost_blocks=1,
@@ -62,7 +62,7 @@ def test_nothing_replayed_has_no_hits() -> None:
 def test_mismatches_are_all_counted_and_some_described() -> None:
     totals = Totals()
     for number in range(MAX_DESCRIBED + 5):
-        totals.add(Outcome(mismatches=[f"{number}"]))
+        totals.add(RequestOutcome(mismatches=[f"{number}"]))
     assert totals.mismatches == MAX_DESCRIBED + 5
     assert totals.described == [f"{number}" for number in range(MAX_DESCRIBED)]
     assert not totals.good

@@ -20,8 +20,8 @@ from prefixd.client.lab.replayer import (
     TILE_BYTES,
     BlockPayloads,
     LiveOptions,
-    Outcome,
     Replayer,
+    RequestOutcome,
     content_salt,
     keys_of_ids,
     replay_namespace,
@@ -154,7 +154,7 @@ def test_what_did_not_arrive_is_no_hit_whatever_is_in_the_buffer(
 ) -> None:
     """Only a wrong checksum is a mismatch; other losses are misses."""
     result = RestoreResult((True, False, True), 1, 512, BLOCK_BYTES, miss)
-    outcome = Outcome()
+    outcome = RequestOutcome()
     hit: Any = Restoring(3, result)
     good = replayer(daemon, client)._restore(hit, [0, 1, 2], outcome)
     assert good == 1
@@ -174,8 +174,8 @@ def test_bytes_that_never_arrive_do_not_look_right(daemon: PrivateDaemon, client
     worker = replayer(daemon, client)
     all_there = RestoreResult((True, True), 2, 1024, 2 * BLOCK_BYTES)
     honest: Any = Restoring(2, all_there)
-    assert worker._restore(honest, [0, 1], Outcome()) == 2
-    outcome = Outcome()
+    assert worker._restore(honest, [0, 1], RequestOutcome()) == 2
+    outcome = RequestOutcome()
     silent: Any = Silent(2, all_there)
     assert worker._restore(silent, [0, 1], outcome) == 0
     assert len(outcome.mismatches) == 2
@@ -228,8 +228,8 @@ def test_a_worker_answers_each_request_and_says_goodbye(daemon: PrivateDaemon) -
         pipe.send(request(71))
         pipe.send(None)
         first, second, last = pipe.recv(), pipe.recv(), pipe.recv()
-        assert isinstance(first, Outcome)
-        assert isinstance(second, Outcome)
+        assert isinstance(first, RequestOutcome)
+        assert isinstance(second, RequestOutcome)
         assert (first.hit_blocks, second.hit_blocks) == (0, 1)
         assert isinstance(last, Finished)
         assert 1 <= last.rpcs["Claim"] <= 2

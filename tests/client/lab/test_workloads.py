@@ -17,11 +17,11 @@ import pytest
 from prefixd.client.lab.trace import Request, TraceReader, format_request, write_trace
 from prefixd.client.lab.workloads import (
     PROFILES,
-    Arrivals,
+    ArrivalProcess,
     BlockIds,
     Lengths,
     Profile,
-    Turn,
+    SessionTurn,
     generate,
     geometric,
     output_tokens,
@@ -30,7 +30,7 @@ from prefixd.client.lab.workloads import (
 from tests.support.lengths import times
 
 
-def sessions(profile: Profile, count: int) -> list[list[Turn]]:
+def sessions(profile: Profile, count: int) -> list[list[SessionTurn]]:
     found = []
     for number in range(count):
         random = Random(number)
@@ -38,7 +38,7 @@ def sessions(profile: Profile, count: int) -> list[list[Turn]]:
     return found
 
 
-def tokens(turn: Turn) -> int:
+def tokens(turn: SessionTurn) -> int:
     return sum(count for _, count in turn.prompt)
 
 
@@ -126,7 +126,7 @@ def test_distributions() -> None:
     assert max(ranks) < 50
     assert ranks.count(0) / ranks.count(1) == pytest.approx(2, rel=0.15)
     for variation in (0.2, 1.0, 1.5):
-        gaps = [Arrivals(4.0, variation).gap_s(random) for _ in range(4000)]
+        gaps = [ArrivalProcess(4.0, variation).gap_s(random) for _ in range(4000)]
         assert mean(gaps) == pytest.approx(0.25, rel=0.1)
         assert pstdev(gaps) / mean(gaps) == pytest.approx(variation, rel=0.15)
 
@@ -251,7 +251,7 @@ def test_a_longer_trace_has_the_sessions_of_a_shorter_one() -> None:
 
 def test_sessions_grow_turn_by_turn() -> None:
     """A second turn begins with all whole blocks of the first, and is longer."""
-    profile = replace(PROFILES["multi-turn"], arrivals=Arrivals(1e-9))
+    profile = replace(PROFILES["multi-turn"], arrivals=ArrivalProcess(1e-9))
     requests = list(generate(profile, requests=60, seed=2))
     grown = 0
     for first, second in pairwise(requests):

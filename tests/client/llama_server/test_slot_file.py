@@ -12,9 +12,9 @@ import pytest
 
 from prefixd.client.llama_server.slot_file import (
     BadSlotFile,
-    Layout,
-    Section,
     SlotFile,
+    SlotLayout,
+    SlotSection,
     UnknownVersion,
     _Reader,
     _section,
@@ -31,7 +31,7 @@ def read(path: Path) -> SlotFile:
     return SlotFile(memoryview(path.read_bytes()))
 
 
-def base(file: SlotFile) -> Section:
+def base(file: SlotFile) -> SlotSection:
     assert file.base is not None
     return file.base
 
@@ -130,7 +130,7 @@ def test_what_is_behind_the_first_section_is_the_remainder() -> None:
             _ = file.layout
 
 
-def window_of(file: SlotFile) -> Section:
+def window_of(file: SlotFile) -> SlotSection:
     reader = _Reader(file.memory, base(file).end)
     window = _section(reader, file.version)
     assert reader.at == len(file.memory)
@@ -195,7 +195,7 @@ def test_every_flip_outside_the_rows_is_noticed(path: Path) -> None:
             assert not _same(bytes(data), expected.layout, expected), (at, bit)
 
 
-def _same(data: bytes, layout: Layout, expected: SlotFile) -> bool:
+def _same(data: bytes, layout: SlotLayout, expected: SlotFile) -> bool:
     try:
         file = SlotFile(memoryview(data))
         return (

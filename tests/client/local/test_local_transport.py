@@ -18,7 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.local import local_transport
 from prefixd.client.local.local_transport import LocalTransport
@@ -533,7 +533,7 @@ class _Session:
 
 
 def test_whether_a_daemon_shares_is_not_believed_of_a_session_that_ended() -> None:
-    transport = LocalTransport("unix:/nowhere", counters=Counters())
+    transport = LocalTransport("unix:/nowhere", counters=ClientCounters())
     with patch.object(RemoteTransport, "shares", True):  # as the next session has it
         assert transport.shares
         session = _Session()

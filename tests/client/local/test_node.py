@@ -12,8 +12,8 @@ from typing import cast
 
 import pytest
 
-from prefixd.client.counters import Counters
-from prefixd.client.local.arenas import Arena, FileArena, MappedArena
+from prefixd.client.counters import ClientCounters
+from prefixd.client.local.arenas import FileArena, MappedArena, TierMemory
 from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.node import LocalNode
 from prefixd.client.results import NO_ENTRIES, Entries, Entry
@@ -34,7 +34,7 @@ from prefixd.server.runtime.index import IndexWriter
 
 INCARNATION = b"i" * 16
 REF = pb.SessionRef(incarnation=INCARNATION, session_id=7)
-CALLS = FramedCalls(UnixPlace("/nowhere", REF), cast(Calls, None), Counters())
+CALLS = FramedCalls(UnixPlace("/nowhere", REF), cast(Calls, None), ClientCounters())
 LATER = Deadline(600_000)
 READS = DiskReads()
 
@@ -221,10 +221,10 @@ def test_damage_is_noticed_where_it_is_looked_for(made: Made) -> None:
     assert copy(made, entry, check=False)[0] == [Copied.WHOLE]
 
 
-class Meanwhile(Arena):
+class Meanwhile(TierMemory):
     """An arena that makes something happen after the last byte of each copy."""
 
-    def __init__(self, arena: Arena, then: Callable[[], None]) -> None:
+    def __init__(self, arena: TierMemory, then: Callable[[], None]) -> None:
         self._arena = arena
         self._then = then
 
@@ -479,7 +479,7 @@ def made_row(start: int, length_bytes: int) -> bytes:
 
 def test_arenas_say_who_wrote_to_them(tmp_path: Path) -> None:
     fd = arena_file(tmp_path / "arena")
-    arenas: list[Arena] = [
+    arenas: list[TierMemory] = [
         MappedArena(fd, SLAB * SLABS, outlives_daemon=True),
         FileArena(fd),
     ]

@@ -14,7 +14,7 @@ import pytest
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.connection import GrpcConnection
 from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
@@ -103,7 +103,9 @@ def part(offset: int, length: int, crc: int = 0, *, last: bool = True, item: int
 
 @pytest.fixture
 def raw(daemon: PrivateDaemon) -> Iterator[Raw]:
-    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="raw", pid=os.getpid()), 60)
+    link = Link(
+        GrpcConnection(daemon.address, 5_000), pb.Hello(client_name="raw", pid=os.getpid()), 60
+    )
     link.open()
     answering = threading.Thread(target=lambda: list(link.events()))
     answering.start()
@@ -269,7 +271,7 @@ def test_staging_belongs_to_its_session(
 
 
 def test_a_session_without_staging(daemon: PrivateDaemon) -> None:
-    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="raw"), 60)
+    link = Link(GrpcConnection(daemon.address, 5_000), pb.Hello(client_name="raw"), 60)
     link.open()
     call = Raw(link, mmap.mmap(-1, 1)).begin("no staging", 1000)
     call.send(part(0, 1000))
@@ -297,7 +299,7 @@ def test_what_was_never_reserved_is_lost(
 HALF_A_SAVE = """
 import os, sys
 from tests.client.local.test_staged_saves import *
-link = Link(Connection(sys.argv[1], 5_000), pb.Hello(client_name="victim", pid=os.getpid()), 60)
+link = Link(GrpcConnection(sys.argv[1], 5_000), pb.Hello(client_name="victim", pid=os.getpid()), 60)
 link.open()
 threading.Thread(target=lambda: list(link.events()), daemon=True).start()
 raw = Raw(link, staging_of(link))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire.framed_calls import FramedCalls
 from prefixd.client.wire.framed_connection import FramedConnection, NoConnection, UnixPlace, Wire
 from prefixd.proto import prefixd_pb2 as pb
@@ -113,7 +113,7 @@ def daemon(path: str) -> Iterator[Daemon]:
 
 @pytest.fixture
 def calls(daemon: Daemon, fallback: Fallback) -> Iterator[FramedCalls]:
-    made = FramedCalls(UnixPlace(daemon.path, SESSION), fallback, Counters())
+    made = FramedCalls(UnixPlace(daemon.path, SESSION), fallback, ClientCounters())
     yield made
     made.close()
 
@@ -178,7 +178,7 @@ def test_without_a_connection_the_call_goes_over_grpc(
                 listening.bind(path)
                 listening.listen(0)
                 waiting.connect(path)
-        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, ClientCounters())
         _, request, answer = KINDS[name]
         before = open_descriptors(path)
         assert calls.call(name, request, type(answer), 2.5) == answer
@@ -195,7 +195,7 @@ def test_a_process_without_descriptors_goes_another_way(path: str, fallback: Fal
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         listening.listen()
-        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, ClientCounters())
         with room_for(0):
             lookup(calls)
         assert [name for name, _, _ in fallback.asked] == ["Lookup"]
@@ -485,7 +485,7 @@ def test_a_call_under_way_is_answered_although_it_was_closed(
 def test_connections_leave_no_descriptor(daemon: Daemon, path: str, fallback: Fallback) -> None:
     before = open_descriptors(path)
     for _ in range(20):
-        calls = FramedCalls(UnixPlace(path, SESSION), fallback, Counters())
+        calls = FramedCalls(UnixPlace(path, SESSION), fallback, ClientCounters())
         lookup(calls)
         calls.close()
         assert daemon.ended.acquire(timeout=PATIENCE_S)
@@ -532,7 +532,7 @@ def test_no_call_waits_for_a_reconnect(
 ) -> None:
     caplog.set_level("INFO", "prefixd.client")
     here = threading.current_thread()
-    place, counters = FarPlace(daemon.path), Counters()
+    place, counters = FarPlace(daemon.path), ClientCounters()
     calls = FramedCalls(place, fallback, counters)
     place.refuses = True
     lookup(calls)
@@ -561,17 +561,17 @@ def test_no_call_waits_for_a_reconnect(
 def test_the_next_session_does_not_wait_either(daemon: Daemon, fallback: Fallback) -> None:
     place = FarPlace(daemon.path)
     place.refuses = True
-    first = FramedCalls(place, fallback, Counters())
+    first = FramedCalls(place, fallback, ClientCounters())
     lookup(first)
     place.refuses = False
-    after = FramedCalls(place, fallback, Counters(), first)
+    after = FramedCalls(place, fallback, ClientCounters(), first)
     lookup(after)
     eventually(lambda: len(place.tried) == 2)
     place.tried[1].join()
     assert lookup(after) == 1
     assert len(fallback.asked) == 2
     # Of another port nothing is known.
-    elsewhere = FramedCalls(FarPlace(daemon.path, "elsewhere"), fallback, Counters(), first)
+    elsewhere = FramedCalls(FarPlace(daemon.path, "elsewhere"), fallback, ClientCounters(), first)
     assert lookup(elsewhere) == 1
     assert len(fallback.asked) == 2
     for calls in (first, after, elsewhere):
@@ -581,7 +581,7 @@ def test_the_next_session_does_not_wait_either(daemon: Daemon, fallback: Fallbac
 def test_a_connection_that_comes_too_late_is_closed(daemon: Daemon, fallback: Fallback) -> None:
     place = FarPlace(daemon.path)
     place.refuses = True
-    calls = FramedCalls(place, fallback, Counters())
+    calls = FramedCalls(place, fallback, ClientCounters())
     lookup(calls)
     place.refuses = False
     place.answers.clear()

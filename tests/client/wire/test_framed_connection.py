@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar, cast
 import pytest
 
 from prefixd.client import Client, MissReason, SaveReason, SaveStatus, Tier
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.restores import Restore
 from prefixd.client.results import Entries, Entry
 from prefixd.client.wire import messages, remote_transport
@@ -188,7 +188,7 @@ def test_what_the_daemon_refuses_is_raised() -> None:
 
 
 def calls_to(port: int) -> FramedCalls:
-    return FramedCalls(place(port), None, Counters())  # type: ignore[arg-type]  # nothing goes there
+    return FramedCalls(place(port), None, ClientCounters())  # type: ignore[arg-type]  # nothing goes there
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_a_connection_that_is_not_taken_leaves_time_for_grpc() -> None:
             blocked = full.enter_context(socket.socket())
             blocked.setblocking(False)
             blocked.connect_ex(address)
-        counters = Counters()
+        counters = ClientCounters()
         calls = FramedCalls(place(address[1]), Grpc(), counters)
         # Long enough for a machine that has much to do: the first one waits for half of it.
         calls.call("Lookup", pb.LookupRequest(), pb.LookupResponse, 4 * SOON_S)
@@ -388,7 +388,7 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
         when_opened(opened)
 
     monkeypatch.setattr(remote_transport, "SessionKeeper", keeper)
-    RemoteTransport(address, counters=Counters())
+    RemoteTransport(address, counters=ClientCounters())
     if host is None:
         assert opened.framed is None
         assert opened.calls is opened.connection
@@ -404,7 +404,7 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
 
 def test_without_a_data_socket_all_goes_over_grpc() -> None:
     with private_daemon() as daemon:
-        counters = Counters()
+        counters = ClientCounters()
         transport = RemoteTransport(daemon.address, counters=counters, wire="data")
         with Client(transport=transport, counters=counters) as client:
             assert client.wait_connected()
@@ -420,7 +420,7 @@ def test_one_that_cannot_be_reached_is_done_without(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(remote_transport, "place_of", elsewhere)
     with private_daemon("--server.tcp=127.0.0.1:0") as daemon:
-        counters = Counters()
+        counters = ClientCounters()
         transport = RemoteTransport(daemon.address, counters=counters)
         with Client(transport=transport, counters=counters) as client:
             assert client.wait_connected()

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire import link as link_module
-from prefixd.client.wire.connection import Connection
+from prefixd.client.wire.connection import GrpcConnection
 from prefixd.client.wire.link import Holdings, Link
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable, LimitReached
@@ -27,7 +27,7 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 @pytest.fixture
 def link(daemon: FakeDaemon) -> Iterator[Link]:
-    link = Link(Connection(daemon.address, 5_000), pb.Hello(client_name="me"), 5.0)
+    link = Link(GrpcConnection(daemon.address, 5_000), pb.Hello(client_name="me"), 5.0)
     yield link
     link.close("the test is over")
 
@@ -41,7 +41,7 @@ def test_a_link_says_hello_and_knows_its_welcome(daemon: FakeDaemon, link: Link)
 
 def test_what_the_daemon_refuses_is_raised(daemon: FakeDaemon) -> None:
     daemon.fail("Session", LimitReached("too many sessions"))
-    link = Link(Connection(daemon.address, 5_000), pb.Hello(), 5.0)
+    link = Link(GrpcConnection(daemon.address, 5_000), pb.Hello(), 5.0)
     with pytest.raises(LimitReached, match="too many sessions"):
         link.open()
     link.close("the test is over")
@@ -153,8 +153,8 @@ class Idle:
         daemon.heartbeat_interval_ms = 2
         daemon.idle_heartbeat_interval_ms = 10**9
         self.daemon = daemon
-        self.counters = Counters()
-        self.link = Link(Connection(daemon.address, 5_000), pb.Hello(), 5.0, self.counters)
+        self.counters = ClientCounters()
+        self.link = Link(GrpcConnection(daemon.address, 5_000), pb.Hello(), 5.0, self.counters)
         self.looks = 0
         self.link.before_heartbeat = self.looked
         self.link.open()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.results import ReserveStatus
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.remote_transport import RemoteTransport
@@ -50,12 +50,12 @@ def daemon(tmp_path: Path) -> Iterator[FakeDaemon]:
 
 
 @pytest.fixture
-def counters() -> Counters:
-    return Counters()
+def counters() -> ClientCounters:
+    return ClientCounters()
 
 
 @pytest.fixture
-def remote(daemon: FakeDaemon, counters: Counters) -> Iterator[RemoteTransport]:
+def remote(daemon: FakeDaemon, counters: ClientCounters) -> Iterator[RemoteTransport]:
     remote = RemoteTransport(
         daemon.address,
         "tester",
@@ -84,12 +84,12 @@ def test_a_client_has_a_name(daemon: FakeDaemon, remote: RemoteTransport) -> Non
 
 
 @pytest.mark.parametrize("name", ["", "n" * 121])
-def test_a_name_has_a_length(name: str, counters: Counters) -> None:
+def test_a_name_has_a_length(name: str, counters: ClientCounters) -> None:
     with pytest.raises(InvalidSize, match="name"):
         RemoteTransport("/tmp/x.sock", name, counters=counters, wire="grpc")
 
 
-def test_an_address_is_checked(counters: Counters) -> None:
+def test_an_address_is_checked(counters: ClientCounters) -> None:
     with pytest.raises(ConfigError):
         RemoteTransport("nonsense", counters=counters, wire="grpc")
 
@@ -108,7 +108,7 @@ CALLS: dict[str, Callable[[RemoteTransport], object]] = {
 def test_a_lost_session_is_renewed_and_the_call_repeated_once(
     daemon: FakeDaemon,
     remote: RemoteTransport,
-    counters: Counters,
+    counters: ClientCounters,
     name: str,
     error: type[PrefixdError],
 ) -> None:

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.session import Backoff, SessionKeeper
 from prefixd.client.wire.transport import Holding
@@ -42,7 +42,7 @@ def daemon(address: str) -> Iterator[FakeDaemon]:
         yield daemon
 
 
-class WatchedCounters(Counters):
+class WatchedCounters(ClientCounters):
     """Counters that a test can wait for."""
 
     def __init__(self) -> None:
@@ -187,7 +187,7 @@ def test_a_daemon_that_ends_every_session_sees_ever_fewer(daemon: FakeDaemon, ad
     keeper = SessionKeeper(
         [address],
         pb.Hello(),
-        counters=Counters(),
+        counters=ClientCounters(),
         connect_timeout_ms=5_000,
         backoff=Recording(1, 100, draw=lambda: 1.0),
     )
@@ -324,7 +324,7 @@ def test_closing_does_not_wait_for_a_backoff(address: str) -> None:
     keeper = SessionKeeper(
         [address],
         pb.Hello(),
-        counters=Counters(),
+        counters=ClientCounters(),
         connect_timeout_ms=5_000,
         backoff=Backoff(1e9, 1e9),
     )

@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import ConfigError, NotAuthenticated, NotPermitted
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.server.api import access
 from prefixd.server.api.access import ADMIN_ROLES, CACHE_ROLES, Access, Role, Tokens
 
@@ -55,7 +55,11 @@ def test_a_token_may_be_of_a_namespace(tmp_path: Path) -> None:
     text = f"write one {'x' * 32} team-a\nread two {'y' * 32}\nread three {'z' * 32} b.c\n"
     tokens = Tokens.from_file(written(tmp_path / "t", text))
     found = [tokens.permit(Role.READ, f"Bearer {c * 32}") for c in "xyz"]
-    assert [access.namespace for access in found] == [Namespace("team-a"), None, Namespace("b.c")]
+    assert [access.namespace for access in found] == [
+        TenantNamespace("team-a"),
+        None,
+        TenantNamespace("b.c"),
+    ]
     assert tokens.namespaces == {"team-a", "b.c"}
     path = written(tmp_path / "u", f"read nodes {'x' * 32} *\nadmin two {'y' * 32}\n")
     every = [Tokens.from_file(path).permit(Role.READ, f"Bearer {c * 32}") for c in "xy"]

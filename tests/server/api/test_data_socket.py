@@ -206,13 +206,13 @@ async def test_what_waits_for_nothing_is_answered_where_it_is_read(
 ) -> None:
     """The task of the connection wakes for requests that may wait, and for no others."""
     served: list[str | None] = []
-    serve = connections.Connection._serve
+    serve = connections.ClientConnection._serve
 
-    async def noted(self: connections.Connection) -> None:
+    async def noted(self: connections.ClientConnection) -> None:
         served.append(self._next.WhichOneof("kind") if self._next else None)
         await serve(self)
 
-    monkeypatch.setattr(connections.Connection, "_serve", noted)
+    monkeypatch.setattr(connections.ClientConnection, "_serve", noted)
     async with in_ram(tmp_path) as daemon:
         session, other = await daemon.open(), await daemon.open()
         await session.save({key(1): DATA})

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import Client, SaveReason, Tier
-from prefixd.client.counters import Counters
+from prefixd.client.counters import ClientCounters
 from prefixd.client.wire import security
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.security import Security
@@ -382,7 +382,7 @@ async def test_a_client_that_cannot_have_it_goes_over_grpc_and_counts(
     async with running(tmp_path, *budgets) as daemon:
         served(daemon, of_data)
         async with over_tcp(daemon, flags) as address:
-            counters = Counters()
+            counters = ClientCounters()
 
             def use() -> None:
                 transport = RemoteTransport(address, counters=counters, security=client_side)
@@ -411,7 +411,7 @@ async def test_a_certificate_that_is_wrong_everywhere_is_a_miss_with_its_reason(
 
             def use() -> None:
                 transport = RemoteTransport(
-                    address, security=wrong, counters=(counters := Counters())
+                    address, security=wrong, counters=(counters := ClientCounters())
                 )
                 with Client(transport=transport, counters=counters) as client:
                     assert not client.wait_connected(deadline_ms=2_000)

@@ -25,8 +25,8 @@ from prefixd.server.api import messages
 from prefixd.server.api.messages import LOOKED_THROUGH_BYTES, MOST_FIELDS, fields_of, parse
 from prefixd.server.api.service import _CLAIM_MODES
 from prefixd.server.core.effects import ClaimAnswer, FlightInfo, LookupAnswer, SaveEnded, WriteOrder
-from prefixd.server.core.entries import Entry
-from prefixd.server.core.events import SaveItem
+from prefixd.server.core.entries import EntryState
+from prefixd.server.core.events import KeyToSave
 from tests.support.bare import bare
 from tests.support.columns import Item, StagedPart, columns, staged
 from tests.support.data_client import data_connection
@@ -38,8 +38,8 @@ TIERS = {Tier.RAM, Tier.DISK}
 FLIGHT = FlightInfo("alice", 2_500_000)
 
 
-def entry() -> Entry:
-    return Entry(
+def entry() -> EntryState:
+    return EntryState(
         key=key(1),
         tier=Tier.SHM,
         reason=SaveReason.EVICT,
@@ -227,14 +227,19 @@ def header(*items: Item) -> pb.SaveHeader:
 
 def test_items_are_taken_as_they_are() -> None:
     item = Item(key(1), 12, 3, 4, b"12345678")
-    assert messages.items_of(header(item)) == (SaveItem(key(1), Content(12, 3, 8, 4), b"12345678"),)
+    assert messages.items_of(header(item)) == (
+        KeyToSave(key(1), Content(12, 3, 8, 4), b"12345678"),
+    )
     largest = Item(key(1), limits.MAX_PAYLOAD_BYTES)
     assert messages.items_of(header(largest))[0].content.payload_bytes == limits.MAX_PAYLOAD_BYTES
 
 
 def test_a_column_that_is_left_out_says_nothing() -> None:
     bare = pb.SaveHeader(keys=[key(1), key(2)], payload_bytes=[12, 13])
-    assert messages.items_of(bare) == (SaveItem(key(1), Content(12)), SaveItem(key(2), Content(13)))
+    assert messages.items_of(bare) == (
+        KeyToSave(key(1), Content(12)),
+        KeyToSave(key(2), Content(13)),
+    )
 
 
 @pytest.mark.parametrize("column", ["payload_bytes", "token_counts", "layer_counts", "token_ids"])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from prefixd.client.counters import PATHS, Counters, Missing
+from prefixd.client.counters import PATHS, ClientCounters, Missing
 from prefixd.client.ctl.message_json import label_in
 from prefixd.client.results import Entries, Entry, SaveOutcome
 from prefixd.proto import prefixd_pb2 as pb
@@ -44,8 +44,8 @@ from tests.support.unseen import Unseen
 KEY = Key(bytes(32))
 
 
-def saved(key: Key, tier: Tier = Tier.RAM) -> entries.Entry:
-    return entries.Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+def saved(key: Key, tier: Tier = Tier.RAM) -> entries.EntryState:
+    return entries.EntryState(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
 
 
 def test_client_and_daemon_have_the_same_words() -> None:
@@ -54,7 +54,7 @@ def test_client_and_daemon_have_the_same_words() -> None:
 
 
 def test_what_a_client_counts_arrives() -> None:
-    counters = Counters()
+    counters = ClientCounters()
     entries = Entries([Entry(KEY, tier, Content(100, 10), 0, 1, SaveReason.COLD) for tier in Tier])
     counters.hit(entries, [10, 20, 30], 90)
     counters.miss(MissReason.SLOW, 5)
@@ -212,7 +212,7 @@ def missed(told: pb.Usage) -> dict[tuple[str, int, str], tuple[int, int]]:
     }
 
 
-def report(counters: Counters) -> pb.Usage:
+def report(counters: ClientCounters) -> pb.Usage:
     return check_usage(counters.take_report().message())
 
 
@@ -228,7 +228,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
     ):
         journal.note(what, [saved(key)], 1)
     journal.note(Happening.EVICTED_BY_RESIZE, [saved(gone, Tier.DISK)], 1)
-    counters = Counters()
+    counters = ClientCounters()
     for keys in ([evicted], [deleted], [again], [never], [never, gone], [never, again]):
         counters.miss(MissReason.ABSENT, 10, keys)
     counters.miss(MissReason.SLOW, 7, [evicted])
@@ -251,7 +251,7 @@ def test_the_journal_says_why_what_was_looked_for_is_absent() -> None:
 
 def test_a_miss_is_judged_by_what_was_known_when_it_happened() -> None:
     """It was saved after the look-up, and evicted before the report."""
-    journal, counters = Journal(44 * 100, 1), Counters()
+    journal, counters = Journal(44 * 100, 1), ClientCounters()
     counters.miss(MissReason.ABSENT, 5, [KEY])
     usage = report(counters)
     usage.absent[0].age_ns = 10**6
@@ -268,7 +268,7 @@ def test_what_is_too_old_to_be_known_is_told_from_what_was_never_saved() -> None
     journal.note(Happening.EVICTED_FOR_SAVE, [saved(KEY)], 1)
     for number in range(1, 201):
         journal.note(Happening.SAVED, [saved(Key(number.to_bytes(32, "little")))], 1)
-    counters = Counters()
+    counters = ClientCounters()
     counters.miss(MissReason.ABSENT, 5, [KEY])
     counters.miss(MissReason.ABSENT, 7, [other])
     book = UsageBook().of("m")
@@ -290,7 +290,7 @@ def test_after_a_restart_nothing_is_called_never_saved_at_first(looked_s: int, w
 
 
 def test_what_a_report_has_no_room_for_is_counted_as_not_told() -> None:
-    counters, journal = Counters(), Journal(44 * 100, 1)
+    counters, journal = ClientCounters(), Journal(44 * 100, 1)
     soon: list[bool] = []
     counters.when_many = lambda: soon.append(True)
     for number in range(2 * MAX_TOLD_MISSES):
@@ -315,7 +315,7 @@ def test_a_report_of_an_older_client_still_adds_up() -> None:
 
 def test_tokens_count_only_where_they_are_known() -> None:
     """A look-up of raw keys knows how many tokens it found, but not how many it was for."""
-    counters, entry = Counters(), Entry(KEY, Tier.RAM, Content(9, 4), 0, 1, SaveReason.COLD)
+    counters, entry = ClientCounters(), Entry(KEY, Tier.RAM, Content(9, 4), 0, 1, SaveReason.COLD)
     counters.hit(Entries([entry]), [4])
     counters.looked([Tier.RAM, -1], 3, 0, Missing(MissReason.ABSENT, 0, [KEY]))
     usage = report(counters)

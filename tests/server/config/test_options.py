@@ -6,17 +6,17 @@ import pytest
 from pydantic import ValidationError
 
 from prefixd.proto import limits
-from prefixd.server.config.options import Config, Ram, Sessions
+from prefixd.server.config.options import Config, RamSection, SessionsSection
 from prefixd.server.core.tables import StateConfig
 
 
 def test_a_configuration_does_not_change() -> None:
     with pytest.raises(ValidationError, match="frozen"):
-        Ram.model_validate({}).policy = "fifo"
+        RamSection.model_validate({}).policy = "fifo"
 
 
 def test_the_defaults_of_sessions_are_those_that_clients_know() -> None:
-    sessions = Sessions.model_validate({})
+    sessions = SessionsSection.model_validate({})
     assert sessions.heartbeat_ns == limits.DEFAULT_HEARTBEAT_INTERVAL_MS * 1_000_000
     assert sessions.claim_lease_ns == limits.DEFAULT_CLAIM_LEASE_MS * 1_000_000
     assert sessions.reservation_ttl_ns == limits.DEFAULT_RESERVATION_TTL_MS * 1_000_000
@@ -31,7 +31,7 @@ def test_the_state_gets_what_is_configured() -> None:
     given |= {"max_reservations_per_session": 3, "max_waiters": 4, "max_waited_keys": 5}
     given |= {"max_waited_keys_per_session": 6, "unwritten_ttl": "7s"}
     given |= {"max_pinned_share": 0.25, "max_reserved_share": 0.125}
-    sessions = Sessions.model_validate(given)
+    sessions = SessionsSection.model_validate(given)
     assert sessions.state_config() == StateConfig(
         session_lost_after_ns=2_000_000_000,
         max_sessions=1,

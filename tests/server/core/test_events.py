@@ -16,7 +16,7 @@ from prefixd.server.core import effects, events
 UNIONS = {events: events.Event, effects: effects.Effect | effects.Answer}
 #: Parts of others, which are in no union.
 PARTS = {
-    events: {events.SaveItem},
+    events: {events.KeyToSave},
     effects: {effects.FlightInfo, effects.Closed, effects.OverShare},
 }
 

@@ -14,13 +14,13 @@ import pytest
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.core.journal import Happened, Happening, Journal
 from tests.support.state_driver import Driver, key
 
 
-def saved(key: Key, tier: Tier = Tier.RAM) -> Entry:
-    return Entry(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
+def saved(key: Key, tier: Tier = Tier.RAM) -> EntryState:
+    return EntryState(key, 1, (), tier, SaveReason.COLD, 1, 0, Content(1, 1), 0)
 
 
 def of(journal: Journal, beginning: bytes) -> list[Happened]:

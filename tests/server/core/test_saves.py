@@ -16,7 +16,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.events import SaveItem
+from prefixd.server.core.events import KeyToSave
 from prefixd.server.core.sessions import Stage
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
@@ -43,7 +43,7 @@ def ended(driver: Driver) -> dict[int, SaveStatus]:
 
 def test_an_order_says_all_that_a_writer_needs(driver: Driver) -> None:
     driver.now_ns = 50
-    item = SaveItem(key("a"), Content(4, 3, 8, 2), token_ids=b"12345678")
+    item = KeyToSave(key("a"), Content(4, 3, 8, 2), token_ids=b"12345678")
     answer = driver.ask(
         ev.ReserveAsked(
             driver.request(), 1, Tier.RAM, SaveReason.EVICT, (item,), (), True, 70, 50, 50
@@ -509,7 +509,7 @@ def test_what_an_entry_takes_of_memory() -> None:
     tracemalloc.start()
     for first in range(1, entries, chain):
         items = tuple(
-            SaveItem(Key(os.urandom(32)), Content(int(str(slab_bytes)), int("512")))
+            KeyToSave(Key(os.urandom(32)), Content(int(str(slab_bytes)), int("512")))
             for _ in range(chain)
         )
         reserve = ev.ReserveAsked(

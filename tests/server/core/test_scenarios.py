@@ -20,7 +20,7 @@ from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
-from prefixd.server.core.events import SaveItem
+from prefixd.server.core.events import KeyToSave
 from prefixd.server.core.state import MetaState
 from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
@@ -221,7 +221,7 @@ class Scenario:
                 session,
                 tier,
                 SaveReason[a.options.get("reason", "cold").upper()],
-                tuple(SaveItem(key_of(name), Content(int(size), 1)) for name, size in items),
+                tuple(KeyToSave(key_of(name), Content(int(size), 1)) for name, size in items),
                 tuple(key_of(name) for name in a.options.get("after", "").split(",") if name),
                 begin,
                 a.ns("ttl", "60s"),

@@ -12,9 +12,9 @@ import pytest
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.core.saves import advance
-from prefixd.server.core.sessions import NEXT_STAGE, Reservation, SaveBatch, Signal, Stage
+from prefixd.server.core.sessions import NEXT_STAGE, HeldReservation, SaveBatch, Signal, Stage
 
 #: Rows are stages, columns are signals; `-` cannot happen.
 PROTOCOL = """
@@ -37,8 +37,8 @@ def expected() -> dict[tuple[Stage, Signal], Stage | None]:
     }
 
 
-def reservation(stage: Stage) -> Reservation:
-    entry = Entry(
+def reservation(stage: Stage) -> HeldReservation:
+    entry = EntryState(
         key=Key(bytes(32)),
         stored_bytes=1,
         place=(),
@@ -50,7 +50,7 @@ def reservation(stage: Stage) -> Reservation:
         payload_crc32c=0,
         published=False,
     )
-    return Reservation(
+    return HeldReservation(
         token=1,
         entry=entry,
         session=1,

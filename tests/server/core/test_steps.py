@@ -15,7 +15,7 @@ from prefixd.server.core import effects as an
 from prefixd.server.core import effects as fx
 from prefixd.server.core import events as ev
 from prefixd.server.core import reservations, transition
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.tiers import extents
 from prefixd.tiers.eviction import make_policy
 from prefixd.tiers.ledger import Ledger
@@ -240,7 +240,7 @@ def test_the_chains_of_many_saves_are_used_in_steps(
     refreshed: list[int] = []
     real = transition.Transition.refresh_all
 
-    def counted(self: transition.Transition, entries: Iterable[Entry]) -> None:
+    def counted(self: transition.Transition, entries: Iterable[EntryState]) -> None:
         listed = list(entries)
         refreshed.append(len(listed))
         real(self, listed)

@@ -9,7 +9,7 @@ import pytest
 
 from prefixd.proto.entry import Content
 from prefixd.proto.errors import LimitReached
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core import effects as an
 from prefixd.server.core import events as ev
@@ -202,8 +202,8 @@ def test_a_tier_is_not_made_smaller_than_its_shares() -> None:
     assert isinstance(refused.error, LimitReached)
     assert "ram.shares gives 6 bytes" in str(refused.error)
     assert (ledger.limit_bytes, len(driver.tables.entries)) == (10, 4)
-    for of in Namespace("team-a").stored(map(key, "abcd")):
-        item = ev.SaveItem(of, Content(1, 10))
+    for of in TenantNamespace("team-a").stored(map(key, "abcd")):
+        item = ev.KeyToSave(of, Content(1, 10))
         asked = ev.ReserveAsked(
             driver.request(), alice, Tier.RAM, SaveReason.COLD, (item,), (), True, 100, 0, 0
         )

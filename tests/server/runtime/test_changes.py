@@ -11,15 +11,17 @@ from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.effects import Erase, IndexDelete, IndexPut
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.runtime import changes
 from prefixd.server.runtime.changes import COST_BYTES, ChangeLog, WatchedTooSlowly
 from tests.support.event_loop import in_loop
 from tests.support.running import key, let_others_run
 
 
-def entry(number: int) -> Entry:
-    return Entry(key(number), 1, (), Tier.RAM, SaveReason.COLD, number + 1, 0, Content(1, 1), 0)
+def entry(number: int) -> EntryState:
+    return EntryState(
+        key(number), 1, (), Tier.RAM, SaveReason.COLD, number + 1, 0, Content(1, 1), 0
+    )
 
 
 def put(*numbers: int) -> list[IndexPut]:

@@ -17,8 +17,8 @@ from prefixd.server.runtime.scrubbing import (
     _GIVE_WAY_S,
     MIN_PASS_S,
     SCRUBBED,
-    Pace,
     Scrubber,
+    ScrubPace,
 )
 from prefixd.server.runtime.verification import ENTRY_BYTES
 from tests.contract.faulty import Fault, FaultyStore
@@ -234,7 +234,7 @@ async def test_it_can_be_switched_off_and_does_not_look_at_ram(tmp_path: Path) -
 
 def test_the_pace_is_kept_on_average_and_little_is_caught_up() -> None:
     second = 1_000_000_000
-    pace = Pace(100)
+    pace = ScrubPace(100)
     assert pace.wait_s(100, 10 * second) == 0, "it begins a second late"
     assert pace.wait_s(50, 10 * second) == 0.5
     assert pace.wait_s(50, 10 * second) == 1.0

@@ -11,7 +11,7 @@ import pytest
 
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.core.entries import Entry
+from prefixd.server.core.entries import EntryState
 from prefixd.server.runtime import incoming, verification
 from prefixd.server.runtime.supervision import FAULT_SHOWN_NS
 from prefixd.server.runtime.verification import Reading, Verdict
@@ -26,7 +26,7 @@ SAVED = pb.SAVE_STATUS_SAVED
 TIERS = pytest.mark.parametrize("tier", list(Tier), ids=lambda tier: tier.label)
 
 
-def read_back(store: Store, entry: Entry) -> Verdict:
+def read_back(store: Store, entry: EntryState) -> Verdict:
     ((_, verdict),) = verification._Batch(store, [entry]).go_on(2**30)[1]
     return verdict
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from prefixd.proto.errors import LimitReached
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.server.core.shares import HOST
 from prefixd.server.sharing import delete_log
 from prefixd.server.sharing.delete_log import (
@@ -23,7 +23,7 @@ from prefixd.server.sharing.delete_log import (
     records_of,
 )
 
-TENANT = Namespace("tenant")
+TENANT = TenantNamespace("tenant")
 
 
 def key(number: int) -> Key:
@@ -88,7 +88,7 @@ def test_a_value_counts_if_its_node_had_done_the_last_delete_of_its_key() -> Non
 
 def test_a_namespace_is_deleted_by_the_end_of_its_keys() -> None:
     log = DeleteLog()
-    mine, other = TENANT.stored([key(1)])[0], Namespace("other").stored([key(1)])[0]
+    mine, other = TENANT.stored([key(1)])[0], TenantNamespace("other").stored([key(1)])[0]
     (stamp,) = read(log, deletes(1, namespace="tenant"))
     assert not log.allows(mine, NO_STAMP)
     assert log.allows(mine, stamp)

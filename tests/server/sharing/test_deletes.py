@@ -14,7 +14,7 @@ import pytest
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
-from prefixd.proto.namespaces import Namespace
+from prefixd.proto.namespaces import TenantNamespace
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import Tick
@@ -30,7 +30,7 @@ from tests.support.stores import LogInMemory
 
 PATIENCE_S = 60.0
 CONFIG = SharingConfig(Tier.RAM, WritePolicy.ALL, 3_600_000, 2**20)
-TENANT = Namespace("tenant")
+TENANT = TenantNamespace("tenant")
 ABSENT, PRESENT = pb.PRESENCE_ABSENT, pb.PRESENCE_PRESENT
 
 

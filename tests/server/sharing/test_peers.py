@@ -19,7 +19,7 @@ from prefixd.client.wire.security import Security
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
-from prefixd.server.sharing.peers import DaemonPeer, Pace, PeerStore
+from prefixd.server.sharing.peers import DaemonPeer, PeerStore, ReadTimes
 from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
 from tests.server.sharing.test_two_nodes import (
     evict_all,
@@ -161,7 +161,7 @@ class Meeting:
         self.barrier = threading.Barrier(nodes)
 
     def peer(self, location: str) -> Any:
-        return SimpleNamespace(read=self.read, pace=Pace(), location=location)
+        return SimpleNamespace(read=self.read, pace=ReadTimes(), location=location)
 
     def read(self, wanted: list[Wanted], _deadline_s: float) -> list[Outcome]:
         self.barrier.wait(PATIENCE_S)
@@ -196,7 +196,7 @@ def test_the_last_node_has_all_of_the_time_unless_a_bucket_follows(followed: boo
 
     engine: Any = SimpleNamespace(close=lambda: None)
     with closing(PeerStore(engine, "127.0.0.1:1", Security())) as store:
-        store._peer = lambda _: SimpleNamespace(read=read, pace=Pace())  # type: ignore[assignment,method-assign,return-value]
+        store._peer = lambda _: SimpleNamespace(read=read, pace=ReadTimes())  # type: ignore[assignment,method-assign,return-value]
         store.followed = lambda: followed
         want = read_of(Key(bytes(32)), b"x")
         want = replace(want, entry=replace(want.entry, location="127.0.0.1:2"))
@@ -236,7 +236,7 @@ def test_nothing_is_written_after_a_search_that_failed() -> None:
         written.set()
         return [Outcome.DONE]
 
-    peer: Any = SimpleNamespace(read=read, pace=Pace())
+    peer: Any = SimpleNamespace(read=read, pace=ReadTimes())
     engine: Any = SimpleNamespace(close=lambda: None)
     entries = [
         SharedEntry(Key(bytes(32)), Content(1, 1), 0, location=f"127.0.0.1:{port}")
@@ -261,7 +261,7 @@ def test_a_peer_that_is_closed_meanwhile_is_unavailable() -> None:
 
 
 def test_the_wait_follows_earlier_reads_and_is_half_the_time_at_most() -> None:
-    pace = Pace()
+    pace = ReadTimes()
     assert pace.patience_s(MIB, 1.0) == 0.5, "no read was timed yet"
     for _ in range(64):
         pace.add(MIB, 0.05)

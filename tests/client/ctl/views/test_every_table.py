@@ -21,10 +21,10 @@ from prefixd.client.ctl.views import daemon, lab, live
 from prefixd.client.ctl.views import identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
 from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
-from prefixd.client.ctl.views.top import Board
+from prefixd.client.ctl.views.top import Interval
 from prefixd.client.identity import Dimension, Part, StateIdentity, differences, unrevealed
 from prefixd.client.lab.live import Totals
-from prefixd.client.lab.replayer import Outcome
+from prefixd.client.lab.replayer import RequestOutcome
 from prefixd.client.lab.trace import write_trace
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
@@ -153,8 +153,8 @@ def session(number: int) -> pb.SessionDetail:
     )  # fmt: skip
 
 
-def board() -> Board:
-    made = Board("unix:/run/prefixd/prefixd.sock")
+def board() -> Interval:
+    made = Interval("unix:/run/prefixd/prefixd.sock")
     claim = pb.ClaimDetail(claim_id=MANY, session_id=10**9, owner=OWNER, entries=5, age_ms=10**8)
     for at_s, scale in ((1.0, 4), (3.0, 8)):
         made.take(statistics(scale), [claim], at_s)
@@ -173,7 +173,7 @@ def fleet_board() -> targets.FleetBoard:
 def totals() -> Totals:
     found = Totals(wall_seconds=2.0, rpcs=Counter(Claim=3_000_000, SaveStaged=4_000_000))
     found.add(
-        Outcome(
+        RequestOutcome(
             prompt_tokens=MANY,
             hit_tokens=MANY // 2,
             saves=Counter({status.label: 12_345_678 for status in SaveStatus}),
@@ -335,7 +335,7 @@ def of_daemons() -> dict[str, RenderableType]:
         "stats.namespaces_table": stats_views.namespaces_table(stats.tiers[0]),
         "stats.shared_nodes_table": stats_views.shared_nodes_table(stats.shared_nodes),
         "stats.stats_view": stats_views.stats_view(stats, "unix:/run/prefixd/prefixd.sock"),
-        "top.Board": board().__rich__(),
+        "top.Interval": board().__rich__(),
         "stats.failures_table": stats_views.failures_table(stats.usage[LABEL].failures),
         "stats.labels_table": stats_views.labels_table(stats),
         "stats.missed_table": stats_views.missed_table(stats.usage[LABEL]),

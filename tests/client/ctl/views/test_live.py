@@ -13,7 +13,7 @@ from prefixd.client.ctl.live import run_live
 from prefixd.client.ctl.views import progress
 from prefixd.client.ctl.views.live import figures, totals_view
 from prefixd.client.lab.live import Totals
-from prefixd.client.lab.replayer import LiveOptions, Outcome
+from prefixd.client.lab.replayer import LiveOptions, RequestOutcome
 from prefixd.client.lab.trace import TraceReader, write_trace
 from prefixd.client.lab.workloads import generate
 from tests.support.daemon import private_daemon
@@ -28,7 +28,7 @@ def shown(totals: Totals, width: int = 100) -> str:
 def some() -> Totals:
     totals = Totals(wall_seconds=2.0, rpcs=Counter(Claim=3, Read=0))
     totals.add(
-        Outcome(
+        RequestOutcome(
             prompt_tokens=1000,
             hit_tokens=512,
             hit_blocks=1,
@@ -64,7 +64,7 @@ def test_the_tables_in_the_end(width: int) -> None:
 
 def test_everything_that_went_wrong_is_told() -> None:
     totals = some()
-    totals.add(Outcome(mismatches=["block 5 at 2 has other bytes"], lost_blocks=3))
+    totals.add(RequestOutcome(mismatches=["block 5 at 2 has other bytes"], lost_blocks=3))
     totals.interrupted = totals.gave_up = True
     totals.workers_lost, totals.reconnects, totals.unavailable_requests = 2, 9, 8
     text = shown(totals)

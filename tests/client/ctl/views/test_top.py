@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from prefixd.client.ctl.views.top import Board, quantile_ns
+from prefixd.client.ctl.views.top import Interval, quantile_ns
 from prefixd.proto import prefixd_pb2 as pb
 
 TIER = {
@@ -75,7 +75,7 @@ CLAIM = pb.ClaimDetail(
 )
 
 
-def shown(board: Board, width: int) -> str:
+def shown(board: Interval, width: int) -> str:
     file = io.StringIO()
     Console(file=file, width=width).print(board)
     text = file.getvalue()
@@ -85,7 +85,7 @@ def shown(board: Board, width: int) -> str:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
 def test_all_of_it_is_there_at_every_width(width: int) -> None:
-    board = Board("unix:/run/prefixd/prefixd.sock")
+    board = Interval("unix:/run/prefixd/prefixd.sock")
     board.take(sample(1), [], 10.0)
     board.take(sample(3), [CLAIM], 14.0)
     text = shown(board, width)
@@ -101,7 +101,7 @@ def test_all_of_it_is_there_at_every_width(width: int) -> None:
 
 
 def test_restores_are_those_in_between() -> None:
-    board = Board("x")
+    board = Interval("x")
     board.take(sample(1), [], 10.0)
     board.take(sample(3), [], 14.0)
     between = board.between().usage["llama-3-70b"]
@@ -110,7 +110,7 @@ def test_restores_are_those_in_between() -> None:
 
 
 def test_before_the_second_sample_rates_are_averages_since_the_start() -> None:
-    board = Board("x")
+    board = Interval("x")
     for incarnation in (b"1", b"2"):  # a daemon that was restarted counts from zero
         first = sample(1, incarnation)
         first.uptime_ms = 2_000
@@ -134,14 +134,14 @@ def test_before_the_second_sample_rates_are_averages_since_the_start() -> None:
 
 
 def test_two_samples_of_one_moment_have_no_rates() -> None:
-    board = Board("x")
+    board = Interval("x")
     board.take(sample(1), [], 10.0)
     board.take(sample(3), [], 10.0)
     assert "0 look-ups/s" in shown(board, 100)
 
 
 def test_the_tiers_in_one_line() -> None:
-    board = Board("x")
+    board = Interval("x")
     assert board.tiers_line() == ""
     board.take(sample(1), [], 1.0)
     assert board.tiers_line() == "ram 50.0 % full, 100 hits, 0 evicted"
@@ -151,7 +151,7 @@ def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
     first, second = sample(1), sample(3)
     for each in (first, second):
         each.usage["team-a"].CopyFrom(pb.Usage())
-    board = Board("x")
+    board = Interval("x")
     board.take(first, [], 10.0)
     board.take(second, [], 14.0)
     text = shown(board, 100)
@@ -160,7 +160,7 @@ def test_labels_that_nothing_was_counted_under_are_not_shown() -> None:
 
 
 def test_an_empty_daemon() -> None:
-    board = Board("x")
+    board = Interval("x")
     board.take(pb.StatsResponse(incarnation=b"1"), [], 1.0)
     assert "nothing was timed" in shown(board, 80)
 
@@ -190,7 +190,7 @@ def test_what_is_shared_is_shown_where_anything_is() -> None:
         stats.shared_nodes.add(name="10.0.0.2:6379", state=state, why="it missed 3 deadlines")
         return stats
 
-    board = Board("unix:/x")
+    board = Interval("unix:/x")
     board.take(sample(1), [], 10.0)
     assert "brought" not in shown(board, 200)
     board.take(shared(1, pb.SHARED_NODE_STATE_RESTING), [], 12.0)
