@@ -19,8 +19,8 @@ from ..tiers.extents import ExtentAllocator
 from ..tiers.file_calls import CallsApart
 from ..tiers.files import HERE
 from ..tiers.ledger import Ledger
-from ..tiers.shares import NamespaceShare
 from ..tiers.store import Store
+from ..tiers.tier_shares import NamespaceShare
 from .config.budgets import Plan, TierPlan
 from .config.machine import make_source
 from .config.options import Config
@@ -32,9 +32,9 @@ from .runtime.loop import Core
 from .runtime.pressure import Pressure, Watermarks
 from .runtime.process_memory import give_back_free_heap
 from .runtime.staging import StagingPool
-from .sharing.link import SharingConfig, WritePolicy
+from .sharing.engine_link import SharingConfig, WritePolicy
+from .sharing.engine_store import SharedStore
 from .sharing.sharing import Sharing
-from .sharing.store import SharedStore
 
 if TYPE_CHECKING:
     from .sharing.object_store import ObjectStore

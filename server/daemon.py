@@ -27,7 +27,7 @@ from . import assembly, preflight
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
-from .api.sessions import ServiceConfig
+from .api.session_streams import ServiceConfig
 from .config.budgets import Plan
 from .config.loading import load_config, load_plan
 from .config.options import Config

@@ -30,7 +30,7 @@ settings.load_profile("long" if LONG else "prefixd")
 #: try thousands of steps, or kill, stop and flood daemons of their own.
 SLOW = (
     "bench",
-    "client/lab/test_live.py",
+    "client/lab/test_live_replay.py",
     "client/local/test_fast_path_crowd.py",
     "client/test_eight_workers.py",
     "client/test_misses_add_up.py",

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from prefixd.client import Client, Reservation, ReserveItem, Tier
-from prefixd.client.lab.live import LiveOptions, LiveReplay
+from prefixd.client.lab.live_replay import LiveOptions, LiveReplay
 from prefixd.client.lab.workloads import generate
 from prefixd.proto.keys import Key
 from tests.support.certificates import Authority

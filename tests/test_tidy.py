@@ -72,7 +72,7 @@ PURE = [
     "tiers/extents.py",
     "tiers/eviction/*.py",
     # What the proxy before llama-server decides, apart from its I/O.
-    "client/llama_server/arguments.py",
+    "client/llama_server/command_line.py",
     "client/llama_server/requests.py",
     "client/llama_server/slot_file.py",
     "client/llama_server/slots.py",
@@ -342,6 +342,33 @@ def test_every_module_says_what_it_is_for() -> None:
         for path in (*modules(), *files_of_tests())
         if not begins.match(path.read_text())
     )
+
+
+def side(path: Path) -> str:
+    """Modules of one name may be the client's and the daemon's part of a subject, a group of
+    commands and what draws it, or the `main` of two programs."""
+    folder = str(path.relative_to(ROOT).parent)
+    for part in ("client/ctl/views", "client/ctl", "client", "proto"):
+        if folder.startswith(part):
+            return part
+    return "daemon"
+
+
+def test_each_module_has_a_name_of_its_own_on_its_side() -> None:
+    places: dict[tuple[str, str], list[str]] = {}
+    for path in modules():
+        if path.stem not in ("__init__", "__main__"):
+            places.setdefault((side(path), path.stem), []).append(name(path))
+    none(", ".join(found) for found in places.values() if len(found) > 1)
+
+
+def test_each_class_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for path in modules():
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name(path))
+    none(f"{one}: {', '.join(found)}" for one, found in places.items() if len(found) > 1)
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from ..proto.vocabulary import Tier
 from .eviction.base import EvictionPolicy, Rehearsal
 from .extents import MAX_EXTENTS, ExtentAllocator
 from .order import Order, Recency, Resident, order_by
-from .shares import NamespaceShare, SharesRehearsal, TierRoom, TierShares
 from .store import Location
+from .tier_shares import NamespaceShare, SharesRehearsal, TierRoom, TierShares
 
 
 class Admission(Enum):

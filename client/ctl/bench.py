@@ -13,10 +13,10 @@ from typing import IO, TYPE_CHECKING, Annotated, Final, cast
 import typer
 
 from .command import Ctl, make_console, parse_size, versioned
-from .files import STDOUT, ForceOption, cannot_write, check_new, opened
+from .output_files import STDOUT, ForceOption, cannot_write, check_new, opened
 
 if TYPE_CHECKING:
-    from ..bench.report import Rows, TextTable
+    from ..bench.bench_report import Rows, TextTable
     from ..bench.run import BenchPlan, Note
     from ..bench.samples import Row
     from .private import PrivateDaemon
@@ -92,7 +92,7 @@ def bench(
     running daemon instead; what is saved there evicts other entries, and stays
     until it is evicted itself.
     """
-    from ..bench.report import Rows, read_rows, tables
+    from ..bench.bench_report import Rows, read_rows, tables
 
     *sizes, largest = _sizes(block_bytes)
     plan = _plan(ctl, parts, batches, largest, repeats, verify, clients, pinned)
@@ -273,8 +273,8 @@ def _notes() -> Iterator[Note]:
 def _show(
     found: list[TextTable], plan: BenchPlan, rows: list[Row], peers: Rows, markdown: bool
 ) -> None:
-    from ..bench.report import as_markdown
-    from .views.tables import make_table
+    from ..bench.bench_report import as_markdown
+    from .views.text_tables import make_table
 
     conditions = (
         f"medians of {plan.repeats} samples or more, by turns; CRC32C checked: {plan.verify}"

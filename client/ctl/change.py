@@ -50,7 +50,7 @@ def evict(
     Never evicts entries in use. Exits 1 when less than SIZE could be freed.
     """
     from ...proto.vocabulary import Tier, label_of
-    from .views.daemon import evicted_table
+    from .views.operators import evicted_table
 
     if bool(tier) == all_tiers:
         fail("say which --tier, or --all-tiers", ExitCode.BAD_INPUT)
@@ -137,7 +137,7 @@ def clear(
     stay because they are being read.
     """
     from .message_json import as_dict
-    from .views.daemon import cleared_view
+    from .views.operators import cleared_view
 
     tiers = chosen(tier)
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
@@ -151,7 +151,7 @@ def clear(
 
 def _ask_whether_to_clear(daemon: AdminConnection, namespace: str, tiers: list[Tier]) -> None:
     """Exits unless the user wants it."""
-    from .views.tables import size
+    from .views.text_tables import size
 
     if not sys.stdin.isatty():
         fail("clear destroys entries: say --yes, or see with --dry-run", ExitCode.BAD_INPUT)
@@ -163,7 +163,7 @@ def _ask_whether_to_clear(daemon: AdminConnection, namespace: str, tiers: list[T
 
 def gc(ctl: Ctl) -> None:
     """Release expired claims and reservations; drop records and index rows without an entry."""
-    from .views.daemon import gc_table
+    from .views.operators import gc_table
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.gc()
@@ -201,7 +201,7 @@ def drain(
     The daemon stays drained until --resume, and tells probes and /readyz so. Clients can still read
     in place what lies in its memory. Exits 1 when something is still held after TIME.
     """
-    from .views.daemon import drained_view
+    from .views.operators import drained_view
 
     if stop and resume:
         fail("say --stop or --resume, not both", ExitCode.BAD_INPUT)
@@ -251,7 +251,7 @@ def resize(
     small for them is refused. Write the size into the configuration, too: config diff shows what
     differs.
     """
-    from .views.daemon import resized_view
+    from .views.operators import resized_view
 
     with ctl.connect(LONG_TIMEOUT_S) as daemon:
         response = daemon.resize(tier, budget)
@@ -289,7 +289,7 @@ def reload(ctl: Ctl) -> None:
 
 
 def _show_changed(ctl: Ctl, response: pb.ConfigureResponse, live: str) -> None:
-    from .views.daemon import changed_table
+    from .views.operators import changed_table
 
     if ctl.as_json:
         print_json({"changed": list(response.changed), "warnings": list(response.warnings)})

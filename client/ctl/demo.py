@@ -17,16 +17,16 @@ from rich.text import Text
 from ...proto import prefixd_pb2 as pb
 from ...proto.units import format_bytes, parse_bytes
 from ...proto.vocabulary import Tier, label_of
-from ..lab.live import LiveReplay, Totals
+from ..lab.live_replay import LiveReplay, Totals
 from ..lab.replayer import LiveOptions
 from ..lab.workloads import generate
 from .connection import AdminConnection
 from .private import PrivateDaemon, temporary_directories, unwound_by_signals
-from .views.daemon import check_view, verify_view
 from .views.live import figures, mismatch_line, troubles
+from .views.operators import check_view, verify_view
 from .views.progress import live_view
 from .views.stats import activity_table
-from .views.tables import size
+from .views.text_tables import size
 from .views.top import Interval
 
 #: So small that every tier has to evict.

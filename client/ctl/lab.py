@@ -16,7 +16,15 @@ import typer
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from .command import Ctl, size_option
 from .failures import ExitCode, bad_input, fail
-from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
+from .output_files import (
+    STDOUT,
+    ForceOption,
+    OutputOption,
+    check_new,
+    show_result,
+    warn,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from ..lab.trace import RequestReader, TraceColumns
@@ -208,7 +216,7 @@ def convert(
     """
     from ..lab.analyze import Analyzer
     from ..lab.convert import Converter
-    from ..lab.records import ConvertOptions
+    from ..lab.request_parts import ConvertOptions
     from ..lab.trace import write_trace
     from .views.lab import written
     from .views.progress import reading

@@ -26,11 +26,11 @@ from .command import (
     time_option,
 )
 from .failures import ExitCode, bad_input, exit_if
-from .files import ForceOption, OutputOption, check_new, show_result, warn
+from .output_files import ForceOption, OutputOption, check_new, show_result, warn
 
 if TYPE_CHECKING:
     from ...proto import prefixd_pb2 as pb
-    from ..lab.live import Totals
+    from ..lab.live_replay import Totals
     from ..lab.replayer import LiveOptions
     from ..lab.trace import TraceReader
     from .connection import AdminConnection
@@ -169,7 +169,7 @@ def run_live(reader: TraceReader, options: LiveOptions) -> Totals:
     """Replay with a progress bar on standard error, if that is a terminal."""
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-    from ..lab.live import LiveReplay
+    from ..lab.live_replay import LiveReplay
     from .views.live import figures
     from .views.progress import bar_of
 

@@ -29,7 +29,7 @@ from .command import (
     time_option,
 )
 from .failures import ExitCode, exit_if, fail
-from .files import STDOUT
+from .output_files import STDOUT
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -59,7 +59,7 @@ def stats(
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
     from . import targets
-    from .views.daemon import counters_table
+    from .views.operators import counters_table
     from .views.stats import stats_view
 
     if ctl.targets:
@@ -177,7 +177,7 @@ def check(ctl: Ctl) -> None:
     Exits 1 when something is wrong. Does not read the payloads; verify does.
     """
     from . import targets
-    from .views.daemon import check_view
+    from .views.operators import check_view
 
     if ctl.targets:
         targets.check(ctl, LONG_TIMEOUT_S)
@@ -194,7 +194,7 @@ def verify(ctl: Ctl, tier: TiersOption = None) -> None:
     Exits 1 when something is wrong. Ctrl-C stops it, in the daemon too.
     """
     from ...proto import prefixd_pb2 as pb
-    from .views.daemon import verified_so_far, verify_view
+    from .views.operators import verified_so_far, verify_view
     from .views.progress import permille_bar
 
     found = pb.VerifyResponse()
@@ -238,7 +238,7 @@ def ls(
 
 def _tables(tier: Tier, entries: Iterator[pb.EntryDetail], count: int) -> Iterator[RenderableType]:
     """What `ls` shows of a tier to people. `count`: how many entries it has."""
-    from .views.daemon import entries_table
+    from .views.operators import entries_table
 
     first = 1
     page = list(islice(entries, TABLE_ROWS))
@@ -294,8 +294,8 @@ def inspect(
 def _entry_and_identity(response: pb.InspectResponse, *, verify: bool) -> RenderableType:
     from rich.console import Group
 
-    from .views.daemon import entry_view
-    from .views.identity import saver_view
+    from .views.model_identity import saver_view
+    from .views.operators import entry_view
 
     entry = entry_view(response, time.time_ns(), verify=verify)
     if not response.identities:
@@ -346,7 +346,7 @@ def why(
 
     The daemon remembers the latest events since its start, as many as server.journal allows.
     """
-    from .views.daemon import why_view
+    from .views.operators import why_view
 
     text = key.strip().lower()
     if not _BEGINNING.fullmatch(text):
@@ -375,7 +375,7 @@ def preview(
 
     Changes nothing. Exits 1 when they could not be admitted now.
     """
-    from .views.daemon import preview_view
+    from .views.operators import preview_view
 
     with ctl.connect() as daemon:
         response = daemon.preview(tier, payload, entries, namespace)
@@ -388,7 +388,7 @@ def preview(
 
 def claims(ctl: Ctl) -> None:
     """List who holds entries, since when, and for how much longer."""
-    from .views.daemon import claims_table
+    from .views.operators import claims_table
 
     with ctl.connect() as daemon:
         ctl.show_list("claims", daemon.all_claims(), claims_table)
@@ -396,7 +396,7 @@ def claims(ctl: Ctl) -> None:
 
 def reservations(ctl: Ctl) -> None:
     """List saves that are not published yet, and their stage."""
-    from .views.daemon import reservations_table
+    from .views.operators import reservations_table
 
     with ctl.connect() as daemon:
         ctl.show_list("reservations", daemon.all_reservations(), reservations_table)
@@ -411,7 +411,7 @@ def sessions(
     Rates are averages since a session was opened or, with --every, between the two samples.
     """
     from .message_json import as_dict
-    from .views.daemon import session_rates, sessions_table
+    from .views.operators import session_rates, sessions_table
 
     before: Sequence[pb.SessionDetail] = ()
     between_s = 0.0
@@ -448,7 +448,7 @@ def identity(
     equal. With one it shows its dimensions. With two it says in which dimensions they differ, and
     exits 1 if they do.
     """
-    from .views.identity import differences_view, identities_table, identity_view
+    from .views.model_identity import differences_view, identities_table, identity_view
 
     if one is None:
         with ctl.connect() as daemon:

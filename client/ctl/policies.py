@@ -10,7 +10,15 @@ import typer
 from . import lab
 from .command import Ctl, size_option, time_option
 from .failures import bad_input
-from .files import STDOUT, ForceOption, OutputOption, check_new, show_result, warn, write_text
+from .output_files import (
+    STDOUT,
+    ForceOption,
+    OutputOption,
+    check_new,
+    show_result,
+    warn,
+    write_text,
+)
 
 if TYPE_CHECKING:
     from ..lab.breakdown import Prices

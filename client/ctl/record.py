@@ -16,7 +16,7 @@ import typer
 from . import lab
 from .command import Ctl, size_option, time_option
 from .failures import bad_input, exit_if
-from .files import STDOUT, ForceOption, show_result, warn
+from .output_files import STDOUT, ForceOption, show_result, warn
 
 if TYPE_CHECKING:
     from ...proto.errors import PrefixdError

@@ -23,10 +23,10 @@ from ...proto.vocabulary import Tier, label_of
 from .command import DEFAULT_TIMEOUT_S, Ctl, make_console
 from .connection import AdminConnection
 from .failures import ExitCode, exit_if
-from .views.daemon import check_view
+from .views.operators import check_view
 from .views.progress import live_view
 from .views.stats import health_text, hit_tokens, notice_lines, tokens_line, total_usage
-from .views.tables import make_table, percent, size, used_bytes
+from .views.text_tables import make_table, percent, size, used_bytes
 from .views.top import Interval, Rates
 
 R = TypeVar("R")

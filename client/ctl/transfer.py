@@ -28,7 +28,7 @@ from ...proto.trust import why_no_source
 from ...proto.vocabulary import Tier
 from .command import LONG_TIMEOUT_S, Ctl, DiskTierOption
 from .failures import ExitCode, exit_if, fail
-from .files import STDOUT
+from .output_files import STDOUT
 
 if TYPE_CHECKING:
     from ..client import Client
@@ -69,7 +69,7 @@ class Moved:
         }
 
     def sentence(self, done: str) -> str:
-        from .views.tables import size
+        from .views.text_tables import size
 
         rest = "".join(f", {count:,} {why}" for why, count in sorted(self.others.items()))
         return f"{self.entries:,} entries ({size(self.payload_bytes)}) {done}{rest}"

@@ -37,7 +37,7 @@ from pathlib import Path
 
 from .formats import FileState, check_head, prompts
 from .inference import BlockSize, TimeSpan, time_unit
-from .records import MS_PER_UNIT, ConvertOptions, Moment, Prompt
+from .request_parts import MS_PER_UNIT, ConvertOptions, Moment, Prompt
 from .trace import Request, RequestReader
 from .trace_file import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name, input_files
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from . import records
-from .records import ConvertOptions, Moment, Prompt, Record, Scope
+from . import request_parts
+from .request_parts import ConvertOptions, Moment, Prompt, Record, Scope
 from .trace_file import TraceError
 
 #: A reader of one record, which may have any number of prompts.
@@ -69,7 +69,7 @@ class Format:
 def recognise(record: object) -> Format:
     """The format of a record. Raises ValueError if it has none."""
     if not isinstance(record, dict):
-        raise ValueError(f"the record is not a JSON object: {records.quoted(record)}")
+        raise ValueError(f"the record is not a JSON object: {request_parts.quoted(record)}")
     for row in FORMATS:
         if row.fits(record):
             return row
@@ -143,20 +143,22 @@ def check_head(path: str, head: bytes) -> None:
 def _with(prompt: Prompt, record: Record, state: FileState, unit: str | None, extra: str = "",
           model: str = "") -> Prompt:  # fmt: skip
     """Add time and scope."""
-    prompt.at = prompt.at or records.moment(record, unit)
-    scope = records.scope_of(record, extra + (state.scope if prompt.has_ids else ""))
+    prompt.at = prompt.at or request_parts.moment(record, unit)
+    scope = request_parts.scope_of(record, extra + (state.scope if prompt.has_ids else ""))
     prompt.scope = Scope(model, scope.tenant, scope.rest) if model else scope
     return prompt
 
 
 def _ids(record: Record, state: FileState, ids: str = "hash_ids", size: str = "block_size",
          unit: str | None = "ms") -> list[Prompt]:  # fmt: skip
-    prompt = records.hash_prompt(record.get(ids), ids, records.given_input_length(record))
+    prompt = request_parts.hash_prompt(
+        record.get(ids), ids, request_parts.given_input_length(record)
+    )
     stated = record.get(size, state.block_tokens)
     if stated is not None:
-        stated = records.stated_size(size, stated)
+        stated = request_parts.stated_size(size, stated)
     prompt.source_block_tokens = stated
-    prompt.output_length = records.output_length(record, state.options)
+    prompt.output_length = request_parts.output_length(record, state.options)
     session = str(record.get("session_id", "")) if state.local_ids else ""
     return [_with(prompt, record, state, unit, session)]
 
@@ -182,7 +184,7 @@ def _lmcache(record: Record, state: FileState) -> list[Prompt]:
 
 def _agentic_header(record: Record, state: FileState) -> list[Prompt]:
     if record.get("block_size") is not None:
-        state.block_tokens = records.stated_size("block_size", record["block_size"])
+        state.block_tokens = request_parts.stated_size("block_size", record["block_size"])
     state.local_ids = record.get("hash_id_scope") == "local"
     return []
 
@@ -193,7 +195,7 @@ def _agentic(record: Record, state: FileState) -> list[Prompt]:
     found = _ids(record, state)
     waits = record.get("wait_for") or []
     if not isinstance(waits, list):
-        raise ValueError(f"wait_for is not a list of requests: {records.quoted(waits)}")
+        raise ValueError(f"wait_for is not a list of requests: {request_parts.quoted(waits)}")
     (prompt,) = found
     before = f"the last of {record.get('session_id')}"
     if prompt.at is None and not waits and before in state.arrivals_ms:
@@ -202,7 +204,7 @@ def _agentic(record: Record, state: FileState) -> list[Prompt]:
         unknown = [name for name in waits if str(name) not in state.arrivals_ms]
         if unknown:
             raise ValueError(f"wait_for names a request that did not come before: {unknown[0]!r}")
-        delay = records.moment({"t": record.get("delay") or 0})
+        delay = request_parts.moment({"t": record.get("delay") or 0})
         assert delay is not None
         at_ms = max(state.arrivals_ms[str(name)] for name in waits) + delay.value
         prompt.at = Moment(at_ms, None, "ms")
@@ -226,9 +228,9 @@ def _dynamo(record: Record, state: FileState) -> list[Prompt]:
     merged = {**request, **replay}
     found = _ids(merged, state, "input_sequence_hashes", "trace_block_size")
     if request.get("request_received_ms") is not None:
-        at = records.moment({"t_ms": request["request_received_ms"]})
+        at = request_parts.moment({"t_ms": request["request_received_ms"]})
     else:
-        at = records.moment({"t_ms": record.get("event_time_unix_ms")})
+        at = request_parts.moment({"t_ms": record.get("event_time_unix_ms")})
     found[0].at = at
     return found
 
@@ -241,26 +243,26 @@ def _weka(record: Record, state: FileState) -> list[Prompt]:
 
     def add(requests: object, start: float) -> None:
         if not isinstance(requests, list):
-            raise ValueError(f"requests is not a list: {records.quoted(requests)}")
+            raise ValueError(f"requests is not a list: {request_parts.quoted(requests)}")
         for request in requests:
             if not isinstance(request, dict):
                 raise ValueError(f"requests has something in it that is no request: "
-                                 f"{records.quoted(request)}")  # fmt: skip
-            at = records.moment({"t": request.get("t") or 0})
+                                 f"{request_parts.quoted(request)}")  # fmt: skip
+            at = request_parts.moment({"t": request.get("t") or 0})
             assert at is not None
-            at_s = at.value * records.MS_PER_UNIT[at.unit or "s"] / 1000
+            at_s = at.value * request_parts.MS_PER_UNIT[at.unit or "s"] / 1000
             if "requests" in request:
                 add(request["requests"], start + at_s)
                 continue
             if "hash_ids" not in request:
                 continue  # a step that asks no model
-            prompt = records.hash_prompt(
-                request["hash_ids"], "hash_ids", records.given_input_length(request)
+            prompt = request_parts.hash_prompt(
+                request["hash_ids"], "hash_ids", request_parts.given_input_length(request)
             )
             stated = request.get("block_size", record.get("block_size"))
             if stated is not None:
-                prompt.source_block_tokens = records.stated_size("block_size", stated)
-            prompt.output_length = records.output_length(request, state.options)
+                prompt.source_block_tokens = request_parts.stated_size("block_size", stated)
+            prompt.output_length = request_parts.output_length(request, state.options)
             prompt.at = Moment(start + at_s, "s")
             found.append(_with(prompt, {**record, **request}, state, "s", session))
 
@@ -273,19 +275,19 @@ def _weka(record: Record, state: FileState) -> list[Prompt]:
 
 
 def _tokens(record: Record, state: FileState) -> list[Prompt]:
-    name = next(n for n in records.TOKEN_FIELDS if isinstance(record.get(n), list))
-    return _counted(records.token_prompt(record[name], name, state.options), record, state)
+    name = next(n for n in request_parts.TOKEN_FIELDS if isinstance(record.get(n), list))
+    return _counted(request_parts.token_prompt(record[name], name, state.options), record, state)
 
 
 def _counted(prompt: Prompt, record: Record, state: FileState, unit: str | None = None
              ) -> list[Prompt]:  # fmt: skip
     """Add what the record says beside its prompt."""
     if prompt.kind == b"text":
-        given = records.given_input_length(record)
+        given = request_parts.given_input_length(record)
         if given is not None:
             prompt.input_length, prompt.text_bytes = given, len(prompt.data)
     if prompt.output_length is None:
-        prompt.output_length = records.output_length(record, state.options)
+        prompt.output_length = request_parts.output_length(record, state.options)
     return [_with(prompt, record, state, unit)]
 
 
@@ -299,12 +301,12 @@ def _chat(record: Record, state: FileState) -> list[Prompt]:
     if isinstance(metadata, dict) and "tenant" not in record:
         team = metadata.get("user_api_key_team_id") or metadata.get("user_api_key_org_id")
         record = {**record, "tenant": team} if team else record
-    return _counted(records.chat_prompt(record, state.options), record, state)
+    return _counted(request_parts.chat_prompt(record, state.options), record, state)
 
 
 def _aiperf(record: Record, state: FileState) -> list[Prompt]:
     if "messages" in record:
-        prompt = records.chat_prompt(record, state.options)
+        prompt = request_parts.chat_prompt(record, state.options)
     else:
         prompt = _text(record, "text_input", state)
     return _counted(prompt, record, state, "ms")
@@ -313,15 +315,15 @@ def _aiperf(record: Record, state: FileState) -> list[Prompt]:
 def _text(record: Record, name: str, state: FileState) -> Prompt:
     value = record[name]
     if not isinstance(value, str):
-        raise ValueError(f"{name} is no text: {records.quoted(value)}")
-    return records.text_prompt(value.encode(errors="surrogatepass"), state.options)
+        raise ValueError(f"{name} is no text: {request_parts.quoted(value)}")
+    return request_parts.text_prompt(value.encode(errors="surrogatepass"), state.options)
 
 
 def _responses(record: Record, state: FileState) -> list[Prompt]:
     if record.get("previous_response_id"):
         state.notes["requests that name a previous response miss what came before it: their "
                     "prompts are longer than this says"] = None  # fmt: skip
-    return _counted(records.responses_prompt(record, state.options), record, state)
+    return _counted(request_parts.responses_prompt(record, state.options), record, state)
 
 
 _ENVELOPES = ("body", "request_body", "requestBody", "request", "proxy_server_request", "kwargs")
@@ -353,7 +355,7 @@ def _envelope(record: Record, state: FileState) -> list[Prompt]:
 
 def _dialogue(record: Record, state: FileState) -> list[Prompt]:
     name = "conversations" if "conversations" in record else "conversation"
-    found = records.dialogue_prompts(record[name], name, state.options)
+    found = request_parts.dialogue_prompts(record[name], name, state.options)
     return _together(found, record, state)
 
 
@@ -368,31 +370,33 @@ def _together(found: list[Prompt], record: Record, state: FileState) -> list[Pro
 
 
 def _turns(record: Record, state: FileState) -> list[Prompt]:
-    found = records.turn_prompts(record["turns"], state.options)
+    found = request_parts.turn_prompts(record["turns"], state.options)
     for prompt in found:
-        prompt.output_length = records.output_length(record, state.options)
+        prompt.output_length = request_parts.output_length(record, state.options)
     return _together(found, record, state)
 
 
 def _plain(record: Record, state: FileState) -> list[Prompt]:
-    name = next(n for n in records.TEXT_FIELDS if n in record)
+    name = next(n for n in request_parts.TEXT_FIELDS if n in record)
     value = record[name]
     found: list[Prompt]
     if isinstance(value, str):
         return _counted(_text(record, name, state), record, state)
     if isinstance(value, list) and value and all(isinstance(part, str) for part in value):
         # Several prompts in one call of a completions API.
-        found = [records.text_prompt(part.encode(errors="surrogatepass"), state.options)
+        found = [request_parts.text_prompt(part.encode(errors="surrogatepass"), state.options)
                  for part in value]  # fmt: skip
     elif isinstance(value, list) and len(value) > 1 and all(isinstance(p, list) for p in value):
-        found = [records.token_prompt(part, name, state.options) for part in value]
+        found = [request_parts.token_prompt(part, name, state.options) for part in value]
     elif isinstance(value, list):
-        return _counted(records.token_prompt(value, name, state.options), record, state)
+        return _counted(request_parts.token_prompt(value, name, state.options), record, state)
     else:
-        raise ValueError(f"{name} is no text and no list of token ids: {records.quoted(value)}")
+        raise ValueError(
+            f"{name} is no text and no list of token ids: {request_parts.quoted(value)}"
+        )
     for prompt in found:
         # Lengths in the record are those of all its prompts together.
-        prompt.output_length = records.output_length(record, state.options)
+        prompt.output_length = request_parts.output_length(record, state.options)
         _with(prompt, record, state, None)
     return found
 
@@ -416,13 +420,17 @@ class _KvEvents:
         """Take one event."""
         blocks, parent = event.get("block_hashes"), event.get("parent_block_hash")
         if not isinstance(blocks, list) or not blocks:
-            raise ValueError(f"block_hashes is not a list of blocks: {records.quoted(blocks)}")
-        size = records.stated_size("block_size", event.get("block_size"))
+            raise ValueError(
+                f"block_hashes is not a list of blocks: {request_parts.quoted(blocks)}"
+            )
+        size = request_parts.stated_size("block_size", event.get("block_size"))
         for block in blocks:
             if type(block) not in (int, str):
-                raise ValueError(f"block_hashes has no block hash in it: {records.quoted(block)}")
+                raise ValueError(
+                    f"block_hashes has no block hash in it: {request_parts.quoted(block)}"
+                )
         if parent is not None and type(parent) not in (int, str):
-            raise ValueError(f"parent_block_hash is no block hash: {records.quoted(parent)}")
+            raise ValueError(f"parent_block_hash is no block hash: {request_parts.quoted(parent)}")
         number = self._ends.pop(parent, None) if parent is not None else None
         before = parent
         for block in blocks:
@@ -431,7 +439,7 @@ class _KvEvents:
         if number is None:
             number = len(self._requests)
             chain = self._chain(parent) + blocks
-            self._requests.append((chain, size, at, records.scope_of(event)))
+            self._requests.append((chain, size, at, request_parts.scope_of(event)))
         else:
             self._requests[number][0].extend(blocks)
         self._ends[blocks[-1]] = number
@@ -448,7 +456,7 @@ class _KvEvents:
     def prompts(self) -> list[Prompt]:
         found = []
         for chain, size, at, scope in self._requests:
-            prompt = records.hash_prompt(chain, "block_hashes", len(chain) * size)
+            prompt = request_parts.hash_prompt(chain, "block_hashes", len(chain) * size)
             prompt.source_block_tokens, prompt.at, prompt.scope = size, at, scope
             found.append(prompt)
         return found
@@ -457,7 +465,7 @@ class _KvEvents:
 def _batch_of_events(batch: Sequence[Any]) -> Record:
     """vLLM's events as it sends them: [time, [event, ...], rank]."""
     if len(batch) < 2 or not isinstance(batch[1], list):
-        raise ValueError(f"the record is not a JSON object: {records.quoted(list(batch))}")
+        raise ValueError(f"the record is not a JSON object: {request_parts.quoted(list(batch))}")
     return {"ts": batch[0], "events": batch[1]}
 
 
@@ -467,7 +475,7 @@ _EVENT_FIELDS = ("block_hashes", "parent_block_hash", "token_ids", "block_size",
 def _kv_events(record: Record, state: FileState) -> list[Prompt]:
     events = record.get("events", [record])
     if not isinstance(events, list):
-        raise ValueError(f"events is not a list: {records.quoted(events)}")
+        raise ValueError(f"events is not a list: {request_parts.quoted(events)}")
     state.kv_events = state.kv_events or _KvEvents()
     state.notes["a stream of KV events shows the blocks that were stored, and no request that found "
                 "all its blocks: the requests and the hits are a lower bound"] = None  # fmt: skip
@@ -475,10 +483,10 @@ def _kv_events(record: Record, state: FileState) -> list[Prompt]:
         if isinstance(event, list) and event:
             event = {"type": event[0], **dict(zip(_EVENT_FIELDS, event[1:], strict=False))}
         if not isinstance(event, dict):
-            raise ValueError(f"an event is not a JSON object: {records.quoted(event)}")
+            raise ValueError(f"an event is not a JSON object: {request_parts.quoted(event)}")
         kind = event.get("type", event.get("event_type", "BlockStored"))
         if kind in ("BlockStored", "stored"):
-            state.kv_events.stored(event, records.moment({**record, **event}, "s"))
+            state.kv_events.stored(event, request_parts.moment({**record, **event}, "s"))
     return []
 
 
@@ -496,7 +504,7 @@ def _has_turns_of_text(record: Record) -> bool:
 
 
 def _has_token_list(record: Record) -> bool:
-    return any(isinstance(record.get(name), list) for name in records.TOKEN_FIELDS)
+    return any(isinstance(record.get(name), list) for name in request_parts.TOKEN_FIELDS)
 
 
 def _is_responses(record: Record) -> bool:
@@ -579,7 +587,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "token-ids", "token ids: vLLM's and SGLang's token traces and dumps",
-        records.TOKEN_FIELDS, _tokens, None,
+        request_parts.TOKEN_FIELDS, _tokens, None,
         '{"prompt_token_ids": [1, 2, 3], "output_tokens": 2}\n'
         '{"prompt_token_ids": [1, 2, 4], "output_tokens": 7}',
         _has_token_list,
@@ -653,7 +661,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "text", "one prompt as text: vLLM's custom data set, SGLang's, completions",
-        records.TEXT_FIELDS, _plain, None,
+        request_parts.TEXT_FIELDS, _plain, None,
         '{"prompt": "Once upon a time", "output_tokens": 20}\n'
         '{"prompt": "Once upon a midnight", "output_tokens": 20}',
     ),
@@ -662,7 +670,7 @@ FORMATS: tuple[Format, ...] = (
         refusal="its prompts are in the batch's input file",
     ),
     Format(
-        "lengths", "a trace of lengths", records.INPUT_LENGTH_FIELDS[:-1], None, None, "",
+        "lengths", "a trace of lengths", request_parts.INPUT_LENGTH_FIELDS[:-1], None, None, "",
         refusal=_NO_CONTENT,
     ),
 )  # fmt: skip

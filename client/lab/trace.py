@@ -29,7 +29,7 @@ from msgspec.json import Decoder
 
 from .formats import check_head, recognise
 from .inference import BlockSize, TimeSpan, epoch_unit
-from .records import SCOPE_FIELDS
+from .request_parts import SCOPE_FIELDS
 from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
 #: Requests from which the size of blocks is inferred, and their ids. A few dozen requests suffice

@@ -29,9 +29,9 @@ from ..aio import AsyncClient
 from ..policy import SavePolicy
 from .counts import PromptCounts
 from .folder import SlotFolder
-from .identity import Unsupported
 from .model import Model
 from .requests import KEPT_BYTES, Asked, Bypassed, shorter_chats, timings_of, understand
+from .server_identity import Unsupported
 from .slot_file import BadSlotFile, Tokens, common_tokens
 from .slots import SaveGates, Slot
 from .states import Restored

@@ -34,7 +34,7 @@ from ...proto.vocabulary import Tier
 from ..aio import AsyncClient
 from ..client import Client
 from ..policy import SavePolicy
-from .arguments import ServerCommand, parse_command
+from .command_line import ServerCommand, parse_command
 from .folder import SlotFolder, UnsafeFolder
 from .gateway import Gateway, Settings
 from .upstream import FAILURES, Upstream

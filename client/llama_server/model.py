@@ -16,7 +16,7 @@ from ...proto.vocabulary import Tier
 from ..aio import AsyncClient
 from ..identity import StateIdentity
 from .folder import SlotFolder
-from .identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_salt
+from .server_identity import PROBE, Probe, Unsupported, identity_of, read_probe, with_salt
 from .slot_file import Tokens, common_tokens
 from .slots import DRAFT_MIN_GAIN_TOKENS, MIN_GAIN_TOKENS, Benefit, Slot, choose
 from .states import States

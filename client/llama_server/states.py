@@ -20,7 +20,7 @@ from ...proto.vocabulary import ClaimMode, SaveReason, Tier
 from ..aio import AsyncClient, AsyncHit
 from ..saves import SaveItem
 from .folder import SlotFolder
-from .identity import Probe
+from .server_identity import Probe
 from .slot_file import BadSlotFile, SlotFile, SlotLayout, Tokens, UnknownVersion, common_tokens
 
 #: Why a gain in tokens is not worth loading so many bytes; None: it is.

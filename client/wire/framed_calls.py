@@ -31,9 +31,9 @@ from ...proto.errors import (
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.payload import FlatBytes
 from ..counters import ClientCounters
-from .connection import Calls
 from .deadline import Deadline, woken
 from .framed_connection import FramedConnection, FramedEndpoint, NoConnection
+from .grpc_connection import Calls
 from .transport import MAX_STREAMS, Sink
 
 logger = logging.getLogger("prefixd.client")

@@ -33,8 +33,8 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import DaemonUnavailable, from_grpc
 from ...proto.limits import MAX_MESSAGE_BYTES, SESSION_LOST_AFTER_INTERVALS
 from ..counters import ClientCounters, Report
-from .connection import Calls, GrpcConnection
 from .framed_calls import FramedCalls
+from .grpc_connection import Calls, GrpcConnection
 from .transport import Holding
 
 #: Heartbeats sent per interval of the daemon, so that one late heartbeat loses no session.

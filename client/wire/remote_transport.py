@@ -34,11 +34,11 @@ from ...proto.vocabulary import ClaimMode, DeleteStatus, Tier
 from ..counters import ClientCounters
 from ..results import Entries, Found, SaveOutcome
 from . import messages
-from .connection import GrpcConnection, unanswered
 from .deadline import Deadline
 from .framed_calls import FramedCalls
 from .framed_connection import FramedEndpoint, NoConnection, TcpPlace, UnixPlace
 from .greenlets import prepare_grpc
+from .grpc_connection import GrpcConnection, unanswered
 from .link import Link
 from .security import Security
 from .session import Backoff, LookupRecorders, SessionKeeper, check_answering, hello_of

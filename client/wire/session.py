@@ -34,8 +34,8 @@ from ...proto.errors import (
 from ...proto.limits import MAX_CLIENT_NAME_CHARS, MAX_IDENTITIES_PER_SESSION
 from ...proto.namespaces import check_label
 from ..counters import ClientCounters
-from .connection import GrpcConnection
 from .deadline import Deadline
+from .grpc_connection import GrpcConnection
 from .link import Link
 from .reach import reach, what_to_do
 from .security import Security

@@ -37,7 +37,7 @@ from . import messages
 from .admin_views import AdminViews
 from .calls import Caller, audit
 from .service import DELETE_WAIT_S, delete_entries, drop_entries
-from .sessions import ServiceConfig, Sessions
+from .session_streams import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.audit")
 

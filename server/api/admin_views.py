@@ -34,7 +34,7 @@ from . import messages
 from .calls import Caller
 from .identities import list_identities, saver_of
 from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
-from .sessions import ServiceConfig, Sessions
+from .session_streams import ServiceConfig, Sessions
 from .usage import SessionUsage, bounded
 
 _DEFAULT_PAGE_ENTRIES = 100

@@ -1,10 +1,11 @@
 """The connections of the local socket and of the data socket, which speak one protocol
 (proto.frames).
 
-Small calls are those of `service` and `saves`; those that move payloads are in `data_transfers`. A
-connection does nothing before it has proved a session, belongs to that one only, and ends with it.
-It answers its requests in order, one at a time: those that wait for nothing in the callback that
-reads them, which spares a task its wake-up, the rest in the task of the connection.
+Small calls are those of `service` and `save_calls`; those that move payloads are in
+`data_transfers`. A connection does nothing before it has proved a session, belongs to that one
+only, and ends with it. It answers its requests in order, one at a time: those that wait for nothing
+in the callback that reads them, which spares a task its wake-up, the rest in the task of the
+connection.
 
 Of each connection one request at a time is in the daemon's memory; a large one waits in the kernel
 until there is room. Sockets don't block: the loop waits for them. All of it belongs to the event
@@ -42,9 +43,9 @@ from .access import DATA_ROLES, Access, Tokens, bearer, check_same
 from .calls import PlainCaller, Process, cut_off, error_of, failure_of
 from .data_streams import DataFrames, Handshakes, HungUp, SecuredStream, Stream
 from .data_transfers import DataCalls
-from .saves import Saves
+from .save_calls import Saves
 from .service import CacheService
-from .sessions import Membership
+from .session_streams import Membership
 
 log = LimitedLog("prefixd.connections")
 

@@ -1,8 +1,8 @@
 """The calls that move payloads between arenas and a socket: read, fetch, save.
 
-The services decide what may be moved (`service`, `saves`). Worker threads move it without a copy in
-between, a turn at a time; between two turns the claim is checked and other calls run. Quotas bound
-the memory that slow clients hold, and `stall_timeout` for how long.
+The services decide what may be moved (`service`, `save_calls`). Worker threads move it without a
+copy in between, a turn at a time; between two turns the claim is checked and other calls run.
+Quotas bound the memory that slow clients hold, and `stall_timeout` for how long.
 
 A turn sends or receives until the socket blocks for a millisecond, until it has moved `TURN_BYTES`
 or begun `_TURN_PARTS`, or until everything is done. So a slow peer occupies no thread: the event
@@ -36,7 +36,7 @@ from ..runtime.writes import Write
 from . import messages
 from .calls import Caller, PlainCaller, to_its_end
 from .data_streams import DataFrames, Stream
-from .saves import Refusals, Saves, results_of
+from .save_calls import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, ReadFailures, bounds_of
 
 #: One turn moves at most this much, in a few milliseconds; then others have the thread.

@@ -33,9 +33,9 @@ from .data_socket import DataServer
 from .grpc_adapter import Door, Ends, Method, PublicHandler, add_service, methods_of
 from .grpc_connections import GrpcConnections, WorkersConnections
 from .local_socket import Handoff, LocalServer
-from .saves import Saves
+from .save_calls import Saves
 from .service import CacheService
-from .sessions import ServiceConfig, Sessions
+from .session_streams import ServiceConfig, Sessions
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]

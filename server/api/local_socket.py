@@ -37,9 +37,9 @@ from .access import namespace_of
 from .calls import Caller, Process, failure_of, to_its_end
 from .connections import Connections
 from .data_streams import BACKLOG, DataFrames, HungUp, Stream
-from .saves import Saves, short_results
+from .save_calls import Saves, short_results
 from .service import CacheService
-from .sessions import Membership
+from .session_streams import Membership
 from .unix_sockets import UnixSocket
 
 log = LimitedLog("prefixd.lent_saves")

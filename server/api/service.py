@@ -1,5 +1,5 @@
 """The `Cache` service: what workers call, over whatever transport. Every call becomes an event of
-the core. Saves are in `saves`."""
+the core. Saves are in `save_calls`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..runtime.rounds import Slices
 from . import messages
 from .access import Access, Role
 from .calls import Caller, taken_within
-from .sessions import ServiceConfig, Sessions, SessionStream
+from .session_streams import ServiceConfig, Sessions, SessionStream
 
 log = LimitedLog("prefixd.service")
 

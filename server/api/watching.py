@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from typing import Final
 
-from ...proto import limits, watch
+from ...proto import limits, watch_events
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, NotPermitted
 from ...proto.vocabulary import Tier
@@ -27,7 +27,7 @@ from ..runtime.loop import Core
 from . import messages
 from .access import Access, namespace_of
 from .calls import Caller, taken_within
-from .sessions import ServiceConfig
+from .session_streams import ServiceConfig
 
 log = LimitedLog("prefixd.watching")
 
@@ -189,8 +189,8 @@ class _Watcher:
 
     def _concerns(self, body: bytes) -> bool:
         its_own = self._namespace
-        return watch.tier_number(body) in self._tiers and (
-            its_own is None or watch.tag_of(body) == its_own.tag
+        return watch_events.tier_number(body) in self._tiers and (
+            its_own is None or watch_events.tag_of(body) == its_own.tag
         )
 
     def _begin_anew(self, why: str) -> bytes:
@@ -201,7 +201,7 @@ class _Watcher:
     def _response(self, bodies: Sequence[bytes]) -> bytes:
         # A watcher can't resume in the middle of a snapshot.
         sequence = 0 if self._snapshot is not None else self._sequence
-        return watch.response(self._incarnation, bodies, sequence)
+        return watch_events.response(self._incarnation, bodies, sequence)
 
     def _walk(self) -> Iterator[list[bytes]]:
         """All entries, in pieces. Each is read at the moment at which it is asked for."""
@@ -230,10 +230,10 @@ class _Watcher:
         by_tier: dict[Tier, list[tuple[int, EntryState, int]]] = {}
         entries = self._core.state.tables.entries
         for place, body in enumerate(bodies):
-            if not watch.is_published(body):
+            if not watch_events.is_published(body):
                 continue
-            entry = entries.find(watch.key_of(body))
-            generation = watch.generation_of(body)
+            entry = entries.find(watch_events.key_of(body))
+            generation = watch_events.generation_of(body)
             if (
                 entry is not None
                 and entry.generation == generation
@@ -246,7 +246,7 @@ class _Watcher:
             for (place, entry, generation), token_ids in zip(wanted, found, strict=True):
                 # Still published: its place was not overwritten while it was read.
                 if token_ids and entry.published and entry.generation == generation:
-                    complete[place] = watch.with_token_ids(bodies[place], token_ids)
+                    complete[place] = watch_events.with_token_ids(bodies[place], token_ids)
         return complete
 
     async def _read(self, tier: Tier, entries: Sequence[EntryState]) -> list[bytes]:

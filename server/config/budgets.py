@@ -32,7 +32,7 @@ _CALL_BYTES: Final = 64 * 2**10
 _SESSION_BYTES: Final = 16 * 2**10
 #: A key that a claim or an unfinished save holds, with what the tables note of it.
 _HELD_KEY_BYTES: Final = 100
-#: The keys that an engine is known to have (`sharing.link.MAX_KNOWN`).
+#: The keys that an engine is known to have (`sharing.engine_link.MAX_KNOWN`).
 _KNOWN_KEYS: Final = 262_144
 _KNOWN_KEY_BYTES: Final = 200
 

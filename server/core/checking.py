@@ -18,7 +18,7 @@ from typing import Final
 from ...proto.vocabulary import Tier
 from ...tiers.ledger import Ledger
 from ...tiers.order import OrderOfKeys, Recency
-from ...tiers.shares import Tally
+from ...tiers.tier_shares import Tally
 from .entries import SHARDS, EntryState, shard_of
 from .sessions import Claim, HeldReservation, Session, Stage, Tenant
 from .tables import Tables, Timer

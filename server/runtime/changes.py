@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from ...proto import watch
+from ...proto import watch_events
 from ..core.effects import Effect, IndexDelete, IndexPut
 from ..core.entries import EntryState
 from .listeners import ChangeListener
@@ -159,7 +159,7 @@ class ChangeLog(ChangeListener):
 def body_of(entry: EntryState, sequence: int, parent: bytes | None = None) -> bytes:
     """The event of a published entry."""
     # Positional arguments: keywords take half as long again, for every block.
-    return watch.published(
+    return watch_events.published(
         entry.tier,
         entry.key,
         sequence,
@@ -182,6 +182,7 @@ def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
                 bodies.append(body_of(entry, next(numbers), parent))
         elif isinstance(effect, IndexDelete):
             for entry in effect.entries:
-                evicted = watch.evicted(entry.tier, entry.key, next(numbers), entry.generation)
-                bodies.append(evicted)
+                bodies.append(
+                    watch_events.evicted(entry.tier, entry.key, next(numbers), entry.generation)
+                )
     return bodies

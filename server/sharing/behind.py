@@ -26,10 +26,9 @@ from typing import Final, TypeVar
 
 from ...proto.keys import Key
 from .delete_log import NO_STAMP
-from .link import MAX_KNOWN, Trips
-from .link import THREADS as CALLS
-from .object_store import THREADS, ObjectStore
-from .store import (
+from .engine_link import MAX_KNOWN, Trips
+from .engine_link import THREADS as CALLS
+from .engine_store import (
     LogPage,
     NodeState,
     NodeStatus,
@@ -39,6 +38,7 @@ from .store import (
     SharedStore,
     Wanted,
 )
+from .object_store import THREADS, ObjectStore
 
 T = TypeVar("T")
 U = TypeVar("U")

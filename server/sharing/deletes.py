@@ -38,8 +38,8 @@ from ..runtime.loop import Core
 from ..runtime.recovery import durable_deletes
 from ..runtime.rounds import Slices
 from .delete_log import NO_STAMP, DeleteLog, FleetDelete, LogPace, records_of
-from .link import EngineLink
-from .store import LogPage, NodeState
+from .engine_link import EngineLink
+from .engine_store import LogPage, NodeState
 
 T = TypeVar("T")
 log = structlog.get_logger("prefixd.sharing")

@@ -1,9 +1,9 @@
 """S3 and compatible services as a shared store: much room for little money, and slow.
 
 An entry is one object, `<fleet>/<two hex digits>/<64 hex digits of the key>`: the header of
-`record`, then the payload. Objects expire by a lifecycle rule of the bucket, and can't be made to
-live longer. The client is obstore, without its streams: with them, the interpreter aborts at exit
-(seen with 0.12).
+`engine_record`, then the payload. Objects expire by a lifecycle rule of the bucket, and can't be
+made to live longer. The client is obstore, without its streams: with them, the interpreter aborts
+at exit (seen with 0.12).
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ from obstore.store import from_url
 from ...proto.keys import Key
 from ...proto.payload import crc32c
 from .delete_log import MAX_RECORDS, NO_STAMP, Logged
-from .record import HEADER_BYTES, decode_header, encode_header, same_entry
-from .store import LogPage, NodeState, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .engine_record import HEADER_BYTES, decode_header, encode_header, same_entry
+from .engine_store import (
+    LogPage,
+    NodeState,
+    NodeStatus,
+    Offer,
+    Outcome,
+    SharedEntry,
+    SharedStore,
+    Wanted,
+)
 
 T = TypeVar("T")
 

@@ -31,9 +31,9 @@ from ...client.wire.security import Security
 from ...proto.errors import ClientClosed
 from ...proto.keys import Key
 from ...proto.payload import crc32c
-from .record import HEADER_BYTES, decode_header, encode_header
+from .engine_record import HEADER_BYTES, decode_header, encode_header
+from .engine_store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from .redis_store import RedisStore
-from .store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: The longest `host:port`.
 MAX_ADDRESS_BYTES: Final = 255

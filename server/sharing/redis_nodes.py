@@ -25,8 +25,8 @@ import redis
 from redis.connection import ConnectionPool
 from redis.crc import key_slot
 
+from .engine_store import NodeState, NodeStatus
 from .resp import RedisConnection
-from .store import NodeState, NodeStatus
 
 Address: TypeAlias = tuple[str, int]
 

@@ -1,8 +1,8 @@
 """Valkey and Redis, single or Cluster, as a shared store.
 
-Names and values are those of `record`. Every entry has an expiry, and the engine has to evict by
-expiry (`volatile-ttl`): the caller lets the end of a chain expire before its beginning, so that no
-entry is evicted before its descendants.
+Names and values are those of `engine_record`. Every entry has an expiry, and the engine has to
+evict by expiry (`volatile-ttl`): the caller lets the end of a chain expire before its beginning, so
+that no entry is evicted before its descendants.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import redis
 from ...proto.keys import Key
 from ...proto.payload import crc32c
 from .delete_log import MAX_RECORDS, Logged
-from .record import HEADER_BYTES, cut, decode_header, encode_header, parts_of, same_entry
+from .engine_record import HEADER_BYTES, cut, decode_header, encode_header, parts_of, same_entry
+from .engine_store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from .redis_nodes import PRIMARY_EVERY_S, Address, Nodes, name_of
 from .resp import Piece, RedisRefused, RedisRequest, Result, Work, exchange
-from .store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 #: Connections to each node. A node is unavailable to a call that finds all of them in use.
 CONNECTIONS_PER_NODE: Final = 4

@@ -42,7 +42,7 @@ from ..runtime.quota import Quota
 from ..runtime.supervision import ended_within
 from ..runtime.writes import Piece
 from .deletes import Deletes, Withdrawals
-from .link import (
+from .engine_link import (
     BATCH_BYTES,
     TOUCH_EVERY_MS,
     EngineLink,
@@ -51,7 +51,7 @@ from .link import (
     WritePolicy,
     expiries_ms,
 )
-from .store import NodeState, Offer, Outcome, SharedEntry, SharedStore, Wanted
+from .engine_store import NodeState, Offer, Outcome, SharedEntry, SharedStore, Wanted
 
 log = structlog.get_logger("prefixd.sharing")
 

@@ -37,9 +37,9 @@ from prefixd.client.lab.trace import Request, TraceReader
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
-from prefixd.server.sharing.link import TOUCH_EVERY_MS, expiries_ms
+from prefixd.server.sharing.engine_link import TOUCH_EVERY_MS, expiries_ms
+from prefixd.server.sharing.engine_store import Offer, Outcome, SharedEntry
 from prefixd.server.sharing.redis_store import RedisStore
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

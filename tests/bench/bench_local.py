@@ -21,7 +21,7 @@ from typing import TypeAlias
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon, temporary_directories
 from prefixd.client.local.local_transport import LocalTransport
-from prefixd.client.wire.connection import Calls
+from prefixd.client.wire.grpc_connection import Calls
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.payload import copy, copy_crc32c
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from prefixd.client.routing import NodeKeys, Router, RoutingTable, apply, mark_of
 from prefixd.client.watch import Watch
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto import watch as encoding
+from prefixd.proto import watch_events as encoding
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 

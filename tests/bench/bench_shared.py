@@ -40,8 +40,8 @@ from redis.utils import HIREDIS_AVAILABLE
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing.engine_store import Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.redis_store import RedisStore
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 

@@ -52,7 +52,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.calls import Caller
-from prefixd.server.api.sessions import ServiceConfig, Sessions
+from prefixd.server.api.session_streams import ServiceConfig, Sessions
 from prefixd.server.core.effects import (
     ClaimAnswer,
     LookupAnswer,

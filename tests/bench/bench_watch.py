@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto import watch
+from prefixd.proto import watch_events
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -74,7 +74,7 @@ def main() -> None:
     measured: dict[str, Callable[[], object]] = {
         f"{EVENTS} events written down": lambda: log.follow(effects),
         "the same while nobody watches": lambda: idle.follow(effects),
-        f"a message of {EVENTS}": lambda: watch.response(bytes(16), bodies, 1),
+        f"a message of {EVENTS}": lambda: watch_events.response(bytes(16), bodies, 1),
         "the same of message objects": objects,
     }
     taken: dict[str, list[float]] = {name: [] for name in measured}

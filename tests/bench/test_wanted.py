@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.bench.report import Rows
+from prefixd.client.bench.bench_report import Rows
 from prefixd.client.bench.samples import Row
 from tests.bench import wanted as module
 from tests.bench.wanted import MeasuredGoal, goals_table, measured_goals
-from tests.client.bench.test_report import OURS, PEERS
+from tests.client.bench.test_bench_report import OURS, PEERS
 
 
 def test_the_measured_goals() -> None:

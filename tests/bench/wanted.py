@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from prefixd.client.bench.report import Rows, TextTable, as_markdown, read_rows
+from prefixd.client.bench.bench_report import Rows, TextTable, as_markdown, read_rows
 from prefixd.client.bench.run import EVICTED, HASHING, PINNED, UNPINNED, searches
 from prefixd.client.bench.samples import Row
 from prefixd.client.bench.transfers import MEMCPY

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prefixd.client import ClaimMode, Client, SaveItem, Tier
 from prefixd.client.ctl.message_json import label_in
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveOptions, LiveReplay
+from prefixd.client.lab.live_replay import LiveOptions, LiveReplay
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key

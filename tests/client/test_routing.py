@@ -42,7 +42,7 @@ from prefixd.client.routing import (
 from prefixd.client.watch import event_of
 from prefixd.client.wire.session import Backoff
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto import watch as encoding
+from prefixd.proto import watch_events as encoding
 from prefixd.proto.errors import ConfigError, DaemonUnavailable
 from prefixd.proto.keys import Key
 from prefixd.proto.namespaces import TenantNamespace

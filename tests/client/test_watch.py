@@ -27,7 +27,7 @@ from prefixd.client import (
     Watch,
 )
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveReplay
+from prefixd.client.lab.live_replay import LiveReplay
 from prefixd.client.lab.replayer import LiveOptions
 from prefixd.client.lab.workloads import generate
 from prefixd.client.watch import WatchEvent, WatchPosition, event_of

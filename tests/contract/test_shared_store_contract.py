@@ -21,10 +21,17 @@ from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import object_store, redis_store
 from prefixd.server.sharing.behind import IN_BUCKET, Behind
+from prefixd.server.sharing.engine_record import HEADER_BYTES, MAX_VALUE_BYTES
+from prefixd.server.sharing.engine_store import (
+    LogPage,
+    Offer,
+    Outcome,
+    SharedEntry,
+    SharedStore,
+    Wanted,
+)
 from prefixd.server.sharing.object_store import ObjectStore
-from prefixd.server.sharing.record import HEADER_BYTES, MAX_VALUE_BYTES
 from prefixd.server.sharing.redis_store import RedisStore
-from prefixd.server.sharing.store import LogPage, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from tests.support.lengths import times
 
 from ..support.fake_redis import FakeRedis, fake_redis

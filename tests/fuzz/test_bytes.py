@@ -27,7 +27,8 @@ from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.api.data_streams import DataFrames, HungUp
 from prefixd.server.api.messages import fields_of, parse
 from prefixd.server.runtime.quota import Quota
-from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header
+from prefixd.server.sharing.engine_record import HEADER_BYTES, decode_header, encode_header
+from prefixd.server.sharing.engine_store import SharedEntry
 from prefixd.server.sharing.resp import (
     RedisConnection,
     RedisRefused,
@@ -35,7 +36,6 @@ from prefixd.server.sharing.resp import (
     Result,
     exchange,
 )
-from prefixd.server.sharing.store import SharedEntry
 from prefixd.tiers import lmdb_wire
 from prefixd.tiers.records import Survivors, decode_usage, encode_usage
 from prefixd.tiers.rows import ROW_BYTES, RowRefused, decode_entry, encode_rows

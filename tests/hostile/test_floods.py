@@ -22,7 +22,7 @@ import pytest
 
 from prefixd.client import Client, SaveItem, SaveReason, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.connection import GrpcConnection
+from prefixd.client.wire.grpc_connection import GrpcConnection
 from prefixd.client.wire.link import Link
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb

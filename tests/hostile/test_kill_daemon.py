@@ -11,7 +11,7 @@ import pytest
 from prefixd.client import Client, Key, SaveItem, SaveReason, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveReplay, Totals
+from prefixd.client.lab.live_replay import LiveReplay, Totals
 from prefixd.client.lab.replayer import BlockPayloads, LiveOptions, keys_of_ids, replay_namespace
 from prefixd.client.lab.workloads import generate
 from tests.support.daemon import PAUSE_S, eventually, private_daemon, problems_of, whole_lines

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import Standing, TierShares
+from prefixd.tiers.tier_shares import Standing, TierShares
 from tests.model.machine import MetaStateMachine
 from tests.model.resizing import ResizingMachine
 from tests.model.sharing import FewEntriesMachine, SharesMachine
@@ -33,7 +33,7 @@ OFF_BY_ONE: dict[type[ast.cmpop], type[ast.cmpop]] = {
 NOT_ARITHMETIC = {"foretell", "_fitting", "_has_pieces", "victims_for"}
 #: Mistakes without an effect: where the comparisons differ, both results are the same, or LRU
 #: ignores the capacity. The first one shows only in a tier with too many entries and exactly the
-#: free bytes, which is rare here: `tests.tiers.test_shares` tests it.
+#: free bytes, which is rare here: `tests.tiers.test_tier_shares` tests it.
 NO_DIFFERENCE = {
     "who.stored_bytes < self.free_bytes",
     "self.share_bytes >= limit_bytes",

@@ -10,7 +10,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import NamespaceShare
+from prefixd.tiers.tier_shares import NamespaceShare
 from tests.model.twin_shares import TwinTier
 from tests.model.witness import key_of
 

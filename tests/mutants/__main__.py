@@ -55,7 +55,7 @@ ALSO: Final[dict[str, tuple[str, ...]]] = {
         "tests/server/runtime/test_resizing.py tests/server/runtime/test_recovery.py "
         "tests/server/runtime/test_verification.py",
     ),
-    "tiers/ledger.py": ("tests/tiers/test_shares.py", *_CORE, "tests/tiers/test_foretell.py"),
+    "tiers/ledger.py": ("tests/tiers/test_tier_shares.py", *_CORE, "tests/tiers/test_foretell.py"),
     "tiers/extents.py": ("tests/tiers/test_ledger.py", *_CORE),
     "tiers/": (
         "tests/tiers/test_arena.py tests/tiers/test_arena_stores.py "

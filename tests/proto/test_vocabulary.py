@@ -25,8 +25,8 @@ from prefixd.server.api.usage import IN_NO_TIER, LEFT, NO_KEY
 from prefixd.server.core.events import TierState
 from prefixd.server.core.journal import CAUSES, Happening
 from prefixd.server.core.sessions import Stage
-from prefixd.server.sharing.link import What
-from prefixd.server.sharing.store import NodeState
+from prefixd.server.sharing.engine_link import What
+from prefixd.server.sharing.engine_store import NodeState
 from prefixd.tiers.eviction import POLICIES
 
 

@@ -16,7 +16,7 @@ from unittest import mock
 
 from prefixd.client.local import arenas, node
 from prefixd.proto.payload import crc32c, views_of
-from prefixd.server.api import service, sessions
+from prefixd.server.api import service, session_streams
 from prefixd.server.core import reservations, saves, tier_changes, transition
 from prefixd.server.core.effects import Effect, IndexDelete
 from prefixd.server.runtime import committer, index, loop
@@ -107,7 +107,7 @@ def _row_removed_after_reuse() -> Any:
 
 def _stale_secret_accepted() -> Any:
     """Session secrets are not checked."""
-    return _replaced(sessions, "compare_digest", lambda _real: lambda _one, _other: True)
+    return _replaced(session_streams, "compare_digest", lambda _real: lambda _one, _other: True)
 
 
 def _pin_leak() -> Any:

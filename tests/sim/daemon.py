@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import assembly, daemon, opening
 from prefixd.server.api.local_socket import Handoff
-from prefixd.server.api.saves import Saves
+from prefixd.server.api.save_calls import Saves
 from prefixd.server.api.service import CacheService
-from prefixd.server.api.sessions import ServiceConfig, Sessions
+from prefixd.server.api.session_streams import ServiceConfig, Sessions
 from prefixd.server.config.budgets import Plan, TierPlan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine

@@ -16,8 +16,13 @@ from typing import Any, Final, TypeVar
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing.delete_log import FleetDelete, Logged
-from prefixd.server.sharing.record import HEADER_BYTES, decode_header, encode_header, same_entry
-from prefixd.server.sharing.store import (
+from prefixd.server.sharing.engine_record import (
+    HEADER_BYTES,
+    decode_header,
+    encode_header,
+    same_entry,
+)
+from prefixd.server.sharing.engine_store import (
     LogPage,
     NodeState,
     NodeStatus,

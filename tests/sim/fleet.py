@@ -34,14 +34,14 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.api import admin, service
 from prefixd.server.api.admin import AdminService
-from prefixd.server.api.sessions import ServiceConfig
+from prefixd.server.api.session_streams import ServiceConfig
 from prefixd.server.runtime import recovery
 from prefixd.server.sharing import behind, deletes, peers, sharing
 from prefixd.server.sharing.behind import Behind
-from prefixd.server.sharing.link import SharingConfig, WritePolicy
+from prefixd.server.sharing.engine_link import SharingConfig, WritePolicy
+from prefixd.server.sharing.engine_store import Outcome, SharedStore, Wanted
 from prefixd.server.sharing.peers import PeerStore, ReadTimes
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import Outcome, SharedStore, Wanted
 from tests.sim import oracle as promises
 from tests.sim.client import SimClient
 from tests.sim.daemon import SimDaemon, make_plan

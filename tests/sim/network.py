@@ -323,7 +323,7 @@ class _Requests:
             raise StopAsyncIteration
         return request
 
-    # the interface of `prefixd.server.api.saves.StagedRequests`
+    # the interface of `prefixd.server.api.save_calls.StagedRequests`
 
     def take_staged(self) -> Any:
         if self._arrived.empty():

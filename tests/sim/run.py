@@ -21,7 +21,7 @@ import structlog
 from prefixd.client.local import arenas
 from prefixd.proto.vocabulary import Tier
 from prefixd.server import opening
-from prefixd.server.api import saves
+from prefixd.server.api import save_calls
 from prefixd.server.core import checking, entries
 from prefixd.server.runtime import clock, devices, incoming, recovery, verification
 from prefixd.tiers import arena, records
@@ -324,7 +324,7 @@ def _quiet() -> Iterator[None]:
                 _SEALED_BYTES=5 * SLAB,
                 _TURN_MESSAGES=2,
             ),
-            mock.patch.object(saves, "MAX_WAITING_MESSAGES", 1),
+            mock.patch.object(save_calls, "MAX_WAITING_MESSAGES", 1),
             mock.patch.object(records, "_BATCH_ENTRIES", 2),
             mock.patch.object(recovery, "_ADOPTED_AT_ONCE", 1),
             mock.patch.object(opening, "_SECURED_BEFORE_SERVING_BYTES", 3 * SLAB),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prefixd.client import Client, ReserveItem, SaveItem, Tier
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveOptions, LiveReplay
+from prefixd.client.lab.live_replay import LiveOptions, LiveReplay
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import limits
 from prefixd.proto.keys import Key

@@ -22,8 +22,8 @@ from prefixd.server.core.tables import StateConfig
 from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import ExtentAllocator
 from prefixd.tiers.ledger import Ledger
-from prefixd.tiers.shares import NamespaceShare
 from prefixd.tiers.store import Location, StoredEntry
+from prefixd.tiers.tier_shares import NamespaceShare
 
 LOST_AFTER_NS = 1_000
 NO_SHARES: Mapping[str, int] = MappingProxyType({})

@@ -8,7 +8,7 @@ from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason
 from prefixd.server.sharing.delete_log import Logged
-from prefixd.server.sharing.store import LogPage, NodeState, NodeStatus, SharedStore
+from prefixd.server.sharing.engine_store import LogPage, NodeState, NodeStatus, SharedStore
 from prefixd.tiers.store import EntryWriter, Location, Store
 
 

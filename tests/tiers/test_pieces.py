@@ -14,7 +14,7 @@ from prefixd.tiers.eviction.lru import LRU
 from prefixd.tiers.extents import MAX_EXTENTS, ExtentAllocator
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.shares import NamespaceShare
+from prefixd.tiers.tier_shares import NamespaceShare
 
 SLAB = 4096
 

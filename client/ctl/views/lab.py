@@ -15,7 +15,7 @@ from ...lab import report
 from ...lab.optimal import OPTIMAL
 from ...lab.page import label
 from ...lab.simulate import TouchOrder
-from .tables import make_table, pairs_table, size
+from .text_tables import make_table, pairs_table, size
 
 Json = Mapping[str, Any]
 

@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from ....proto.units import percent
-from ...lab.live import Totals
+from ...lab.live_replay import Totals
 from ...lab.replayer import STEPS
-from .tables import make_table, pairs_table, size, tier_name
-from .tables import percent as percent_of
+from .text_tables import make_table, pairs_table, size, tier_name
+from .text_tables import percent as percent_of
 
 Json = Mapping[str, Any]
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from ....proto import prefixd_pb2 as pb
 from ....proto.vocabulary import Tier, label_of, missed_because
 from ..message_json import label_in
-from .tables import NS_PER_MS, TierBar, age, make_table, percent, size, tier_name, used_bytes
+from .text_tables import NS_PER_MS, TierBar, age, make_table, percent, size, tier_name, used_bytes
 
 #: What each reason of a miss means, for people.
 MISS_WORDS: Final = {

@@ -14,9 +14,9 @@ from ....proto.units import format_duration
 from ....proto.vocabulary import Tier, label_of
 from ..message_json import label_in
 from . import stats as stats_views
-from .daemon import claims_table
+from .operators import claims_table
 from .stats import busiest, count_usage, hit_tokens, missed_words, tokens_line, total_usage
-from .tables import TierBar, make_table, percent, size, tier_name, used_bytes
+from .text_tables import TierBar, make_table, percent, size, tier_name, used_bytes
 
 #: How many namespaces are shown.
 NAMESPACES: Final = 8

@@ -28,10 +28,10 @@ from prefixd.client.ctl.command import (
     parse_tier,
 )
 from prefixd.client.ctl.failures import ExitCode, Group
-from prefixd.client.ctl.files import warn
 from prefixd.client.ctl.main import app as real_app
 from prefixd.client.ctl.main import root
 from prefixd.client.ctl.message_json import as_dict
+from prefixd.client.ctl.output_files import warn
 from prefixd.client.lab.trace import Request, write_trace
 from prefixd.client.lab.trace_file import TraceError
 from prefixd.proto import prefixd_pb2 as pb

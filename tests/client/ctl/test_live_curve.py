@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 from prefixd.client.ctl.live import live_curves
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveReplay
+from prefixd.client.lab.live_replay import LiveReplay
 from prefixd.client.lab.replayer import LiveOptions
 from prefixd.client.lab.trace import Request
 from prefixd.client.lab.workloads import generate

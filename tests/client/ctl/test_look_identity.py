@@ -19,7 +19,7 @@ from prefixd.client.client import Client
 from prefixd.client.ctl.failures import ExitCode
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.ctl.views.identity import identities_table, identity_view, saver_view
+from prefixd.client.ctl.views.model_identity import identities_table, identity_view, saver_view
 from prefixd.client.identity import Dimension, Part, StateIdentity, unrevealed
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import prefix_key

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from prefixd.client import Client
 from prefixd.client.ctl.main import app
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import LiveReplay
+from prefixd.client.lab.live_replay import LiveReplay
 from prefixd.client.lab.recorded import LookupOrder
 from prefixd.client.lab.replayer import LiveOptions
 from prefixd.client.lab.simulate import Cell, TouchOrder, replay

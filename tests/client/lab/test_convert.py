@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.records import ConvertOptions
+from prefixd.client.lab.request_parts import ConvertOptions
 from prefixd.client.lab.trace import Request, TraceError
 
 Record = dict[str, object]

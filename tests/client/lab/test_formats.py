@@ -17,7 +17,7 @@ import zstandard
 from prefixd.client.lab.analyze import analyze
 from prefixd.client.lab.convert import Converter
 from prefixd.client.lab.formats import FORMATS, Format, readable
-from prefixd.client.lab.records import ConvertOptions
+from prefixd.client.lab.request_parts import ConvertOptions
 from prefixd.client.lab.trace import TraceError, TraceReader, write_trace
 from prefixd.client.lab.trace_file import input_files
 from tests.support.daemon import temporary_directories

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 
-from prefixd.client.lab.live import MAX_DESCRIBED, Totals
+from prefixd.client.lab.live_replay import MAX_DESCRIBED, Totals
 from prefixd.client.lab.replayer import STEPS, RequestOutcome
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from prefixd.client.client import Client
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.lab.live import Finished, Ready, work
+from prefixd.client.lab.live_replay import Finished, Ready, work
 from prefixd.client.lab.replayer import (
     TILE_BYTES,
     BlockPayloads,

@@ -17,10 +17,10 @@ from prefixd.client.local.arenas import FileArena, MappedArena, TierMemory
 from prefixd.client.local.disk_reads import DiskReads
 from prefixd.client.local.node import LocalNode
 from prefixd.client.results import NO_ENTRIES, Entries, Entry
-from prefixd.client.wire.connection import Calls
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.framed_calls import FramedCalls
 from prefixd.client.wire.framed_connection import UnixPlace
+from prefixd.client.wire.grpc_connection import Calls
 from prefixd.client.wire.transport import Copied
 from prefixd.proto import frames
 from prefixd.proto import prefixd_pb2 as pb

@@ -14,8 +14,8 @@ import pytest
 from prefixd.client import Client, SaveStatus, Tier
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
-from prefixd.client.wire.connection import GrpcConnection
 from prefixd.client.wire.framed_connection import FramedConnection, UnixPlace
+from prefixd.client.wire.grpc_connection import GrpcConnection
 from prefixd.client.wire.link import Link
 from prefixd.client.wire.messages import results_of
 from prefixd.proto import frames

@@ -12,7 +12,7 @@ import pytest
 
 from prefixd.client.counters import ClientCounters
 from prefixd.client.wire import link as link_module
-from prefixd.client.wire.connection import GrpcConnection
+from prefixd.client.wire.grpc_connection import GrpcConnection
 from prefixd.client.wire.link import Holdings, Link
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable, LimitReached

@@ -22,7 +22,7 @@ from prefixd.proto.index_reader import IndexReader
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api.local_socket import Package
-from prefixd.server.api.sessions import Membership
+from prefixd.server.api.session_streams import Membership
 from prefixd.server.runtime import reindexing
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.tiers.arena import SEALS, Arena

@@ -19,7 +19,7 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import service, sessions
+from prefixd.server.api import service, session_streams
 from prefixd.server.core.effects import TellClaimLost
 from prefixd.server.core.events import TierState
 from prefixd.tiers.graves import GRAVES_FILE, Graves
@@ -558,7 +558,7 @@ async def test_whatever_fails_every_answer_is_true_and_nothing_stays(
 async def test_a_client_that_reads_none_of_its_events_loses_its_session_and_nobody_elses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_MAX_UNREAD_EVENTS", 4)
+    monkeypatch.setattr(session_streams, "_MAX_UNREAD_EVENTS", 4)
     async with running(tmp_path) as daemon:
         lively, mute = await daemon.open("lively"), await daemon.open("mute")
         await lively.save({key(1): DATA})
@@ -616,7 +616,7 @@ async def test_a_reader_that_takes_nothing_holds_up_nobody(tmp_path: Path, tier:
 async def test_a_hundred_that_say_nothing_take_nobodys_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(session_streams, "_PATIENCE_S", 0.05)
     async with running(tmp_path, "--sessions.max_sessions=1") as daemon:
         silent = [daemon.cache.Session() for _ in range(100)]
         session = await daemon.open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefixd.server.config import budgets
 from prefixd.server.config.budgets import describe_memory, memory_parts, resolve
 from prefixd.server.config.loading import load_config
-from prefixd.server.sharing.link import MAX_KNOWN
+from prefixd.server.sharing.engine_link import MAX_KNOWN
 from tests.support.running import MACHINE
 
 MIB = 2**20

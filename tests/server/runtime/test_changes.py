@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from prefixd.proto import watch
+from prefixd.proto import watch_events
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
@@ -29,7 +29,7 @@ def put(*numbers: int) -> list[IndexPut]:
 
 
 def keys(bodies: list[bytes]) -> list[Key]:
-    return [watch.key_of(body) for body in bodies]
+    return [watch_events.key_of(body) for body in bodies]
 
 
 @in_loop
@@ -40,7 +40,7 @@ async def test_it_has_what_happened_in_order() -> None:
     assert log.sequence == 4
     bodies = log.since(1, 10)
     assert keys(bodies) == [key(1), key(2), key(1)]
-    assert [watch.is_published(body) for body in bodies] == [True, True, False]
+    assert [watch_events.is_published(body) for body in bodies] == [True, True, False]
     assert keys(log.since(2, 1)) == [key(2)]
     assert log.since(4, 10) == []
     assert not log.reaches(0)

@@ -18,10 +18,9 @@ from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import behind, object_store
 from prefixd.server.sharing.behind import FIRST_ROUND, IN_BUCKET, LOG_READ_WITHIN_S, Behind
 from prefixd.server.sharing.delete_log import NO_STAMP
-from prefixd.server.sharing.link import RETRY_EVERY
-from prefixd.server.sharing.object_store import ObjectStore
-from prefixd.server.sharing.record import HEADER_BYTES, encode_header
-from prefixd.server.sharing.store import (
+from prefixd.server.sharing.engine_link import RETRY_EVERY
+from prefixd.server.sharing.engine_record import HEADER_BYTES, encode_header
+from prefixd.server.sharing.engine_store import (
     LogPage,
     NodeState,
     NodeStatus,
@@ -30,6 +29,7 @@ from prefixd.server.sharing.store import (
     SharedEntry,
     Wanted,
 )
+from prefixd.server.sharing.object_store import ObjectStore
 from tests.server.sharing.test_object_store import Bucket, break_off, bucket
 from tests.support.daemon import eventually
 from tests.support.running import key

@@ -22,9 +22,9 @@ from prefixd.server.core.events import Tick
 from prefixd.server.sharing import deletes
 from prefixd.server.sharing.behind import Behind
 from prefixd.server.sharing.delete_log import NO_STAMP, FleetDelete, Logged
+from prefixd.server.sharing.engine_store import Offer, SharedEntry
 from prefixd.server.sharing.object_store import ObjectStore
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import Offer, SharedEntry
 from tests.server.sharing.test_behind import Far, soon
 from tests.server.sharing.test_deletes import CONFIG, TENANT, Engine, Node, View
 from tests.support.event_loop import in_loop

@@ -21,9 +21,9 @@ from prefixd.server.core.events import Tick
 from prefixd.server.core.shares import Holder
 from prefixd.server.sharing import deletes
 from prefixd.server.sharing.delete_log import NO_STAMP, DeleteLog, FleetDelete, Logged, LogPace
-from prefixd.server.sharing.link import SharingConfig, WritePolicy
+from prefixd.server.sharing.engine_link import SharingConfig, WritePolicy
+from prefixd.server.sharing.engine_store import LogPage, Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import LogPage, Offer, Outcome, SharedEntry, Wanted
 from tests.support.event_loop import in_loop
 from tests.support.running import OpenSession, Refused, Running, answer, item, key, payload, running
 from tests.support.stores import LogInMemory

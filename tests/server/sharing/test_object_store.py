@@ -14,9 +14,9 @@ import pytest
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing.engine_record import encode_header
+from prefixd.server.sharing.engine_store import Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.object_store import PATIENCE_REQUESTS, ObjectStore
-from prefixd.server.sharing.record import encode_header
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 
 from ...support.daemon import eventually
 from ...support.s3 import S3_URL, aws

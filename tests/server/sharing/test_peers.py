@@ -19,8 +19,8 @@ from prefixd.client.wire.security import Security
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing.engine_store import Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.peers import DaemonPeer, PeerStore, ReadTimes
-from prefixd.server.sharing.store import Outcome, SharedEntry, Wanted
 from tests.server.sharing.test_two_nodes import (
     evict_all,
     keys_of,

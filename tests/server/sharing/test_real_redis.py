@@ -14,9 +14,9 @@ from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.server.sharing import redis_nodes
-from prefixd.server.sharing.record import MAX_VALUE_BYTES
+from prefixd.server.sharing.engine_record import MAX_VALUE_BYTES
+from prefixd.server.sharing.engine_store import Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.redis_store import RedisStore
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 
 from ...support.certificates import Authority
 from ...support.daemon import eventually

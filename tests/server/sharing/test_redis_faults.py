@@ -11,9 +11,9 @@ import pytest
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
+from prefixd.server.sharing.engine_store import NodeState, Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.redis_nodes import PATIENCE_CALLS, slots_of
 from prefixd.server.sharing.redis_store import RedisStore, bad_settings, clock_problems
-from prefixd.server.sharing.store import NodeState, Offer, Outcome, SharedEntry, Wanted
 
 from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis, HangUp, fake_redis, share_slots

@@ -15,7 +15,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import ClaimMode, Tier
 from prefixd.server.core.events import SessionLost
 from prefixd.server.sharing import sharing as sharing_module
-from prefixd.server.sharing.link import (
+from prefixd.server.sharing.engine_link import (
     LATEST_TRIPS,
     RETRY_EVERY,
     TRIP_KEYS,
@@ -23,8 +23,8 @@ from prefixd.server.sharing.link import (
     Trips,
     WritePolicy,
 )
+from prefixd.server.sharing.engine_store import Offer, Outcome, SharedEntry, Wanted
 from prefixd.server.sharing.sharing import Sharing
-from prefixd.server.sharing.store import Offer, Outcome, SharedEntry, Wanted
 from tests.support.bad_input import DATA
 from tests.support.event_loop import in_loop
 from tests.support.running import key, running

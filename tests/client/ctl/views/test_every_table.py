@@ -17,20 +17,20 @@ from typer.testing import CliRunner
 
 from prefixd.client import ctl
 from prefixd.client.ctl import main, targets
-from prefixd.client.ctl.views import daemon, lab, live
-from prefixd.client.ctl.views import identity as identity_views
+from prefixd.client.ctl.views import lab, live, operators
+from prefixd.client.ctl.views import model_identity as identity_views
 from prefixd.client.ctl.views import stats as stats_views
-from prefixd.client.ctl.views.tables import MANY_ROWS, FittedTable
+from prefixd.client.ctl.views.text_tables import MANY_ROWS, FittedTable
 from prefixd.client.ctl.views.top import Interval
 from prefixd.client.identity import Dimension, Part, StateIdentity, differences, unrevealed
-from prefixd.client.lab.live import Totals
+from prefixd.client.lab.live_replay import Totals
 from prefixd.client.lab.replayer import RequestOutcome
 from prefixd.client.lab.trace import write_trace
 from prefixd.client.lab.workloads import generate
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import DaemonUnavailable
 from prefixd.proto.vocabulary import SaveStatus
-from tests.client.ctl.views.test_tables import drawn
+from tests.client.ctl.views.test_text_tables import drawn
 
 WIDTHS = [80, 100, 200]
 #: Wide enough for every table in one piece.
@@ -283,9 +283,9 @@ def of_daemons() -> dict[str, RenderableType]:
         evicted_bytes=PIB, needed_bytes=PIB, free_bytes=PIB, unpinned_bytes=PIB, pinned_bytes=PIB,
     )  # fmt: skip
     rows = [("ram", MANY, PIB), ("disk", MANY, PIB)]
-    rates = daemon.session_rates(sessions, before, 2.0)
+    rates = operators.session_rates(sessions, before, 2.0)
     return {
-        "daemon.changed_table": daemon.changed_table(
+        "operators.changed_table": operators.changed_table(
             [
                 pb.ChangedOption(option=option, running="65,536", configured="131,072", live=False)
                 for option in ("sessions.max_reservations_per_session", "server.staging_total")
@@ -295,32 +295,34 @@ def of_daemons() -> dict[str, RenderableType]:
         "targets.FleetBoard": fleet_board().__rich__(),
         "targets.stats_view": targets.stats_view(fleet_board().answers),
         "live.live_view": live.live_view(live_curve_data()),
-        "daemon.check_view": daemon.check_view(
+        "operators.check_view": operators.check_view(
             pb.CheckResponse(problems=["bytes do not add up"], problem_count=9, entries=MANY)
         ),
-        "daemon.claims_table": daemon.claims_table([claim]),
-        "daemon.cleared_view": daemon.cleared_view(
+        "operators.claims_table": operators.claims_table([claim]),
+        "operators.cleared_view": operators.cleared_view(
             LABEL,
             pb.ClearResponse(
                 entries=MANY, pinned_entries=MANY, unknown_entries=MANY, erasing=True
             ),
         ),
-        "daemon.counters_table": daemon.counters_table(stats.counters),
-        "daemon.drained_view": daemon.drained_view(
+        "operators.counters_table": operators.counters_table(stats.counters),
+        "operators.drained_view": operators.drained_view(
             pb.DrainResponse(claims=MANY, reservations=MANY, calls=MANY), stop=True
         ),
-        "daemon.entries_table": daemon.entries_table([entry(1), entry(2)], NOW_NS, "disk: 2 of 9"),
-        "daemon.entry_view": daemon.entry_view(
+        "operators.entries_table": operators.entries_table(
+            [entry(1), entry(2)], NOW_NS, "disk: 2 of 9"
+        ),
+        "operators.entry_view": operators.entry_view(
             pb.InspectResponse(entry=entry(1), problem="CRC32C differs"), NOW_NS, verify=True
         ),
-        "daemon.evicted_table": daemon.evicted_table(rows, dry_run=True),
-        "daemon.gc_table": daemon.gc_table(pb.GcResponse(expired_claims=MANY)),
-        "daemon.preview_view": daemon.preview_view(preview, "disk", NOW_NS),
-        "daemon.reservations_table": daemon.reservations_table([reservation]),
-        "daemon.resized_view": daemon.resized_view(
+        "operators.evicted_table": operators.evicted_table(rows, dry_run=True),
+        "operators.gc_table": operators.gc_table(pb.GcResponse(expired_claims=MANY)),
+        "operators.preview_view": operators.preview_view(preview, "disk", NOW_NS),
+        "operators.reservations_table": operators.reservations_table([reservation]),
+        "operators.resized_view": operators.resized_view(
             "ram", pb.ResizeResponse(budget_bytes=PIB, entries=MANY, freed_bytes=PIB, kept_bytes=9)
         ),
-        "daemon.verify_view": daemon.verify_view(verified),
+        "operators.verify_view": operators.verify_view(verified),
         "live.totals_view": live.totals_view(totals(), "live replay of a trace"),
         "lab.recorded_view": lab.recorded_view(
             {
@@ -329,7 +331,7 @@ def of_daemons() -> dict[str, RenderableType]:
                 "blocks": 32 * MANY, "hit_blocks": 31 * MANY, "most_recording_sessions": 16_384,
             }
         ),
-        "daemon.sessions_table": daemon.sessions_table(sessions, rates, 2.0),
+        "operators.sessions_table": operators.sessions_table(sessions, rates, 2.0),
         "stats.activity_table": stats_views.activity_table(stats),
         "stats.budget_table": stats_views.budget_table(stats),
         "stats.namespaces_table": stats_views.namespaces_table(stats.tiers[0]),
@@ -339,7 +341,7 @@ def of_daemons() -> dict[str, RenderableType]:
         "stats.failures_table": stats_views.failures_table(stats.usage[LABEL].failures),
         "stats.labels_table": stats_views.labels_table(stats),
         "stats.missed_table": stats_views.missed_table(stats.usage[LABEL]),
-        "daemon.why_view": daemon.why_view("c8c9", events(), NOW_NS),
+        "operators.why_view": operators.why_view("c8c9", events(), NOW_NS),
     }  # fmt: skip
 
 
@@ -418,14 +420,14 @@ def test_a_long_table_looks_like_a_short_one() -> None:
 
 
 def entries(count: int) -> RenderableType:
-    return daemon.entries_table([entry(n) for n in range(count)], NOW_NS, "some")
+    return operators.entries_table([entry(n) for n in range(count)], NOW_NS, "some")
 
 
 @pytest.mark.parametrize("name", ["[/]", "[red]x[/red]", ":smile:", "a\x1b[2J\x07b", "\u202e"])
 def test_names_that_clients_give_are_shown_as_they_are(name: str) -> None:
     """Except for characters that a terminal might take for a command."""
     one = pb.SessionDetail(session_id=1, owner=name, label=name)
-    text = drawn(daemon.sessions_table([one], daemon.session_rates([one], [], 0.0), 0.0), 200)
+    text = drawn(operators.sessions_table([one], operators.session_rates([one], [], 0.0), 0.0), 200)
     shown = "".join(each if each.isprintable() else "?" for each in name)
     assert text.count(shown) == 2
     assert "\x1b" not in text

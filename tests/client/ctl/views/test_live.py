@@ -12,7 +12,7 @@ from rich.console import Console
 from prefixd.client.ctl.live import run_live
 from prefixd.client.ctl.views import progress
 from prefixd.client.ctl.views.live import figures, totals_view
-from prefixd.client.lab.live import Totals
+from prefixd.client.lab.live_replay import Totals
 from prefixd.client.lab.replayer import LiveOptions, RequestOutcome
 from prefixd.client.lab.trace import TraceReader, write_trace
 from prefixd.client.lab.workloads import generate

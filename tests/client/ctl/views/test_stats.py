@@ -6,7 +6,7 @@ import pytest
 
 from prefixd.client.ctl.views.stats import stats_view
 from prefixd.proto import prefixd_pb2 as pb
-from tests.client.ctl.views.test_tables import drawn, tier_stats
+from tests.client.ctl.views.test_text_tables import drawn, tier_stats
 
 
 def stats() -> pb.StatsResponse:

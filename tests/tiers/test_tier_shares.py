@@ -13,7 +13,7 @@ from prefixd.proto.vocabulary import Tier
 from prefixd.tiers.eviction import POLICIES, make_policy
 from prefixd.tiers.ledger import Admission, Ledger
 from prefixd.tiers.order import Resident
-from prefixd.tiers.shares import NamespaceShare
+from prefixd.tiers.tier_shares import NamespaceShare
 from tests.support.lengths import times
 from tests.tiers.helpers import next_victim
 

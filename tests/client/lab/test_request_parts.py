@@ -7,7 +7,7 @@ import pytest
 
 from prefixd.client.lab.convert import Converter
 from prefixd.client.lab.formats import FileState, prompts
-from prefixd.client.lab.records import (
+from prefixd.client.lab.request_parts import (
     SCOPE_FIELDS,
     TEXT_FIELDS,
     TOKEN_FIELDS,

@@ -30,7 +30,7 @@ from ...proto.entry import PACKED_BYTES, pack_content, unpack_content
 from ...proto.errors import InvalidSize
 from ...proto.keys import Key
 from ...proto.payload import crc32c
-from .store import SharedEntry
+from .engine_store import SharedEntry
 
 MAGIC: Final = b"pxs1"
 _FIELDS: Final = struct.Struct(f"<4s{PACKED_BYTES}sII32s")

@@ -17,7 +17,7 @@ from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.client.ctl.views.stats import total_usage
 from prefixd.client.lab.convert import Converter
-from prefixd.client.lab.live import LiveReplay, Totals
+from prefixd.client.lab.live_replay import LiveReplay, Totals
 from prefixd.client.lab.replayer import LiveOptions, keys_of_ids, replay_namespace
 from prefixd.client.lab.simulate import Cell, TouchOrder
 from prefixd.client.lab.simulate import replay as replay_offline

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from prefixd.client.bench.report import Rows, TextTable, as_markdown, read_rows, tables
+from prefixd.client.bench.bench_report import Rows, TextTable, as_markdown, read_rows, tables
 from prefixd.client.bench.samples import Row
 from prefixd.proto.errors import CallerError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.client.llama_server.arguments import parse_command
+from prefixd.client.llama_server.command_line import parse_command
 
 
 def test_it_listens_where_the_server_would_have() -> None:

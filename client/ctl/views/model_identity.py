@@ -12,7 +12,7 @@ from rich.text import Text
 from ....proto import prefixd_pb2 as pb
 from ....proto.errors import InvalidNamespace
 from ...identity import Difference, StateIdentity, cut, printable, shortened
-from .tables import KEY_DIGITS, make_table, pairs_table
+from .text_tables import KEY_DIGITS, make_table, pairs_table
 
 #: Characters of a value. `--json` shows all of them.
 _VALUE_CHARS: Final = 240

@@ -14,7 +14,7 @@ from ...proto.keys import Key
 from ...proto.vocabulary import Labelled, Tier
 from ..runtime.clock import Clock
 from ..runtime.quota import Quota
-from .store import SharedEntry, SharedStore
+from .engine_store import SharedEntry, SharedStore
 
 T = TypeVar("T")
 

@@ -12,10 +12,10 @@ from prefixd.proto import limits
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import StaleIncarnation, UnknownSession
 from prefixd.proto.vocabulary import Tier
-from prefixd.server.api import sessions
+from prefixd.server.api import session_streams
 from prefixd.server.api.access import Access
 from prefixd.server.api.calls import Process
-from prefixd.server.api.sessions import Sessions
+from prefixd.server.api.session_streams import Sessions
 from prefixd.server.runtime import loop
 from tests.contract.faulty import Fault, FaultyStore
 from tests.support.event_loop import in_loop
@@ -159,7 +159,7 @@ async def test_a_silent_client_that_reads_nothing_is_cut_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its stream can't even take the error: it is full, and the client does not read."""
-    monkeypatch.setattr(sessions, "_MAX_UNREAD_EVENTS", 8)
+    monkeypatch.setattr(session_streams, "_MAX_UNREAD_EVENTS", 8)
     monkeypatch.setattr(loop, "FLUSH_INTERVAL_S", 0.01)
     async with running(tmp_path) as daemon:
         session = await daemon.open("mute")
@@ -183,7 +183,7 @@ async def test_a_silent_client_that_reads_nothing_is_cut_off(
 async def test_a_client_that_never_reads_its_heartbeats_loses_its_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_MAX_UNREAD_EVENTS", 2)
+    monkeypatch.setattr(session_streams, "_MAX_UNREAD_EVENTS", 2)
     async with running(tmp_path) as daemon:
         session = await daemon.open()
         core = daemon.core
@@ -204,7 +204,7 @@ async def test_a_client_that_never_reads_its_heartbeats_loses_its_session(
 async def test_whoever_opens_a_session_has_to_say_hello_soon(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sessions, "_PATIENCE_S", 0.01)
+    monkeypatch.setattr(session_streams, "_PATIENCE_S", 0.01)
     async with running(tmp_path) as daemon:
         call = daemon.cache.Session()
         with pytest.raises(Refused) as refused:

@@ -7,7 +7,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from prefixd.client.wire.connection import GrpcConnection
+from prefixd.client.wire.grpc_connection import GrpcConnection
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.limits import MAX_MESSAGE_BYTES
 from tests.support.fakes import PATIENCE_S, FakeDaemon

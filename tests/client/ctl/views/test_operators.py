@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from prefixd.client.ctl.views import daemon as views
-from prefixd.client.ctl.views.daemon import SessionRates, session_rates, sessions_table
+from prefixd.client.ctl.views import operators as views
+from prefixd.client.ctl.views.operators import SessionRates, session_rates, sessions_table
 from prefixd.proto import prefixd_pb2 as pb
-from tests.client.ctl.views.test_tables import drawn
+from tests.client.ctl.views.test_text_tables import drawn
 
 KEY = bytes(range(32))
 SECOND = 1_000_000_000

@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console, RenderableType
 
-from prefixd.client.ctl.views import tables
-from prefixd.client.ctl.views.tables import TierBar
+from prefixd.client.ctl.views import text_tables
+from prefixd.client.ctl.views.text_tables import TierBar
 from prefixd.proto import prefixd_pb2 as pb
 
 
@@ -41,7 +41,7 @@ def tier_stats(tier: pb.Tier.ValueType = pb.TIER_RAM, **numbers: int) -> pb.Tier
      (1000 * 2**30, "0.977TiB"), (2**50, "1PiB")],
 )  # fmt: skip
 def test_sizes_are_short(count: int, text: str) -> None:
-    assert tables.size(count) == text
+    assert text_tables.size(count) == text
 
 
 @pytest.mark.parametrize(
@@ -55,12 +55,12 @@ def test_sizes_are_short(count: int, text: str) -> None:
     ],
 )
 def test_ages_are_rough(duration_ns: int, text: str) -> None:
-    assert tables.age(duration_ns) == text
+    assert text_tables.age(duration_ns) == text
 
 
 def test_nothing_of_nothing_has_no_percentage() -> None:
-    assert tables.percent(0, 0) == "-"
-    assert tables.percent(1, 8) == "12.5 %"
+    assert text_tables.percent(0, 0) == "-"
+    assert text_tables.percent(1, 8) == "12.5 %"
 
 
 def cells(bar: TierBar, width: int, full: str = "━") -> int:
@@ -91,7 +91,7 @@ def test_a_narrow_table_keeps_every_column_whole() -> None:
     """Columns that do not fit come below, after the first column again."""
     names = [f"column {number}" for number in range(9)]
     caption = "what is below a table is as wide as the terminal"
-    table = tables.make_table("key|>" + "|>".join(names), caption=caption)
+    table = text_tables.make_table("key|>" + "|>".join(names), caption=caption)
     cells = [f"{number}" * 12 for number in range(9)]
     table.add_row("k" * 16, *cells)
     for width in (40, 80, 100, 200):

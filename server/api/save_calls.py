@@ -38,7 +38,7 @@ from ..runtime.writes import Piece
 from . import messages
 from .access import Access, Role
 from .calls import Caller
-from .sessions import Membership, ServiceConfig, Sessions, first_message
+from .session_streams import Membership, ServiceConfig, Sessions, first_message
 
 Q = TypeVar("Q")
 S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)

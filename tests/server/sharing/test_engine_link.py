@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from prefixd.proto.keys import Key
-from prefixd.server.sharing import link
-from prefixd.server.sharing.link import DEPTH_MS, UNUSED_MS, Known, expiries_ms
+from prefixd.server.sharing import engine_link
+from prefixd.server.sharing.engine_link import DEPTH_MS, UNUSED_MS, Known, expiries_ms
 
 HOUR_MS = 3_600_000
 NOW_MS = 1_800_000_000_000
@@ -39,7 +39,7 @@ def test_the_deepest_entry_lives_for_half_the_time() -> None:
 
 
 def test_known_expiries_are_bounded_and_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "MAX_KNOWN", 3)
+    monkeypatch.setattr(engine_link, "MAX_KNOWN", 3)
     known = Known()
     keys = [Key(bytes([number]) * 32) for number in range(4)]
     for key in keys[:3]:

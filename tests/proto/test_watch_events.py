@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from prefixd.proto import prefixd_pb2 as pb
-from prefixd.proto import watch
+from prefixd.proto import watch_events
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 
@@ -39,7 +39,7 @@ def test_a_published_entry(
     label: str,
     token_ids: bytes,
 ) -> None:
-    body = watch.published(
+    body = watch_events.published(
         tier, key, sequence, generation, payload_bytes, token_count, reason, parent, label
     )
     meant = pb.WatchEvent(
@@ -55,12 +55,12 @@ def test_a_published_entry(
         namespace=label,
     )
     assert pb.WatchEvent.FromString(body) == meant
-    assert watch.is_published(body)
-    assert (watch.tier_number(body), watch.key_of(body)) == (tier, key)
-    assert watch.generation_of(body) == generation
+    assert watch_events.is_published(body)
+    assert (watch_events.tier_number(body), watch_events.key_of(body)) == (tier, key)
+    assert watch_events.generation_of(body) == generation
     meant.token_ids = token_ids
-    assert pb.WatchEvent.FromString(watch.with_token_ids(body, token_ids)) == meant
-    response = watch.response(b"i" * 16, [body, body], sequence)
+    assert pb.WatchEvent.FromString(watch_events.with_token_ids(body, token_ids)) == meant
+    response = watch_events.response(b"i" * 16, [body, body], sequence)
     meant.token_ids = b""
     assert pb.WatchResponse.FromString(response) == pb.WatchResponse(
         incarnation=b"i" * 16, events=[meant, meant], sequence=sequence
@@ -69,7 +69,7 @@ def test_a_published_entry(
 
 @given(st.sampled_from(Tier), KEYS, U64, U64)
 def test_an_evicted_entry(tier: Tier, key: Key, sequence: int, generation: int) -> None:
-    body = watch.evicted(tier, key, sequence, generation)
+    body = watch_events.evicted(tier, key, sequence, generation)
     assert pb.WatchEvent.FromString(body) == pb.WatchEvent(
         kind=pb.WATCH_KIND_EVICTED,
         tier=pb.Tier.ValueType(tier),
@@ -77,10 +77,11 @@ def test_an_evicted_entry(tier: Tier, key: Key, sequence: int, generation: int) 
         sequence=sequence,
         generation=generation,
     )
-    assert not watch.is_published(body)
-    assert (watch.tier_number(body), watch.key_of(body)) == (tier, key)
+    assert not watch_events.is_published(body)
+    assert (watch_events.tier_number(body), watch_events.key_of(body)) == (tier, key)
 
 
 def test_the_numbers_are_those_of_the_contract() -> None:
-    assert (watch.PUBLISHED, watch.EVICTED) == (pb.WATCH_KIND_PUBLISHED, pb.WATCH_KIND_EVICTED)
-    assert watch.response(b"", [], 0) == b"\x0a\x00\x19" + bytes(8)
+    assert watch_events.PUBLISHED == pb.WATCH_KIND_PUBLISHED
+    assert watch_events.EVICTED == pb.WATCH_KIND_EVICTED
+    assert watch_events.response(b"", [], 0) == b"\x0a\x00\x19" + bytes(8)

@@ -13,7 +13,7 @@ from ....proto import prefixd_pb2 as pb
 from ....proto.units import format_bytes
 from ....proto.vocabulary import SaveReason, Tier, label_of
 from ..message_json import as_dict, label_in
-from .tables import KEY_DIGITS, NS_PER_MS, age, make_table, pairs_table, size, tier_name
+from .text_tables import KEY_DIGITS, NS_PER_MS, age, make_table, pairs_table, size, tier_name
 
 #: What happened to a key between the daemon and the engine that nodes share, in words.
 SHARED_WORDS: Final = {

@@ -10,7 +10,7 @@ import pytest
 from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_LAYERS, MAX_PAYLOAD_BYTES
-from prefixd.server.sharing.record import (
+from prefixd.server.sharing.engine_record import (
     HEADER_BYTES,
     MAX_VALUE_BYTES,
     cut,
@@ -19,7 +19,7 @@ from prefixd.server.sharing.record import (
     parts_of,
     same_entry,
 )
-from prefixd.server.sharing.store import SharedEntry
+from prefixd.server.sharing.engine_store import SharedEntry
 
 KEY = Key(b"k" * 32)
 ENTRY = SharedEntry(KEY, Content(4096, 16, layer_count=4), 77)
