@@ -161,7 +161,7 @@ def test_what_users_of_other_caches_suffered_has_tests() -> None:
     assert [row for row in rows if not NAMED.search(row)] == []
 
 
-#: A row of the tables in "The two ways": the folder, the module and the function.
+#: A row of the tables of a save and a restore: the folder, the module and the function.
 STEP = re.compile(r"^\| `([a-z/]+)/` \| `(\w+)\.(\w+)` \|", re.MULTILINE)
 #: The layers from the caller down. The client's two transports are one layer.
 LEVELS = (
@@ -169,10 +169,10 @@ LEVELS = (
 )  # fmt: skip
 
 
-def test_the_steps_of_the_two_ways_exist_and_go_down() -> None:
+def test_the_steps_of_a_save_and_a_restore_exist_and_go_down() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    ways = text[text.index("## The two ways") : text.index("## One event")].split("\n\n|")[1:]
-    assert len(ways) == 5
+    ways = text[text.index("## The path of a save") : text.index("## One event")].split("\n\n|")[1:]
+    assert len(ways) == 6
     for way in ways:
         steps = STEP.findall("|" + way)
         levels = [next(n for n, at in enumerate(LEVELS) if f in at.split()) for f, *_ in steps]

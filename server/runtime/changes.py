@@ -181,8 +181,8 @@ def _bodies(effects: Iterable[Effect], first: int) -> list[bytes]:
             for entry, parent in zip(effect.entries, effect.parents, strict=True):
                 bodies.append(body_of(entry, next(numbers), parent))
         elif isinstance(effect, IndexDelete):
-            for entry in effect.entries:
-                bodies.append(
-                    watch_events.evicted(entry.tier, entry.key, next(numbers), entry.generation)
-                )
+            bodies += [
+                watch_events.evicted(entry.tier, entry.key, next(numbers), entry.generation)
+                for entry in effect.entries
+            ]
     return bodies

@@ -370,12 +370,12 @@ def of_identities() -> dict[str, RenderableType]:
         for n in range(9)
     ]
     return {
-        "identity.identities_table": identity_views.identities_table(announced),
-        "identity.identity_view": identity_views.identity_view(one),
-        "identity.differences_view": identity_views.differences_view(
+        "model_identity.identities_table": identity_views.identities_table(announced),
+        "model_identity.identity_view": identity_views.identity_view(one),
+        "model_identity.differences_view": identity_views.differences_view(
             one, other, differences(one, other)
         ),
-        "identity.saver_view": identity_views.saver_view(sent),
+        "model_identity.saver_view": identity_views.saver_view(sent),
     }
 
 
@@ -450,4 +450,4 @@ def test_no_table_is_left_out(views: dict[str, RenderableType]) -> None:
             shows = str(function.__annotations__.get("return")) in ("Table", "RenderableType")
             if function.__module__ == loaded.__name__ and shows and not name.startswith("_"):
                 made.add(f"{module.name.rpartition('.')[2]}.{name}")
-    assert made - {"tables.make_table", "tables.pairs_table"} <= views.keys()
+    assert made - {"text_tables.make_table", "text_tables.pairs_table"} <= views.keys()
