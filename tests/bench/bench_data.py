@@ -50,8 +50,8 @@ OTHER = """
 import sys, time
 from prefixd.client.wire.remote_transport import RemoteTransport, Wire
 from prefixd.client.client import Client
-from prefixd.client.counters import Counters
-counters = Counters()
+from prefixd.client.counters import ClientCounters
+counters = ClientCounters()
 over_data = RemoteTransport(sys.argv[1], counters=counters, wire="data")
 with Client(transport=over_data, counters=counters) as client:
     client.wait_connected()
