@@ -41,7 +41,7 @@ from ..proto.kernel import native
 from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c, unset_bytearray
 from .files import (
     HERE,
-    ROOM_BYTES,
+    PIECE_BYTES,
     FileCalls,
     check_linked,
     open_own_file,
@@ -58,8 +58,6 @@ from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreE
 ARENA_FILE: Final = "arena"
 DEFAULT_SLAB_BYTES: Final = 64 * 2**10
 MIN_SLAB_BYTES: Final = 4096
-#: What is checksummed and written to a disk at once.
-PIECE_BYTES: Final = ROOM_BYTES
 #: Types whose memory only the daemon can change. Anything else may be shared with a client.
 _OWN: Final = frozenset((bytes, bytearray))
 
@@ -451,13 +449,7 @@ class DiskArena(BaseArena):
                     crc = crc32c(piece, crc)
                     pwrite_all(self.fd, piece, start + at, self._calls)
                 return crc
-            # Copied first, so that the checksum is that of the bytes in the file.
-            with self._calls.room() as room:
-                for at in range(0, len(data), PIECE_BYTES):
-                    piece = data[at : at + PIECE_BYTES]
-                    crc = copy_crc32c(room.view[: len(piece)], piece, crc)
-                    room.write(self.fd, len(piece), start + at)
-            return crc
+            return self._calls.copy_and_write(self.fd, data, start, crc)
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         """One view, which owns its memory."""

@@ -29,12 +29,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ..proto.payload import copy_crc32c
 from .device import wait_for_killed
-from .files import PUNCH_HOLE, ROOM_BYTES, FileCalls, LentRoom
+from .files import PUNCH_HOLE, FileCalls
 from .store import StoreError
 
 #: Calls at the same time: the threads of a blocking store, its committer, its probe, its recovery.
 _CHANNELS: Final = 8
+#: Memory of each. A call costs as much as copying some 300 KiB, so there should not be many.
+_ROOM_BYTES: Final = 2**20
 _MAX_ANSWER_BYTES: Final = 4096
 #: Room for one descriptor in an answer.
 _CARRIED_BYTES: Final = socket.CMSG_LEN(4)
@@ -87,13 +90,13 @@ class _Process:
         memory_fd = os.memfd_create("prefixd-calls", os.MFD_CLOEXEC)
         theirs: list[socket.socket] = []
         try:
-            os.ftruncate(memory_fd, _CHANNELS * ROOM_BYTES)
-            memory = memoryview(mmap.mmap(memory_fd, _CHANNELS * ROOM_BYTES))
-            for start in range(0, len(memory), ROOM_BYTES):
+            os.ftruncate(memory_fd, _CHANNELS * _ROOM_BYTES)
+            memory = memoryview(mmap.mmap(memory_fd, _CHANNELS * _ROOM_BYTES))
+            for start in range(0, len(memory), _ROOM_BYTES):
                 ours, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 self._connections.append(ours)
                 theirs.append(other)
-                self.free.put(_Channel(ours, start, memory[start : start + ROOM_BYTES]))
+                self.free.put(_Channel(ours, start, memory[start : start + _ROOM_BYTES]))
             fds = [memory_fd, *(other.fileno() for other in theirs)]
             self._process = subprocess.Popen(
                 [*command, *map(str, fds)],
@@ -205,10 +208,14 @@ class CallsApart(FileCalls):
 
     # ---- the calls
 
-    @contextmanager
-    def room(self) -> Iterator[LentRoom]:
+    def copy_and_write(self, fd: int, data: memoryview, offset_bytes: int, crc: int) -> int:
         with self._channel() as channel:
-            yield _SharedRoom(self, channel)
+            fds, room = self._with_lock(fd), channel.view
+            for at in range(0, len(data), len(room)):
+                piece = data[at : at + len(room)]
+                crc = copy_crc32c(room[: len(piece)], piece, crc)
+                channel.call(fds, "pwrite", channel.start, len(piece), offset_bytes + at)
+            return crc
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         with self._channel() as channel:
@@ -289,23 +296,6 @@ class CallsApart(FileCalls):
             self._closed = True
             if self._process is not None:
                 self._process.end()
-
-
-class _SharedRoom(LentRoom):
-    """The memory of a channel."""
-
-    def __init__(self, calls: CallsApart, channel: _Channel) -> None:
-        super().__init__(calls, channel.view)
-        self._with_lock = calls._with_lock
-        self._channel = channel
-
-    def write(self, fd: int, length_bytes: int, offset_bytes: int) -> None:
-        done, start = 0, self._channel.start
-        fds = self._with_lock(fd)
-        while done < length_bytes:
-            done += self._channel.call(
-                fds, "pwrite", start + done, length_bytes - done, offset_bytes + done
-            )
 
 
 def _within(limit_s: float, condition: Callable[[], bool]) -> bool:

@@ -36,7 +36,11 @@ class Files:
         os.unlink(path)
 
     def pwrite(self, fd: int, start: int, length: int, offset: int) -> int:
-        return os.pwrite(fd, self._memory[start : start + length], offset)
+        written = 0
+        while written < length:
+            piece = self._memory[start + written : start + length]
+            written += os.pwrite(fd, piece, offset + written)
+        return written
 
     def preadv(self, fd: int, start: int, length: int, offset: int) -> int:
         return os.preadv(fd, [self._memory[start : start + length]], offset)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from ..proto.payload import copy_crc32c
 from .store import StoreError, StoreFull
 
 #: Errors of a device without room: a full file system, a quota or limit, a tmpfs without memory.
@@ -24,8 +25,8 @@ _NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
 _ZEROS: Final = bytes(2**20)
 #: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 PUNCH_HOLE: Final = 0x01 | 0x02
-#: What `FileCalls.room` lends: small enough that a write finds the bytes in the L2 cache.
-ROOM_BYTES: Final = 512 * 2**10
+#: What is copied and written at once: small enough that the write finds the bytes in the L2 cache.
+PIECE_BYTES: Final = 512 * 2**10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -40,40 +41,32 @@ def write_errors(what: str) -> Iterator[None]:
         raise kind(f"can't {what}: {problem}") from None
 
 
-class LentRoom:
-    """Memory that `FileCalls.room` lends, from which its first bytes are written to a file."""
-
-    def __init__(self, calls: FileCalls, view: memoryview) -> None:
-        self._calls = calls
-        self.view: Final = view
-
-    def write(self, fd: int, length_bytes: int, offset_bytes: int) -> None:
-        """Raises OSError."""
-        pwrite_all(fd, self.view[:length_bytes], offset_bytes, self._calls)
-
-
 class FileCalls:
     """Calls that may wait for a device, as those of `os`: here by the calling thread itself. They
     raise OSError. Thread-safe."""
 
-    #: Whether `pwrite` takes the bytes from where they are. If not, they are best put into a
-    #: `room`.
+    #: Whether `pwrite` takes the bytes from where they are. If not, `copy_and_write` costs less.
     direct: bool = True
 
     def __init__(self) -> None:
         #: Buffers that no thread uses now. There are at most as many as threads that write.
         self._buffers: list[bytearray] = []
 
-    @contextmanager
-    def room(self) -> Iterator[LentRoom]:
-        """`ROOM_BYTES` of memory that nobody else changes, until the end of the context."""
+    def copy_and_write(self, fd: int, data: memoryview, offset_bytes: int, crc: int) -> int:
+        """Write `data`, whose memory others may change, and return the CRC32C of what was written,
+        continuing `crc`: it is copied first."""
         try:
             buffer = self._buffers.pop()
         except IndexError:
-            buffer = bytearray(ROOM_BYTES)
+            buffer = bytearray(PIECE_BYTES)
         try:
             with memoryview(buffer) as view:
-                yield LentRoom(self, view)
+                for at in range(0, len(data), PIECE_BYTES):
+                    piece = data[at : at + PIECE_BYTES]
+                    copied = view[: len(piece)]
+                    crc = copy_crc32c(copied, piece, crc)
+                    pwrite_all(fd, copied, offset_bytes + at, self)
+            return crc
         finally:
             self._buffers.append(buffer)
 

@@ -19,9 +19,9 @@ from prefixd.proto.entry import Content, EntryRecord
 from prefixd.proto.keys import Key
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import SaveReason, Tier
-from prefixd.tiers.arena import PIECE_BYTES
 from prefixd.tiers.arena_stores import DiskStore, RamStore, ShmStore
 from prefixd.tiers.extents import ExtentAllocator
+from prefixd.tiers.files import PIECE_BYTES
 from prefixd.tiers.store import EntryWriter, RecoveryBatch, Store, StoredEntry
 
 SLAB = 4096

@@ -18,9 +18,9 @@ from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
 from prefixd.proto.arena_header import PROBE_OFFSET
 from prefixd.proto.payload import crc32c
-from prefixd.tiers.arena import PIECE_BYTES, DiskArena
+from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.arena_stores import DiskStore
-from prefixd.tiers.files import FileCalls
+from prefixd.tiers.files import PIECE_BYTES, FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
 

@@ -6,14 +6,17 @@ import errno
 import os
 import subprocess
 import sys
+import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 
-from prefixd.tiers import arena
-from prefixd.tiers.arena import PIECE_BYTES, DiskArena
+from prefixd.tiers import file_calls, files
+from prefixd.tiers.arena import DiskArena
+from prefixd.tiers.file_calls import CallsApart
+from prefixd.tiers.files import PIECE_BYTES, FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
@@ -309,20 +312,22 @@ def test_a_probe_sees_a_sync_that_fails(
         placed.store.apply([early])
 
 
+@pytest.mark.parametrize("module", [files, file_calls])
 def test_what_a_client_writes_meanwhile_does_not_change_what_is_checked(
-    disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch
+    disk: Callable[..., Placed], monkeypatch: pytest.MonkeyPatch, module: types.ModuleType
 ) -> None:
     """The checksum is that of the bytes in the file, although the memory changes meanwhile."""
-    placed = disk()
+    calls = CallsApart() if module is file_calls else FileCalls()
+    placed = disk(calls=calls)
     staging = bytearray(payload_of(1, 3 * PIECE_BYTES))
-    real = arena.copy_crc32c
+    real = module.copy_crc32c
 
     def scribbling(room: memoryview, piece: memoryview, crc: int) -> int:
         crc = real(room, piece, crc)
         staging[:] = bytes(len(staging))
         return crc
 
-    monkeypatch.setattr(arena, "copy_crc32c", scribbling)
+    monkeypatch.setattr(module, "copy_crc32c", scribbling)
     entry = placed.entry(0, payload_bytes=len(staging))
     writer = placed.store.writer(entry)
     writer.write(staging)

@@ -12,14 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from prefixd.proto.payload import crc32c
 from prefixd.tiers import file_calls
 from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.file_calls import CallsApart
-from prefixd.tiers.files import HERE, ROOM_BYTES, FileCalls, open_own_file, pread_into, pwrite_all
+from prefixd.tiers.files import HERE, FileCalls, open_own_file, pread_into, pwrite_all
 from prefixd.tiers.store import StoreError
 from tests.support.daemon import eventually
 
-DATA = os.urandom(3 * ROOM_BYTES + 5)
+#: More than the process takes at once.
+DATA = os.urandom(3 * 2**20 + 5)
 
 
 @pytest.fixture
@@ -48,10 +50,11 @@ def test_the_calls_do_what_those_of_the_system_do(
     try:
         assert not os.get_inheritable(fd)
         pwrite_all(fd, DATA, 7, calls)
-        with calls.room() as room:
-            room.view[:4] = b"room"
-            room.write(fd, 4, 0)
-        expected = b"room" + bytes(3) + DATA
+        expected = bytes(7) + DATA
+        foreign = memoryview(bytearray(DATA[::-1]))
+        crc = calls.copy_and_write(fd, foreign, len(expected), crc32c(b"before"))
+        assert crc == crc32c(b"before" + foreign)
+        expected += foreign
         assert path.read_bytes() == expected
         calls.fsync(fd)
         calls.fdatasync(fd)
