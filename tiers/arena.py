@@ -157,7 +157,8 @@ class BaseArena(ABC):
     puts_all: bool = False
 
     def put_all(self, starts: Sequence[int], data: Sequence[Buffer]) -> list[int]:
-        """`put` each at its offset, in one call without the GIL. Returns their CRC32Cs."""
+        """`put` each at its offset, in one call without the GIL, or in few. Returns their CRC32Cs.
+        Raises StoreError, StoreFull."""
         raise NotImplementedError
 
     @abstractmethod
@@ -417,6 +418,7 @@ class DiskArena(BaseArena):
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
         self._calls = calls
+        self.puts_all = native is not None and not calls.direct
         with write_errors(f"open {path}"):
             self.fd = open_own_file(path, 0o600, calls)
             try:
@@ -450,6 +452,10 @@ class DiskArena(BaseArena):
                     pwrite_all(self.fd, piece, start + at, self._calls)
                 return crc
             return self._calls.copy_and_write(self.fd, data, start, crc)
+
+    def put_all(self, starts: Sequence[int], data: Sequence[Buffer]) -> list[int]:
+        with write_errors(f"write to {self.path}"):
+            return self._calls.copy_and_write_all(self.fd, data, starts)
 
     def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
         """One view, which owns its memory."""

@@ -156,10 +156,10 @@ class ArenaStore(Store):
             starts.append(location[0])
         try:
             self._erase_forgotten()
+            failed_syncs = self.arena.failed_syncs
+            return Whole(self.arena.put_all(starts, payloads), failed_syncs)
         except StoreError:
             return None  # to be met again, by each of their writers
-        failed_syncs = self.arena.failed_syncs
-        return Whole(self.arena.put_all(starts, payloads), failed_syncs)
 
     def _erase_forgotten(self) -> None:
         """Erase the records of forgotten entries, if there are records. Raises StoreError."""

@@ -29,15 +29,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from ..proto.kernel import native
 from ..proto.payload import copy_crc32c
 from .device import wait_for_killed
 from .files import PUNCH_HOLE, FileCalls
-from .store import StoreError
+from .store import Buffer, StoreError
 
 #: Calls at the same time: the threads of a blocking store, its committer, its probe, its recovery.
 _CHANNELS: Final = 8
 #: Memory of each. A call costs as much as copying some 300 KiB, so there should not be many.
 _ROOM_BYTES: Final = 2**20
+#: Payloads that one call writes: a request takes at most 8 KiB.
+_MOST_AT_ONCE: Final = 256
 _MAX_ANSWER_BYTES: Final = 4096
 #: Room for one descriptor in an answer.
 _CARRIED_BYTES: Final = socket.CMSG_LEN(4)
@@ -56,7 +59,17 @@ class _Channel:
         self.start: Final = start
         self.view: Final = view
 
-    def call(self, fds: Sequence[int], name: str, *arguments: bytes | int) -> Any:
+    def copy_and_write(
+        self, fds: Sequence[int], data: memoryview, offset_bytes: int, crc: int
+    ) -> int:
+        """See `FileCalls.copy_and_write`; raises as `call`."""
+        for at in range(0, len(data), len(self.view)):
+            piece = data[at : at + len(self.view)]
+            crc = copy_crc32c(self.view[: len(piece)], piece, crc)
+            self.call(fds, "pwrite", self.start, len(piece), offset_bytes + at)
+        return crc
+
+    def call(self, fds: Sequence[int], name: str, *arguments: bytes | int | list[int]) -> Any:
         """`fds`: the file, if there is one, and its lock, if it has one. Raises OSError, and
         EOFError if the process has ended."""
         try:
@@ -210,12 +223,34 @@ class CallsApart(FileCalls):
 
     def copy_and_write(self, fd: int, data: memoryview, offset_bytes: int, crc: int) -> int:
         with self._channel() as channel:
-            fds, room = self._with_lock(fd), channel.view
-            for at in range(0, len(data), len(room)):
-                piece = data[at : at + len(room)]
-                crc = copy_crc32c(room[: len(piece)], piece, crc)
-                channel.call(fds, "pwrite", channel.start, len(piece), offset_bytes + at)
-            return crc
+            return channel.copy_and_write(self._with_lock(fd), data, offset_bytes, crc)
+
+    def copy_and_write_all(
+        self, fd: int, data: Sequence[Buffer], offsets_bytes: Sequence[int]
+    ) -> list[int]:
+        crcs: list[int] = []
+        with self._channel() as channel:
+            fds, room_bytes = self._with_lock(fd), len(channel.view)
+            lengths = list(map(len, data))
+            while len(crcs) < len(data):
+                first = len(crcs)
+                starts, last = [0], first
+                while (
+                    last < min(len(data), first + _MOST_AT_ONCE)
+                    and starts[-1] + lengths[last] <= room_bytes
+                ):
+                    starts.append(starts[-1] + lengths[last])
+                    last += 1
+                if last == first:
+                    with memoryview(data[first]) as large:
+                        crcs.append(channel.copy_and_write(fds, large, offsets_bytes[first], 0))
+                    continue
+                some = slice(first, last)
+                crcs += native.gather(channel.view, starts[:-1], lengths[some], data[some], False)
+                channel.call(
+                    fds, "pwrite_all", channel.start, lengths[some], list(offsets_bytes[some])
+                )
+        return crcs
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         with self._channel() as channel:

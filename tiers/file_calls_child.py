@@ -42,6 +42,11 @@ class Files:
             written += os.pwrite(fd, piece, offset + written)
         return written
 
+    def pwrite_all(self, fd: int, start: int, lengths: list[int], offsets: list[int]) -> None:
+        for length, offset in zip(lengths, offsets, strict=True):
+            self.pwrite(fd, start, length, offset)
+            start += length
+
     def preadv(self, fd: int, start: int, length: int, offset: int) -> int:
         return os.preadv(fd, [self._memory[start : start + length]], offset)
 

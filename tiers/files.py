@@ -10,13 +10,13 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from ..proto.payload import copy_crc32c
-from .store import StoreError, StoreFull
+from .store import Buffer, StoreError, StoreFull
 
 #: Errors of a device without room: a full file system, a quota or limit, a tmpfs without memory.
 FULL_ERRORS: Final = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM))
@@ -69,6 +69,17 @@ class FileCalls:
             return crc
         finally:
             self._buffers.append(buffer)
+
+    def copy_and_write_all(
+        self, fd: int, data: Sequence[Buffer], offsets_bytes: Sequence[int]
+    ) -> list[int]:
+        """`copy_and_write` each at its offset, in as few calls as possible. Returns the CRC32C of
+        each. Needs the native kernel."""
+        crcs = []
+        for each, offset_bytes in zip(data, offsets_bytes, strict=True):
+            with memoryview(each) as view:
+                crcs.append(self.copy_and_write(fd, view, offset_bytes, 0))
+        return crcs
 
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         return os.open(path, flags, mode)

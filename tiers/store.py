@@ -266,7 +266,7 @@ class Store(ABC):
         """Store the whole payloads of these different entries in one call, without their writers.
         An entry that has token ids, and any entry of a store with records, needs its writer
         afterwards (`EntryWriter.resume`). None: this store can't, or something about the entries is
-        not as usual, and nothing was written."""
+        not as usual; what was written of them then is to be written again."""
         return None
 
     @abstractmethod

@@ -17,9 +17,11 @@ import pytest
 from helpers import HERE, SLAB, Placed, budget, numbers_of, payload_of
 
 from prefixd.proto.arena_header import PROBE_OFFSET
+from prefixd.proto.kernel import native
 from prefixd.proto.payload import crc32c
 from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.arena_stores import DiskStore
+from prefixd.tiers.file_calls import CallsApart
 from prefixd.tiers.files import PIECE_BYTES, FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
@@ -198,6 +200,42 @@ def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
         assert writer.seal() == crc32c(shared)
         assert placed.store.arena.gather(entry.location, 0, len(shared)) == shared[:]
     assert [len(buffer) for buffer in buffers] == [PIECE_BYTES]
+
+
+def test_whole_payloads_in_one_call_are_those_of_their_writers(disk: Callable[..., Placed]) -> None:
+    if native is None:
+        pytest.skip("needs the native kernel")
+    placed = disk(calls=CallsApart())
+    entries = [placed.entry(number, payload_bytes=70_000) for number in range(9)]
+    payloads = [payload_of(number, 70_000) for number in range(9)]
+    whole = placed.store.write_whole(entries, payloads)
+    assert whole is not None
+    assert whole.payload_crc32c == [crc32c(payload) for payload in payloads]
+    writers = []
+    for entry, crc in zip(entries, whole.payload_crc32c, strict=True):
+        writer = placed.store.writer(entry, b"abcd" * (entry.token_ids_bytes // 4))
+        writer.resume(crc, whole.failed_syncs)
+        assert writer.seal() == crc
+        writers.append(writer)
+    placed.store.apply(writers)
+    assert all(placed.is_whole(entry) for entry in entries)
+    assert placed.numbers() == set(range(9))
+    assert not disk(verify_payloads=True).recover().dropped
+
+
+def test_a_device_that_refuses_whole_payloads_is_met_again_by_each_writer(
+    disk: Callable[..., Placed],
+) -> None:
+    class Full(CallsApart):
+        def copy_and_write_all(self, *_: object) -> list[int]:
+            raise OSError(errno.ENOSPC, "full")
+
+    placed = disk(calls=Full())
+    placed.store.arena.puts_all = True  # without the native kernel, too
+    entry = placed.entry(1)
+    assert placed.store.write_whole([entry], [payload_of(1, entry.payload_bytes)]) is None
+    placed.store.apply([placed.written(entry)])
+    assert placed.is_whole(entry)
 
 
 class NeverReads(FileCalls):

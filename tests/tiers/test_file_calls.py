@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import signal
 import socket
 import threading
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
+from prefixd.proto.kernel import native
 from prefixd.proto.payload import crc32c
 from prefixd.tiers import file_calls
 from prefixd.tiers.arena import DiskArena
@@ -78,6 +81,31 @@ def test_the_calls_do_what_those_of_the_system_do(
         os.close(fd)
 
 
+@pytest.mark.parametrize("kind", ["here", "apart"])
+def test_many_payloads_are_each_written_at_their_offset(
+    tmp_path: Path, apart: CallsApart, kind: str
+) -> None:
+    """More than one call takes, by number and by size, and one that is larger than its room."""
+    if native is None:
+        pytest.skip("needs the native kernel")
+    calls = {"here": HERE, "apart": apart}[kind]
+    chance = random.Random(5)
+    sizes = [*(chance.randrange(2_000) for _ in range(700)), len(DATA), 2**20, 0, 600_000, 600_000]
+    chance.shuffle(sizes)
+    payloads = [chance.randbytes(size) for size in sizes]
+    ends = [*accumulate(size + 3 for size in sizes)]
+    offsets = [end - size for end, size in zip(ends, sizes, strict=True)]
+    path = tmp_path / "file"
+    fd = open_own_file(path, 0o600, calls)
+    try:
+        crcs = calls.copy_and_write_all(fd, payloads, offsets)
+    finally:
+        os.close(fd)
+    assert crcs == [crc32c(payload) for payload in payloads]
+    found = path.read_bytes()
+    assert found == b"".join(bytes(3) + payload for payload in payloads)[: len(found)]
+
+
 def test_errors_are_those_of_the_call(tmp_path: Path, apart: CallsApart) -> None:
     with pytest.raises(FileNotFoundError):
         apart.open(tmp_path / "missing" / "file", os.O_RDWR | os.O_CREAT)
@@ -88,6 +116,9 @@ def test_errors_are_those_of_the_call(tmp_path: Path, apart: CallsApart) -> None
         assert caught.value.errno == errno.ENOSPC
         with pytest.raises(OSError, match="Invalid argument"):
             apart.ftruncate(fd, -1)
+        if native is not None:
+            with pytest.raises(OSError, match="No space left"):
+                apart.copy_and_write_all(fd, [b"x", DATA, b"y"], [0, 1, 2])
     finally:
         os.close(fd)
     assert apart.pid is not None, "none of this ends the process"
