@@ -33,10 +33,14 @@ from prefixd.server.runtime import scrubbing
 
 ROOT = Path(__file__).resolve().parent.parent
 _OTHERS = {".venv", "build", "dist", "node_modules"}
+#: Those below the root's folders are looked for in each, so that the environment is not walked.
 DOCUMENTS = sorted(
-    path for path in ROOT.rglob("*.md") if not _OTHERS & {*path.relative_to(ROOT).parts[:1]}
-    and not path.relative_to(ROOT).parts[0].startswith(".")
-)  # fmt: skip
+    path
+    for top in ROOT.iterdir()
+    if top.name not in _OTHERS and not top.name.startswith(".")
+    for path in (top.rglob("*.md") if top.is_dir() else [top])
+    if path.suffix == ".md"
+)
 _BLOCK = re.compile(r"^( *)```([\w-]*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`((?:prefixctl|prefixd|make) [^`]+)`")
 
