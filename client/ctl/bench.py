@@ -94,7 +94,7 @@ def bench(
     """
     from ..bench.bench_report import Rows, read_rows, tables
 
-    *sizes, largest = _sizes(block_bytes)
+    *sizes, largest = sorted({parse_size(size) for size in block_bytes.split(",")})
     plan = _plan(ctl, parts, batches, largest, repeats, verify, clients, pinned)
     plans = [plan, *(plan.of_blocks(size) for size in sizes)] if plan.movers else [plan]
     peers = Rows() if compare is None else read_rows(Path(compare))
@@ -117,14 +117,6 @@ def bench(
             )
         ]
         _show(shown, plan, measured, peers, markdown)
-
-
-def _sizes(block_bytes: str) -> list[int]:
-    """The sizes of blocks, ascending."""
-    try:
-        return sorted({parse_size(size) for size in block_bytes.split(",")})
-    except ValueError as problem:
-        raise typer.BadParameter(f"--block-bytes: {problem}") from None
 
 
 def _plan(

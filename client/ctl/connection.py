@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import threading
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from enum import Enum
-from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar
 
 import grpc
@@ -43,20 +40,11 @@ CHANNEL_OPTIONS: Final = [
 ]
 #: How long a socket may take to accept a connection when several are tried.
 _PROBE_S: Final = 1.0
-#: Between two looks for a daemon that does not answer yet. More frequent ones would slow it down.
-_POLL_EVERY_S: Final = 0.02
 _WHAT_TO_DO: Final = (
     "Start one with `prefixd`, or say where it is with --address or $PREFIXD_ADDRESS"
 )
 #: Entries in a page. An entry with many extents takes kilobytes.
 PAGE_ENTRIES: Final = 1_000
-
-
-class HealthAnswer(Enum):
-    """The answer of the health service."""
-
-    SERVING = "serving"
-    NOT_SERVING = "not_serving"
 
 
 class AdminConnection:
@@ -204,9 +192,8 @@ class AdminConnection:
         so far, until `done`. Closing the iterator stops the daemon. The timeout is for each
         message."""
         request = pb.VerifyRequest(tiers=[wire_tier(tier) for tier in tiers])
-        address = self._operators_address()
         problems: list[str] = []
-        with closing(self._streamed(address, self._admin.Verify(request))) as messages:
+        with closing(self._streamed(self._admin.Verify, request)) as messages:
             for message in messages:
                 problems += message.problems
                 message.problems[:] = problems
@@ -215,52 +202,31 @@ class AdminConnection:
     def record(self, sample_permille: int) -> Generator[pb.RecordResponse, None, None]:
         """What all clients look up from now on, until the iterator is closed: this share of the
         prompts. Yields at least once a second. Raises LimitReached while another call records."""
+        return self._streamed(self._admin.Record, pb.RecordRequest(sample_permille=sample_permille))
+
+    def _streamed(self, method: Callable[..., Any], request: object) -> Generator[Any, None, None]:
+        """The messages of a stream, each read when it is taken; the timeout is for each."""
         address = self._operators_address()
-        return self._streamed(
-            address, self._admin.Record(pb.RecordRequest(sample_permille=sample_permille))
-        )
-
-    def _streamed(self, address: str, call: Any) -> Generator[Any, None, None]:
-        """The messages of a stream; the timeout is for each."""
-        messages: SimpleQueue[Any] = SimpleQueue()
-
-        def receive() -> None:
-            # In a thread, because gRPC has no deadline for a single message of a stream.
+        call = method(request)
+        # In a thread, because gRPC has no deadline for a single message of a stream.
+        with ThreadPoolExecutor(1, "prefixctl-stream") as thread:
             try:
-                for message in call:
-                    messages.put(message)
-                messages.put(None)
+                while (
+                    message := thread.submit(next, call, None).result(self.timeout_s)
+                ) is not None:
+                    yield message
             except grpc.RpcError as failure:
-                messages.put(failure)
+                raise self._explained(address, from_grpc(failure)) from None
+            except TimeoutError:
+                raise self._explained(address, DeadlineExceeded("no message came")) from None
+            finally:
+                call.cancel()  # no effect if it has ended
 
-        threading.Thread(target=receive, name="prefixctl-stream", daemon=True).start()
-        try:
-            while (message := messages.get(timeout=self.timeout_s)) is not None:
-                if isinstance(message, grpc.RpcError):
-                    raise self._explained(address, from_grpc(message))
-                yield message
-        except Empty:
-            raise self._explained(address, DeadlineExceeded("no message came")) from None
-        finally:
-            call.cancel()  # no effect if it has ended
-
-    def health(self, *, wait_for_ready: bool = False) -> HealthAnswer:
-        """The health of the whole daemon.
-
-        `wait_for_ready`: wait, within the timeout, for a daemon that does not answer yet.
-        """
+    def health(self) -> bool:
+        """Whether the whole daemon serves, as its health service says."""
         request = health_pb2.HealthCheckRequest()
-        until_s = time.monotonic() + self.timeout_s
-        while True:
-            try:
-                response = self._call(self.address, self._line(self.address).health, request)
-                break
-            except DaemonUnavailable:
-                if not wait_for_ready or time.monotonic() + _POLL_EVERY_S > until_s:
-                    raise
-            time.sleep(_POLL_EVERY_S)
-        serving = response.status == health_pb2.HealthCheckResponse.SERVING
-        return HealthAnswer.SERVING if serving else HealthAnswer.NOT_SERVING
+        response = self._call(self.address, self._line(self.address).health, request)
+        return response.status == health_pb2.HealthCheckResponse.SERVING
 
     @property
     def _admin(self) -> pb_grpc.AdminStub:

@@ -355,7 +355,7 @@ def simulate(
     limit: LimitOption = None,
     skip_bad: SkipBadOption = False,
     html: Annotated[
-        str | None, typer.Option(metavar="FILE", help="WriteRule a page with all results.")
+        str | None, typer.Option(metavar="FILE", help="Write a page with all results.")
     ] = None,
     output: OutputOption = None,
     force: ForceOption = False,

@@ -58,6 +58,8 @@ def stats(
     ] = False,
 ) -> None:
     """Show budgets, hits, saves and evictions of the tiers."""
+    from rich.console import Group
+
     from . import targets
     from .views.operators import counters_table
     from .views.stats import stats_view
@@ -76,13 +78,8 @@ def stats(
                 follow(daemon, make_console(), watch)
             return
         response = daemon.stats()
-    if ctl.as_json:
-        print_json(response)
-        return
-    console = make_console()
-    console.print(stats_view(response, ctl.address))
-    if counters:
-        console.print(counters_table(response.counters))
+    more = [counters_table(response.counters)] if counters else []
+    ctl.show(response, lambda: Group(stats_view(response, ctl.address), *more))
 
 
 def top(
@@ -147,16 +144,15 @@ def health(ctl: Ctl) -> None:
 
     Exits 0 when the daemon serves, 1 when it is unhealthy or stopping, 3 when none answers.
     """
-    from .connection import HealthAnswer
-
     with ctl.connect() as daemon:
-        status = daemon.health()
-        reason = "" if status is HealthAnswer.SERVING else _unhealthy_part(daemon)
+        serving = daemon.health()
+        reason = "" if serving else _unhealthy_part(daemon)
     if ctl.as_json:
-        print_json({"address": ctl.address, "status": status.value, "why": reason})
-    elif status is HealthAnswer.SERVING:
+        status = "serving" if serving else "not_serving"
+        print_json({"address": ctl.address, "status": status, "why": reason})
+    elif serving:
         typer.echo("serving")
-    if status is not HealthAnswer.SERVING:
+    if not serving:
         fail(f"not serving: {reason}" if reason else "not serving", ExitCode.PROBLEM)
 
 
@@ -453,10 +449,7 @@ def identity(
     if one is None:
         with ctl.connect() as daemon:
             listed = daemon.identities()
-        if ctl.as_json:
-            print_json({"identities": listed})
-        else:
-            make_console().print(identities_table(listed))
+        ctl.show({"identities": listed}, lambda: identities_table(listed))
         return
     found = _find_identity(ctl, one)
     if other is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..lab.curve import LruCurve
     from ..lab.model_config import KvSize
     from ..lab.simulate import Cell, ReplayResult, TouchOrder
-    from ..lab.trace import Request, TraceColumns
+    from ..lab.trace import TraceColumns
 
 #: Panels of options in --help.
 PICTURES: Final = "Pictures and pages"
@@ -234,21 +234,19 @@ def curve(
         sampled: list[LruCurve] = []
         if sample_only:
             timed = Requests(reading(reader, "sampling"))
-            stream = _Stream(timed)
-            found = sampled_curve(stream, **samplings[0], **settings)
-            blocks = stream.blocks
+            blocks_of = ((request.hash_ids, request.input_length) for request in timed)
+            found = sampled_curve(blocks_of, **samplings[0], **settings)
         else:
             timed = Requests(reading(reader, "reading"))
             columns = TraceColumns.load(timed)
             found = exact_curve(columns, **settings)
-            blocks = columns.blocks
             notes = lab.collision_notes(trace, columns.collisions)
             sampled = [sampled_curve(columns, **sampling, **settings) for sampling in samplings]
             if with_replays:
                 results = _replays(columns, cells, reader.block_tokens, False, jobs)
         summary = TraceSummary(
             found.requests,
-            blocks,
+            timed.blocks,
             found.unique_blocks,
             found.prompt_tokens,
             found.infinite_hit_tokens,
@@ -362,19 +360,6 @@ def _samplings(rates: str | None, sizes: str | None, seed: int) -> list[dict[str
     for sampling in samplings:
         sampled_curve((), **sampling)  # checks them
     return [{**sampling, "seed": seed} for sampling in samplings]
-
-
-class _Stream:
-    """The blocks and lengths of requests, as a curve takes them. Counts the blocks."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self.blocks = 0
-
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], int]]:
-        for request in self._requests:
-            self.blocks += len(request.hash_ids)
-            yield request.hash_ids, request.input_length
 
 
 def advise(

@@ -17,7 +17,7 @@ from typing import Final, NoReturn
 from ...proto import prefixd_pb2 as pb
 from ...proto.endpoints import MAX_SOCKET_PATH_BYTES
 from ...proto.errors import DaemonUnavailable, DeadlineExceeded, PrefixdError
-from .connection import AdminConnection, HealthAnswer
+from .connection import AdminConnection
 
 SHM: Final = Path("/dev/shm")
 MODULE: Final = "prefixd"
@@ -121,7 +121,7 @@ class PrivateDaemon:
         with self.admin(timeout_s=0.5) as admin:
             while process.poll() is None:
                 try:
-                    if admin.health(wait_for_ready=True) is HealthAnswer.SERVING and not any(
+                    if admin.health() and not any(
                         tier.state in _NOT_YET for tier in admin.stats().tiers
                     ):
                         return

@@ -14,10 +14,12 @@ _HOURS_PER_MONTH = 730.0
 
 
 class Requests:
-    """Passes requests on, and remembers when each came and whose it was."""
+    """Passes requests on, counts their blocks, and remembers when each came and whose it was."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = requests
+        #: Of all requests that were passed on.
+        self.blocks = 0
         self._times = array("d")
         #: Whose each request was; empty while all are one owner's.
         self._owners = array("I")
@@ -34,6 +36,7 @@ class Requests:
             if len(names) > 1:
                 self._owners.append(names[owner])
             times.append(request.timestamp_ms)
+            self.blocks += len(request.hash_ids)
             yield request
 
     @property

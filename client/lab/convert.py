@@ -3,7 +3,7 @@
 Reads records from JSONL, JSON over several lines, or one JSON array; compressed or not; from one
 file or several. A block's id is its chained hash, SHA-256(the hash of the block before || its
 bytes), so that it stands for exactly the whole prefix; the first is chained to what separates
-caches: the model, adapters, the cache salt, the tenant (`records.Scope`). Hashes become small
+caches: the model, adapters, the cache salt, the tenant (`request_parts.Scope`). Hashes become small
 integers in order of appearance.
 
 Text is hashed without a tokeniser, its UTF-8 bytes in blocks of `block_tokens * bytes_per_token`

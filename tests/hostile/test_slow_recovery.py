@@ -10,12 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from prefixd.client import Client, SaveOutcome, SaveReason, SaveStatus
-from prefixd.client.ctl.connection import HealthAnswer
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from tests.support.columns import Item
-from tests.support.daemon import eventually
+from tests.support.daemon import eventually, health_of
 from tests.support.event_loop import in_loop
 from tests.support.outside import DaemonProcess, assert_sound, daemon_process
 from tests.support.running import key, payload
@@ -82,7 +81,7 @@ def halted(daemon: DaemonProcess) -> Iterator[subprocess.Popen[bytes]]:
     try:
         with daemon.admin(timeout_s=60) as admin:
             # A health check passes, so that engines may use the daemon already.
-            assert admin.health(wait_for_ready=True) is HealthAnswer.SERVING
+            assert health_of(admin)
         # Before it halts, a stop has nothing to wait for.
         eventually((daemon.directory / "halts").exists)
         yield process

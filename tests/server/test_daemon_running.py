@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 
-from prefixd.client.ctl.connection import HealthAnswer
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as rpc
 from prefixd.proto.units import format_bytes
@@ -30,7 +29,7 @@ from prefixd.server.runtime import resizing
 from prefixd.tiers.arena import Arena, BaseArena, DiskArena
 from prefixd.tiers.arena_stores import ARENA_FILE, ArenaStore
 from prefixd.tiers.file_calls import CallsApart
-from tests.support.daemon import eventually
+from tests.support.daemon import eventually, health_of
 from tests.support.devices import FAILING_WRITES
 from tests.support.event_loop import in_loop
 from tests.support.outside import FLAGS, DaemonProcess, assert_sound, daemon_process
@@ -290,7 +289,7 @@ async def test_a_failing_device_is_reported_everywhere_until_it_recovers() -> No
             (daemon.directory / "ill").touch()
             assert await session.save({key(1): DATA}, Tier.DISK) == [pb.SAVE_STATUS_FAILED]
             with daemon.admin() as admin:
-                eventually(lambda: admin.health() is HealthAnswer.NOT_SERVING)
+                eventually(lambda: not admin.health())
                 assert admin.stats().health == "disk commit: a failed write, on purpose"
                 ill = scrape(metrics["address"])
                 assert ill["prefixd_healthy", ""] == 0
@@ -300,7 +299,7 @@ async def test_a_failing_device_is_reported_everywhere_until_it_recovers() -> No
                 assert await session.save({key(1): DATA}, Tier.RAM) == [pb.SAVE_STATUS_SAVED]
                 assert await session.restore(key(1)) == DATA
                 (daemon.directory / "ill").unlink()
-                eventually(lambda: admin.health() is HealthAnswer.SERVING)
+                eventually(admin.health)
             assert scrape(metrics["address"])["prefixd_healthy", ""] == 1
             assert await session.save({key(2): DATA}, Tier.DISK) == [pb.SAVE_STATUS_SAVED]
             await assert_sound(client)
@@ -352,7 +351,7 @@ async def test_the_daemon_survives_a_closed_log(
     process.stderr.close()
     try:
         with daemon.admin(timeout_s=60) as admin:
-            assert admin.health(wait_for_ready=True) is HealthAnswer.SERVING
+            assert health_of(admin)
             # Tiers are opened meanwhile.
             eventually(
                 lambda: (

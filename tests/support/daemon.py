@@ -9,12 +9,13 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final, TypeVar
 
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
+from prefixd.proto.errors import DaemonUnavailable
 
 T = TypeVar("T")
 
@@ -99,3 +100,14 @@ def eventually(condition: Callable[[], T], within_s: float = WITHIN_S) -> T:
             return answer
         time.sleep(PAUSE_S)
     raise AssertionError(f"did not happen within {within_s:g} s: {condition}")
+
+
+def health_of(admin: AdminConnection) -> bool:
+    """The first answer of the health service of a daemon that may still be starting."""
+
+    def answers() -> list[bool]:
+        with suppress(DaemonUnavailable):
+            return [admin.health()]
+        return []
+
+    return eventually(answers)[0]

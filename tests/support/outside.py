@@ -18,6 +18,7 @@ from tests.support.daemon import (
     SMALL_SLABS,
     SMALL_STAGING,
     WITHIN_S,
+    health_of,
     temporary_directories,
     whole_lines,
 )
@@ -76,7 +77,7 @@ class DaemonProcess(PrivateDaemon):
         """Start it, and wait until it listens, well or not."""
         self._begin()
         with self.admin(timeout_s=WITHIN_S) as admin:
-            admin.health(wait_for_ready=True)
+            health_of(admin)
 
     def attempt(self, *flags: str, before: Sequence[str] = ()) -> Ended:
         """Start it with flags that make it end by itself. `before`: a command that runs it."""

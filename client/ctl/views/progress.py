@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -21,8 +21,12 @@ from rich.progress import (
 
 from ..command import make_console
 
+if TYPE_CHECKING:
+    from ....proto import prefixd_pb2 as pb
+    from ...lab.convert import Converter
+    from ...lab.trace import Request, TraceReader
+
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 #: Items between two updates of a bar.
 _STRIDE = 256
@@ -30,38 +34,26 @@ _STRIDE = 256
 _LINE_EVERY_S = 5.0
 
 
-class Measured(Protocol[T_co]):
-    """An input file that knows how much of it was read (`TraceReader`, `Converter`)."""
-
-    @property
-    def consumed_bytes(self) -> int: ...
-
-    @property
-    def total_bytes(self) -> int | None: ...
-
-    def __iter__(self) -> Iterator[T_co]: ...
-
-
-def reading(source: Measured[T], title: str) -> Iterator[T]:
-    """The items of `source`, with a bar of the bytes of its file."""
+def reading(source: TraceReader | Converter, title: str) -> Iterator[Request]:
+    """The requests of `source`, with a bar of the bytes of its file."""
     with bar(TaskProgressColumn()) as progress:
         task = progress.add_task(title, total=source.total_bytes)
-        for count, item in enumerate(source):
+        for count, request in enumerate(source):
             if not count % _STRIDE:
                 progress.update(task, completed=source.consumed_bytes)
-            yield item
+            yield request
         progress.update(task, completed=source.consumed_bytes, total=source.consumed_bytes)
 
 
-class Rereading(Generic[T]):
+class Rereading:
     """A file that is read again, with a bar, each time it is iterated."""
 
-    def __init__(self, source: Measured[T], *titles: str) -> None:
+    def __init__(self, source: TraceReader, *titles: str) -> None:
         """`titles` are for one pass each. The last one also serves every later pass."""
         self._source = source
         self._titles = list(titles)
 
-    def __iter__(self) -> Iterator[T]:
+    def __iter__(self) -> Iterator[Request]:
         title = self._titles.pop(0) if len(self._titles) > 1 else self._titles[0]
         return reading(self._source, title)
 
@@ -72,19 +64,11 @@ def counting(items: Iterable[T], total: int, title: str) -> Iterator[T]:
         yield from progress.track(items, total=total, description=title)
 
 
-class Permille(Protocol):
-    """A step of work that knows how much of the whole is done."""
-
-    @property
-    def progress_permille(self) -> int: ...
-
-
-P = TypeVar("P", bound=Permille)
-
-
-def permille_bar(steps: Iterable[P], title: str, describe: Callable[[P], str]) -> Iterator[P]:
-    """The steps, with a bar of how much is done, and `describe(step)` beside it. When standard
-    error is no terminal, a line every few seconds instead."""
+def permille_bar(
+    steps: Iterable[pb.VerifyResponse], title: str, describe: Callable[[pb.VerifyResponse], str]
+) -> Iterator[pb.VerifyResponse]:
+    """The steps of a verification, with a bar of how much is done, and `describe(step)` beside it.
+    When standard error is no terminal, a line every few seconds instead."""
     console = make_console(stderr=True)
     due_s = time.monotonic() + _LINE_EVERY_S
     with bar(TaskProgressColumn(), TextColumn("{task.fields[about]}")) as progress:

@@ -18,7 +18,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from prefixd.client.ctl.connection import PAGE_ENTRIES, AdminConnection, HealthAnswer, wire_tier
+from prefixd.client.ctl.connection import PAGE_ENTRIES, AdminConnection, wire_tier
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto import prefixd_pb2_grpc as pb_grpc
 from prefixd.proto.errors import (
@@ -31,6 +31,7 @@ from prefixd.proto.errors import (
 )
 from prefixd.proto.limits import MAX_PAGE_ENTRIES
 from prefixd.proto.vocabulary import Tier
+from tests.support.daemon import health_of
 
 
 class Made(pb_grpc.AdminServicer):
@@ -199,16 +200,16 @@ def test_a_verification_of_nobody_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "expected"),
+    ("status", "serves"),
     [
-        (health_pb2.HealthCheckResponse.SERVING, HealthAnswer.SERVING),
-        (health_pb2.HealthCheckResponse.NOT_SERVING, HealthAnswer.NOT_SERVING),
-        (health_pb2.HealthCheckResponse.UNKNOWN, HealthAnswer.NOT_SERVING),
+        (health_pb2.HealthCheckResponse.SERVING, True),
+        (health_pb2.HealthCheckResponse.NOT_SERVING, False),
+        (health_pb2.HealthCheckResponse.UNKNOWN, False),
     ],
 )
-def test_health(status: int, expected: HealthAnswer) -> None:
+def test_health(status: int, serves: bool) -> None:
     with serving(Made(), status) as address, AdminConnection(address, 10) as daemon:
-        assert daemon.health(wait_for_ready=True) is expected
+        assert health_of(daemon) is serves
 
 
 def test_tiers_on_the_wire_have_their_numbers() -> None:
