@@ -158,7 +158,7 @@ class ArenaStore(Store):
             self._erase_forgotten()
             failed_syncs = self.arena.failed_syncs
             return Whole(self.arena.put_all(starts, payloads), failed_syncs)
-        except StoreError:
+        except (StoreError, MemoryError):
             return None  # to be met again, by each of their writers
 
     def _erase_forgotten(self) -> None:

@@ -72,13 +72,15 @@ class _Channel:
     def call(self, fds: Sequence[int], name: str, *arguments: bytes | int | list[int]) -> Any:
         """`fds`: the file, if there is one, and its lock, if it has one. Raises OSError, and
         EOFError if the process has ended."""
+        request = marshal.dumps((name, *arguments))
         try:
-            socket.send_fds(self.connection, [marshal.dumps((name, *arguments))], fds)
+            socket.send_fds(self.connection, [request], fds)
             answer, carried, _, _ = self.connection.recvmsg(
                 _MAX_ANSWER_BYTES, _CARRIED_BYTES, socket.MSG_CMSG_CLOEXEC
             )
-        except OSError as problem:
-            raise EOFError(str(problem)) from None
+        except Exception as problem:
+            # Without its answer, the call may still use the channel's memory.
+            raise EOFError(str(problem) or repr(problem)) from None
         except BaseException:
             # The next call must not get this one's answer.
             self.connection.shutdown(socket.SHUT_RDWR)

@@ -124,6 +124,27 @@ def test_errors_are_those_of_the_call(tmp_path: Path, apart: CallsApart) -> None
     assert apart.pid is not None, "none of this ends the process"
 
 
+def test_a_call_without_its_answer_ends_the_process(
+    tmp_path: Path, apart: CallsApart, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may still write what is in the channel's memory, which the next call would change."""
+    fd = open_own_file(tmp_path / "file", 0o600, apart)
+
+    def without_memory(*_: object) -> None:
+        raise MemoryError
+
+    try:
+        first = apart.pid
+        with monkeypatch.context() as patch:
+            patch.setattr(socket.socket, "recvmsg", without_memory, raising=False)
+            with pytest.raises(OSError, match=r"is lost: MemoryError"):
+                apart.pwrite(fd, b"first", 0)
+        assert apart.pwrite(fd, b"next", 0) == 4
+        assert apart.pid not in (None, first)
+    finally:
+        os.close(fd)
+
+
 def test_a_process_that_is_lost_costs_the_calls_that_it_had(
     tmp_path: Path, apart: CallsApart
 ) -> None:

@@ -246,6 +246,30 @@ async def test_whole_payloads_of_one_message_are_each_as_if_alone(
         await daemon.assert_idle()
 
 
+@TIERS
+@in_loop
+async def test_whole_payloads_without_memory_for_one_call_are_taken_one_by_one(
+    tmp_path: Path, tier: Tier
+) -> None:
+    tried: list[object] = []
+
+    def without_memory(*args: object) -> list[int]:
+        tried.append(args)
+        raise MemoryError
+
+    async with running(tmp_path) as daemon:
+        session = await daemon.open()
+        memory: Any = daemon.core.stores[tier].arena  # type: ignore[attr-defined]
+        memory.puts_all, memory.put_all = True, without_memory
+        incoming = await begin(daemon, session, DATA, DATA, tier=tier)
+        async with incoming.to_the_end():
+            await incoming.feed([piece(DATA, 0, last=True), piece(DATA, 1, last=True)])
+        assert tried
+        assert await outcome(incoming) == [SaveStatus.SAVED, SaveStatus.SAVED]
+        assert await session.restore(key(0)) == await session.restore(key(1)) == DATA
+        await daemon.assert_idle()
+
+
 WRONG: list[tuple[str, list[Piece], type[Exception]]] = [
     ("a gap", [piece(b"1"), piece(b"2", offset=2)], InvalidSize),
     ("a step back", [piece(b"1"), piece(b"2", offset=0)], InvalidSize),
