@@ -41,7 +41,6 @@ from ..proto.kernel import native
 from ..proto.payload import RELEASE_BYTES, address_of, copy_crc32c, crc32c, unset_bytearray
 from .files import (
     HERE,
-    PIECE_BYTES,
     FileCalls,
     check_linked,
     open_own_file,
@@ -58,8 +57,6 @@ from .store import SEGMENT_BYTES, Buffer, Damaged, EntryWriter, Location, StoreE
 ARENA_FILE: Final = "arena"
 DEFAULT_SLAB_BYTES: Final = 64 * 2**10
 MIN_SLAB_BYTES: Final = 4096
-#: Types whose memory only the daemon can change. Anything else may be shared with a client.
-_OWN: Final = frozenset((bytes, bytearray))
 
 _F_SEAL_FUTURE_WRITE: Final = 0x10
 #: Against every change of the size, and every other seal.
@@ -418,7 +415,7 @@ class DiskArena(BaseArena):
         self._sync: Final = sync
         self._sync_lock = threading.Lock()
         self._calls = calls
-        self.puts_all = native is not None and not calls.direct
+        self.puts_all = native is not None
         with write_errors(f"open {path}"):
             self.fd = open_own_file(path, 0o600, calls)
             try:
@@ -445,12 +442,6 @@ class DiskArena(BaseArena):
 
     def put(self, start: int, data: memoryview, crc: int) -> int:
         with write_errors(f"write to {self.path}"):
-            if self._calls.direct and type(data.obj) in _OWN:
-                for at in range(0, len(data), PIECE_BYTES):
-                    piece = data[at : at + PIECE_BYTES]
-                    crc = crc32c(piece, crc)
-                    pwrite_all(self.fd, piece, start + at, self._calls)
-                return crc
             return self._calls.copy_and_write(self.fd, data, start, crc)
 
     def put_all(self, starts: Sequence[int], data: Sequence[Buffer]) -> list[int]:

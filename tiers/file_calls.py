@@ -167,7 +167,6 @@ class CallsApart(FileCalls):
     """The calls of a process that is started by the first of them, and again if it was lost: the
     calls that it had under way fail then, as they do if the device fails."""
 
-    direct = False
     #: The command of the process, without its arguments. It imports nothing of the package.
     command: ClassVar[Sequence[str]] = (
         *(sys.executable, "-I", "-S"),
@@ -175,7 +174,6 @@ class CallsApart(FileCalls):
     )
 
     def __init__(self) -> None:
-        super().__init__()
         self._lock = threading.Lock()
         self._process: _Process | None = None
         self._closed = False

@@ -25,8 +25,6 @@ _NO_FALLOCATE: Final = frozenset((errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS))
 _ZEROS: Final = bytes(2**20)
 #: linux/falloc.h: FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 PUNCH_HOLE: Final = 0x01 | 0x02
-#: What is copied and written at once: small enough that the write finds the bytes in the L2 cache.
-PIECE_BYTES: Final = 512 * 2**10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
@@ -45,30 +43,13 @@ class FileCalls:
     """Calls that may wait for a device, as those of `os`: here by the calling thread itself. They
     raise OSError. Thread-safe."""
 
-    #: Whether `pwrite` takes the bytes from where they are. If not, `copy_and_write` costs less.
-    direct: bool = True
-
-    def __init__(self) -> None:
-        #: Buffers that no thread uses now. There are at most as many as threads that write.
-        self._buffers: list[bytearray] = []
-
     def copy_and_write(self, fd: int, data: memoryview, offset_bytes: int, crc: int) -> int:
         """Write `data`, whose memory others may change, and return the CRC32C of what was written,
         continuing `crc`: it is copied first."""
-        try:
-            buffer = self._buffers.pop()
-        except IndexError:
-            buffer = bytearray(PIECE_BYTES)
-        try:
-            with memoryview(buffer) as view:
-                for at in range(0, len(data), PIECE_BYTES):
-                    piece = data[at : at + PIECE_BYTES]
-                    copied = view[: len(piece)]
-                    crc = copy_crc32c(copied, piece, crc)
-                    pwrite_all(fd, copied, offset_bytes + at, self)
-            return crc
-        finally:
-            self._buffers.append(buffer)
+        with memoryview(bytearray(len(data))) as copied:
+            crc = copy_crc32c(copied, data, crc)
+            pwrite_all(fd, copied, offset_bytes, self)
+        return crc
 
     def copy_and_write_all(
         self, fd: int, data: Sequence[Buffer], offsets_bytes: Sequence[int]

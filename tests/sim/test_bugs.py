@@ -35,7 +35,7 @@ FOUND_BY = {
     "wrong end evicted at a start": 28,
     "tier decides": 356,
     "deleted before it is durable": 64,
-    "deletes of a recovery are forgotten": 64,
+    "deletes of a recovery are forgotten": 1839,
     "hung tier is not marked": 121,
     "clock is believed": 7718,
     "device awaited by the caller": 322,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import random
 import subprocess
 import sys
 import threading
@@ -22,7 +20,7 @@ from prefixd.proto.payload import crc32c
 from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.arena_stores import DiskStore
 from prefixd.tiers.file_calls import CallsApart
-from prefixd.tiers.files import PIECE_BYTES, FileCalls
+from prefixd.tiers.files import FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import StoreError
 
@@ -181,25 +179,6 @@ def test_saves_may_come_from_many_threads(disk: Callable[..., Placed]) -> None:
     placed.store.apply([])
     assert placed.numbers() == set(range(0, 100, 2))
     assert not disk(verify_payloads=True).recover().dropped
-
-
-def test_what_others_may_write_to_takes_one_buffer_whatever_its_size(
-    disk: Callable[..., Placed],
-) -> None:
-    """Data in the daemon's own memory, as in `placed.save`, needs no buffer."""
-    calls = FileCalls()
-    placed = disk(sync=False, calls=calls)
-    placed.save(1, 2, payload_bytes=3 * PIECE_BYTES + 5)
-    buffers = calls._buffers
-    assert not buffers
-    with mmap.mmap(-1, 3 * PIECE_BYTES + 5) as shared:
-        entry = placed.entry(0, payload_bytes=len(shared))
-        writer = placed.store.writer(entry)
-        shared.write(random.Random(3).randbytes(len(shared)))
-        writer.write(shared)
-        assert writer.seal() == crc32c(shared)
-        assert placed.store.arena.gather(entry.location, 0, len(shared)) == shared[:]
-    assert [len(buffer) for buffer in buffers] == [PIECE_BYTES]
 
 
 def test_whole_payloads_in_one_call_are_those_of_their_writers(disk: Callable[..., Placed]) -> None:

@@ -16,7 +16,7 @@ from helpers import HERE, SLAB, Placed, numbers_of, payload_of
 from prefixd.tiers import file_calls, files
 from prefixd.tiers.arena import DiskArena
 from prefixd.tiers.file_calls import CallsApart
-from prefixd.tiers.files import PIECE_BYTES, FileCalls
+from prefixd.tiers.files import FileCalls
 from prefixd.tiers.rows import Erasure
 from prefixd.tiers.store import Damaged, StoreError, StoreFull
 
@@ -319,7 +319,7 @@ def test_what_a_client_writes_meanwhile_does_not_change_what_is_checked(
     """The checksum is that of the bytes in the file, although the memory changes meanwhile."""
     calls = CallsApart() if module is file_calls else FileCalls()
     placed = disk(calls=calls)
-    staging = bytearray(payload_of(1, 3 * PIECE_BYTES))
+    staging = bytearray(payload_of(1, 3 * 2**20))
     real = module.copy_crc32c
 
     def scribbling(room: memoryview, piece: memoryview, crc: int) -> int:
