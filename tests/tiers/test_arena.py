@@ -314,6 +314,20 @@ def test_securing_leaves_out_what_was_given_back(shm: Path) -> None:
     again.close()
 
 
+def test_securing_takes_what_lies_before_between_and_behind_holes(
+    monkeypatch: pytest.MonkeyPatch, shm: Path
+) -> None:
+    secured: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        arena_module, "secure_range", lambda _, start, length, __: secured.append((start, length))
+    )
+    arena = Arena.file(shm / "arena", SIZE)
+    arena.holes = {PAGE: PAGE, 7 * PAGE: 2 * PAGE}
+    next(arena.secure_segments(10 * PAGE))
+    assert secured == [(0, PAGE), (2 * PAGE, 5 * PAGE), (9 * PAGE, PAGE)]
+    arena.close()
+
+
 def test_a_file_has_the_mode_that_was_asked_for(shm: Path) -> None:
     arena = Arena.file(shm / "arena", SIZE, mode=0o644)
     assert (shm / "arena").stat().st_mode & 0o777 == 0o444

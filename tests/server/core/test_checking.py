@@ -6,12 +6,14 @@ import ast
 import inspect
 import re
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import pytest
 
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.core import checking
+from prefixd.server.core.entries import shard_of
 from prefixd.server.core.events import Tick
 from prefixd.server.core.sessions import Claim, Stage
 from prefixd.server.core.shares import Holder
@@ -485,6 +487,25 @@ def test_what_happens_meanwhile_is_no_problem() -> None:
             driver.evict(2, Tier.SHM)
     assert recount.problems == []
     assert driver.tables.recounts == []
+
+
+def test_what_is_claimed_just_before_it_is_counted_is_counted_once() -> None:
+    driver = Driver()
+    driver.open()
+    names: dict[int, str] = {}
+    for name in map(str, count()):
+        if (shard := shard_of(key(name))) < 8 and shard not in names:
+            names[shard] = name
+            driver.save(1, name)
+            if len(names) == 8:
+                break
+    with driver.state.recount(items_a_step=1) as recount:
+        for _ in recount.steps():
+            # The one that is counted next.
+            if recount._shard and (name := names.pop(recount._shard, "")):
+                driver.claim(1, name)
+    assert names.keys() == {0}
+    assert recount.problems == []
 
 
 def test_problems_are_kept_up_to_a_number_and_all_counted() -> None:

@@ -15,7 +15,7 @@ from prefixd.proto.entry import Content
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import SaveReason, Tier
 from prefixd.server.core.entries import EntryState
-from prefixd.server.core.journal import Happened, Happening, Journal
+from prefixd.server.core.journal import Happened, Happening, Journal, LeftKeys
 from tests.support.state_driver import Driver, key
 
 
@@ -149,6 +149,23 @@ def test_it_takes_what_it_was_given() -> None:
     finally:
         tracemalloc.stop()
     assert full_bytes < 1.25 * 2**20, "a quarter more, for the keys that left"
+
+
+def test_which_keys_left_is_known_until_twice_as_many_have_left_since() -> None:
+    chance = random.Random(3)
+    left = LeftKeys(4096)
+    first, second, third, others = (
+        [chance.randbytes(32) for _ in range(left.most)] for _ in range(4)
+    )
+    left.add_all(first)
+    assert all(map(left.has, first))
+    assert sum(map(left.has, others)) < len(others) // 50
+    left.add_all(second)
+    assert all(map(left.has, first + second))
+    for each in third:
+        left.add(each)
+    assert all(map(left.has, second + third))
+    assert sum(map(left.has, first)) < len(first) // 25
 
 
 def test_sessions_are_known_after_their_end_but_not_for_ever() -> None:

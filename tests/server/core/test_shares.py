@@ -62,6 +62,12 @@ def test_who_is_refused_is_told_what_it_holds() -> None:
     fill(shares, Holder("a"))
     with pytest.raises(LimitReached, match=r"7 of the 16 sessions \(max_sessions\) are yours"):
         shares.take(Holder("a"))
+    # A session that holds something is told that, another one what its tenant holds.
+    shares = Shares("bytes", 16)
+    shares.add(Holder("a", 1), 5)
+    shares.add(Holder("a", 2), 3)
+    assert shares.why(Holder("a", 1)).startswith("5 of the 16 bytes are yours")
+    assert shares.why(Holder("a", 3)).startswith("8 of the 16 bytes are yours")
 
 
 @pytest.mark.parametrize("seed", range(20))
