@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
@@ -26,7 +25,7 @@ from typing import Final, TypeVar
 
 from ...proto.keys import Key
 from .delete_log import NO_STAMP
-from .engine_link import MAX_KNOWN, Trips
+from .engine_link import MAX_KNOWN, Latest, Trips
 from .engine_link import THREADS as CALLS
 from .engine_store import (
     LogPage,
@@ -79,9 +78,9 @@ class Behind(SharedStore):
         self._lock = threading.Lock()
         #: Keys that the bucket has, the latest of them, and the stamps of the objects: about 200
         #: bytes each.
-        self._has: OrderedDict[Key, int] = OrderedDict()
+        self._has: Final = Latest[int](MAX_KNOWN)
         #: Keys whose latest put reached one of the stores only, and when that was.
-        self._partly: OrderedDict[Key, float] = OrderedDict()
+        self._partly: Final = Latest[float](MAX_KNOWN)
         #: When the bucket last took something.
         self._taken_s = -math.inf
         #: Entries of `near` that came from the bucket.
@@ -158,7 +157,7 @@ class Behind(SharedStore):
                 if entry is None or entry.stamp == NO_STAMP or not self._usable(entry):
                     entries[number] = None
                     if answered:
-                        self._has.pop(keys[number], None)
+                        self._has.forget(keys[number])
                 else:
                     self._remember(entry.key, entry.stamp)
         return entries
@@ -190,7 +189,7 @@ class Behind(SharedStore):
                         self._remember(want.entry.key, stamp)
                         self._counts["bucket_fetched"] += 1
                     elif outcome is not Outcome.UNAVAILABLE:
-                        self._has.pop(want.entry.key, None)
+                        self._has.forget(want.entry.key)
 
         at_far = [n for n, want in enumerate(wanted) if want.entry.location == IN_BUCKET]
         at_near = [n for n, want in enumerate(wanted) if want.entry.location != IN_BUCKET]
@@ -274,9 +273,9 @@ class Behind(SharedStore):
                 if number in taken:
                     self._remember(key, offer.entry.stamp)
                 if outcomes[number] is Outcome.DONE and (number in taken or number not in lacking):
-                    self._partly.pop(key, None)
+                    self._partly.forget(key)
                 else:
-                    _add(self._partly, key, now_s)
+                    self._partly.add(key, now_s)
             self._counts["bucket_offered"] += len(taken)
             self._counts["bucket_missed"] += len(lacking) - len(taken)
         return [
@@ -308,7 +307,7 @@ class Behind(SharedStore):
         )
         with self._lock:
             for key in keys:
-                self._has.pop(key, None)  # afterwards: it may have been put meanwhile
+                self._has.forget(key)  # afterwards: it may have been put meanwhile
         return list(dict.fromkeys([*near, *far]))
 
     def _in_bucket(self, key: Key) -> bool:
@@ -320,7 +319,7 @@ class Behind(SharedStore):
     def _remember(self, key: Key, stamp: int) -> None:
         """The bucket has an object with this stamp. With the lock."""
         if stamp != NO_STAMP:
-            _add(self._has, key, stamp)
+            self._has.add(key, stamp)
 
     # ---- the log of deletes
 
@@ -365,11 +364,3 @@ def _complete(offer: Offer) -> bool:
     """Whether an offer can become an object: it has its payload, and a stamp."""
     payload_bytes = sum(map(len, offer.pieces))
     return payload_bytes == offer.entry.payload_bytes and offer.entry.stamp != NO_STAMP
-
-
-def _add(to: OrderedDict[Key, T], key: Key, value: T) -> None:
-    """Add a key to the latest `MAX_KNOWN`."""
-    to[key] = value
-    to.move_to_end(key)
-    if len(to) > MAX_KNOWN:
-        to.popitem(last=False)

@@ -117,14 +117,14 @@ class DeleteLog:
         #: The number of the first record in `_records`.
         self._first = 0
         self._records: deque[tuple[Logged, FleetDelete | None]] = deque()
-        #: By stamp, key and tag of a namespace: the number of the (last) record.
+        #: By stamp: the number of the record.
         self._numbers: dict[int, int] = {}
-        self._deleted: dict[Key, int] = {}
-        self._cleared: dict[bytes, int] = {}
+        #: By key, and tag of a namespace, which is shorter: the number of the last record.
+        self._deleted: dict[bytes, int] = {}
         #: Known records that the log does not have, or not yet, by id.
         self._missing: dict[bytes, FleetDelete] = {}
-        self._missing_keys: dict[Key, int] = {}
-        self._missing_tags: dict[bytes, int] = {}
+        #: In how many of them each key, and tag of a namespace, is.
+        self._missing_names: dict[bytes, int] = {}
         #: Ids of the records above.
         self._known: set[bytes] = set()
 
@@ -185,13 +185,9 @@ class DeleteLog:
         self._numbers.setdefault(logged.stamp, number)
         fresh = None
         if record is not None:
-            for key in record.keys:
-                self._deleted[key] = number
-            if record.namespace:
-                self._cleared[tag_of(record.namespace)] = number
+            self._deleted.update(dict.fromkeys(_names(record), number))
             if self._missing.pop(record.id, None) is not None:
-                _count(self._missing_keys, record.keys, -1)
-                _count(self._missing_tags, _tags(record), -1)
+                _count(self._missing_names, _names(record), -1)
             fresh = None if record.id in self._known else record
             self._known.add(record.id)
         if len(self._records) > self._most_records:
@@ -212,7 +208,6 @@ class DeleteLog:
         self._records.clear()
         self._numbers.clear()
         self._deleted.clear()
-        self._cleared.clear()
         self._first, self.complete = 0, complete
         for record in known:
             self._miss(record)
@@ -223,14 +218,14 @@ class DeleteLog:
     def allows(self, key: Key, stamp: int) -> bool:
         """Whether a value of `key` was vouched for after the last delete of it that is known."""
         tag = key[-TAG_BYTES:]
-        if key in self._missing_keys or tag in self._missing_tags:
+        if key in self._missing_names or tag in self._missing_names:
             return False
         number = self._numbers.get(stamp)
         if number is None:
             if stamp != NO_STAMP or not self.complete:
                 return False
             number = -1
-        return number >= max(self._deleted.get(key, -1), self._cleared.get(tag, -1))
+        return number >= max(self._deleted.get(key, -1), self._deleted.get(tag, -1))
 
     def knows(self, stamp: int) -> bool:
         """Whether the log has this stamp, as far as it was read."""
@@ -239,8 +234,7 @@ class DeleteLog:
     def _miss(self, record: FleetDelete) -> None:
         if record.id not in self._missing:
             self._missing[record.id] = record
-            _count(self._missing_keys, record.keys, 1)
-            _count(self._missing_tags, _tags(record), 1)
+            _count(self._missing_names, _names(record), 1)
 
     def _forget_first(self) -> None:
         """Values that were vouched for before the next record can't be judged any more: they are
@@ -252,12 +246,9 @@ class DeleteLog:
             del self._numbers[logged.stamp]
         if record is None:
             return
-        for key in record.keys:
-            if self._deleted.get(key) == number:
-                del self._deleted[key]
-        for tag in _tags(record):
-            if self._cleared.get(tag) == number:
-                del self._cleared[tag]
+        for name in _names(record):
+            if self._deleted.get(name) == number:
+                del self._deleted[name]
         self._known.discard(record.id)
 
 
@@ -298,12 +289,13 @@ def records_of(keys: Sequence[Key], new_id: Iterable[bytes]) -> list[FleetDelete
     ]
 
 
-def _tags(record: FleetDelete) -> list[bytes]:
-    return [tag_of(record.namespace)] if record.namespace else []
+def _names(record: FleetDelete) -> Sequence[bytes]:
+    """The keys that a record deletes, and the tag of the namespace that it clears."""
+    return (*record.keys, tag_of(record.namespace)) if record.namespace else record.keys
 
 
-def _count(counts: dict[T, int], things: Iterable[T], by: int) -> None:
-    for thing in things:
-        counts[thing] = counts.get(thing, 0) + by
-        if not counts[thing]:
-            del counts[thing]
+def _count(counts: dict[bytes, int], names: Iterable[bytes], by: int) -> None:
+    for name in names:
+        counts[name] = counts.get(name, 0) + by
+        if not counts[name]:
+            del counts[name]

@@ -111,34 +111,22 @@ def expiries_ms(uses: Sequence[tuple[int, int]], life_ms: int) -> list[int]:
     return expiries
 
 
-class Known:
-    """Keys that the engine had, the latest of them, and when they were to expire there."""
+class Latest(OrderedDict[Key, T]):
+    """What is known of keys: of the latest `most` that were added."""
 
-    def __init__(self) -> None:
-        self._until_ms: OrderedDict[Key, int] = OrderedDict()
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
 
-    def __contains__(self, key: Key) -> bool:
-        return key in self._until_ms
-
-    def until_ms(self, key: Key) -> int | None:
-        """The expiry that this node set (wall clock, ms); 0: another node set it. None: the key is
-        not known."""
-        return self._until_ms.get(key)
-
-    def remember(self, key: Key, until_ms: int = 0) -> None:
-        """The engine has the key now."""
-        self._until_ms[key] = until_ms
-        self._until_ms.move_to_end(key)
-        if len(self._until_ms) > MAX_KNOWN:
-            self._until_ms.popitem(last=False)
+    def add(self, key: Key, value: T) -> None:
+        self[key] = value
+        self.move_to_end(key)
+        if len(self) > self.most:
+            self.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        """The engine evicted or lost the key: it may be offered again."""
-        self._until_ms.pop(key, None)
-
-    def clear(self) -> None:
-        """Every key may be offered again."""
-        self._until_ms.clear()
+        """Does nothing if it is not known."""
+        self.pop(key, None)
 
 
 class What(Labelled):
@@ -200,7 +188,9 @@ class EngineLink:
     clock: Clock
     #: Bounds the memory of fetches and offers.
     memory: Quota
-    known: Known = field(default_factory=Known)
+    #: Keys that the engine had, and the expiry that this node set (wall clock, ms); 0: another node
+    #: set it. What is not known, or forgotten, may be offered again.
+    known: Latest[int] = field(default_factory=lambda: Latest(MAX_KNOWN))
     counters: SharingCounters = field(default_factory=SharingCounters)
     trips: Trips = field(default_factory=Trips)
     #: The latest events, the oldest first, for `prefixctl why` alone.

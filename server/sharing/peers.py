@@ -31,6 +31,7 @@ from ...client.wire.security import Security
 from ...proto.errors import ClientClosed
 from ...proto.keys import Key
 from ...proto.payload import crc32c
+from .engine_link import Latest
 from .engine_record import HEADER_BYTES, decode_header, encode_header
 from .engine_store import LogPage, NodeStatus, Offer, Outcome, SharedEntry, SharedStore, Wanted
 from .redis_store import RedisStore
@@ -156,7 +157,7 @@ class PeerStore(SharedStore):
         self._lock = threading.Lock()
         self._peers: OrderedDict[str, DaemonPeer] = OrderedDict()
         #: The node of each fetched entry, and the stamp with which it vouched for it.
-        self._came_from: OrderedDict[Key, tuple[str, int]] = OrderedDict()
+        self._came_from: Final = Latest[tuple[str, int]](MAX_CAME_FROM)
         self._counts = super().counts()
         self._closed = False
         self._threads: Final = ThreadPoolExecutor(_THREADS, "prefixd-shared-peer")
@@ -252,9 +253,7 @@ class PeerStore(SharedStore):
         with self._lock:
             for want, outcome in zip(wanted, outcomes, strict=True):
                 if outcome is Outcome.DONE:
-                    self._came_from[want.entry.key] = location, want.entry.stamp
-            while len(self._came_from) > MAX_CAME_FROM:
-                self._came_from.popitem(last=False)
+                    self._came_from.add(want.entry.key, (location, want.entry.stamp))
         return outcomes
 
     def counts(self) -> dict[str, int]:
@@ -302,7 +301,7 @@ class PeerStore(SharedStore):
         """Removes the addresses of all nodes that have the entries."""
         with self._lock:
             for key in keys:
-                self._came_from.pop(key, None)
+                self._came_from.forget(key)
         return self._engine.drop(keys, deadline_s)
 
     def log(self, records: Sequence[bytes], deadline_s: float) -> int:

@@ -259,7 +259,7 @@ class Fetcher:
         self._link.counters.fetched_bytes += sum(entry.payload_bytes for entry in saved)
         for entry in saved:
             if entry.key in self._kept:
-                self._link.known.remember(entry.key)
+                self._link.known.add(entry.key, 0)
         return len(saved)
 
 
@@ -319,13 +319,13 @@ class Offers:
         for usage, until_ms in zip(usages, expiries, strict=True):
             entry = usage.entry
             assert isinstance(entry, EntryState)
-            known_ms = known.until_ms(entry.key)
+            known_ms = known.get(entry.key)
             if known_ms is None:
                 if usage.hits or entry.key in self._offers:
                     self._offer(entry, until_ms)
             elif until_ms - known_ms >= TOUCH_EVERY_MS:
                 self._touches[entry.key] = until_ms
-                known.remember(entry.key, until_ms)
+                known.add(entry.key, until_ms)
                 self._work.set()
 
     def _expiries(self, uses: Sequence[tuple[int, int]]) -> list[int]:
@@ -418,7 +418,7 @@ class Offers:
                 self._link.counters.offered_entries += 1
                 self._link.counters.offered_bytes += offer.entry.payload_bytes
                 if self._deletes.log.allows(offer.entry.key, stamp):
-                    self._link.known.remember(offer.entry.key, offer.expires_at_ms)
+                    self._link.known.add(offer.entry.key, offer.expires_at_ms)
                 if offer.entry.key not in self._deleted:
                     # It replaced what the engine had not dropped yet.
                     self._withdrawals.release([offer.entry.key])

@@ -464,7 +464,7 @@ def test_what_the_bucket_lost_it_gets_again(both: Both, how: str) -> None:
 def test_what_is_remembered_of_the_bucket_is_bounded(
     both: Both, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(behind, "MAX_KNOWN", 3)
+    both.store._has.most = both.store._partly.most = 3
     monkeypatch.setattr(behind, "MAX_FELL_BACK", 3)
     both.put(*range(10))
     both.near.gets = UNAVAILABLE

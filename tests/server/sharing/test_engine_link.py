@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from prefixd.proto.keys import Key
-from prefixd.server.sharing import engine_link
-from prefixd.server.sharing.engine_link import DEPTH_MS, UNUSED_MS, Known, expiries_ms
+from prefixd.server.sharing.engine_link import DEPTH_MS, UNUSED_MS, Latest, expiries_ms
 
 HOUR_MS = 3_600_000
 NOW_MS = 1_800_000_000_000
@@ -38,15 +35,14 @@ def test_the_deepest_entry_lives_for_half_the_time() -> None:
     assert expiries_ms([], life_ms) == []
 
 
-def test_known_expiries_are_bounded_and_can_be_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_link, "MAX_KNOWN", 3)
-    known = Known()
+def test_what_is_known_of_keys_is_bounded_and_can_be_forgotten() -> None:
+    known = Latest[int](3)
     keys = [Key(bytes([number]) * 32) for number in range(4)]
     for key in keys[:3]:
-        known.remember(key, 7)
-    known.remember(keys[0])
-    known.remember(keys[3], 9)
-    assert [known.until_ms(key) for key in keys] == [0, None, 7, 9]
+        known.add(key, 7)
+    known.add(keys[0], 0)
+    known.add(keys[3], 9)
+    assert [known.get(key) for key in keys] == [0, None, 7, 9]
     known.forget(keys[3])
     known.forget(keys[3])
     assert keys[3] not in known
