@@ -33,7 +33,7 @@ from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from ..proto.arena_header import ARENA_HEADER_BYTES, PROBE_OFFSET, encode_arena_header
 from ..proto.entry import TOKEN_IDS_CRC_BYTES, Recorded
@@ -230,36 +230,14 @@ class NoArena(BaseArena):
         self.max_bytes = max_bytes
         self.holes = {}
 
-    def secure_segments(self, segment_bytes: int = SEGMENT_BYTES) -> Iterator[int]:
-        raise _not_open()
+    def _refuse(self, *_: object, **_how: object) -> Any:
+        raise StoreError("the arena is not open")
 
-    def find_holes(self) -> Iterator[tuple[int, int]]:
-        raise _not_open()
-
-    def put(self, start: int, data: memoryview, crc: int) -> int:
-        raise _not_open()
-
-    def views(self, location: Location, offset_bytes: int, length_bytes: int) -> list[memoryview]:
-        raise _not_open()
-
-    def write_header(self, incarnation: bytes, slab_bytes: int) -> None:
-        raise _not_open()
-
-    def give_back(self, location: Location, *, at_start: bool) -> bool:
-        raise _not_open()
-
-    def take_back(self, location: Location) -> None:
-        raise _not_open()
-
-    def open_reader(self) -> int:
-        raise _not_open()
+    secure_segments = find_holes = put = views = write_header = give_back = take_back = _refuse
+    open_reader = _refuse
 
     def close(self) -> None:
         pass
-
-
-def _not_open() -> StoreError:
-    return StoreError("the arena is not open")
 
 
 class Arena(BaseArena):

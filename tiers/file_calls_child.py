@@ -26,6 +26,9 @@ _MAX_REQUEST_BYTES = 8192
 class Files:
     """The calls. Each takes the descriptor that came with the request, or -1."""
 
+    fsync, fdatasync, ftruncate, fchmod = os.fsync, os.fdatasync, os.ftruncate, os.fchmod
+    posix_fallocate = os.posix_fallocate
+
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
 
@@ -53,15 +56,6 @@ class Files:
     def drop_cached(self, fd: int, start: int, length: int) -> None:
         os.posix_fadvise(fd, start, length, os.POSIX_FADV_DONTNEED)
 
-    def fsync(self, fd: int) -> None:
-        os.fsync(fd)
-
-    def fdatasync(self, fd: int) -> None:
-        os.fdatasync(fd)
-
-    def posix_fallocate(self, fd: int, start: int, length: int) -> None:
-        os.posix_fallocate(fd, start, length)
-
     def punch_hole(self, fd: int, mode: int, start: int, length: int) -> None:
         import ctypes  # rarely needed
 
@@ -69,12 +63,6 @@ class Files:
         libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
         if libc.fallocate(fd, mode, start, length):
             raise OSError(ctypes.get_errno(), "")
-
-    def ftruncate(self, fd: int, length: int) -> None:
-        os.ftruncate(fd, length)
-
-    def fchmod(self, fd: int, mode: int) -> None:
-        os.fchmod(fd, mode)
 
     def flock(self, fd: int) -> None:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
