@@ -47,7 +47,7 @@ class Watching:
         self._core = core
         self._config = config
         self.log: Final = ChangeLog(config.watch_history_bytes)
-        core.change_listener = self.log
+        core.change_log = self.log
         #: Watchers that were too slow.
         self.cut_off = 0
         #: Those that watch now.

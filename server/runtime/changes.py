@@ -18,7 +18,6 @@ import structlog
 from ...proto import watch_events
 from ..core.effects import Effect, IndexDelete, IndexPut
 from ..core.entries import EntryState
-from .listeners import ChangeListener
 
 log = structlog.get_logger("prefixd.changes")
 
@@ -35,7 +34,7 @@ class WatchedTooSlowly(Exception):
     """The events after this position were dropped from the log."""
 
 
-class ChangeLog(ChangeListener):
+class ChangeLog:
     """Belongs to the event loop.
 
     Sequence numbers ascend by one, and begin anew with each start of the daemon. A gap, while there
@@ -65,7 +64,7 @@ class ChangeLog(ChangeListener):
         """Its approximate memory."""
         return len(self._bodies) * COST_BYTES
 
-    # ---- `ChangeListener`
+    # ---- what the core calls; neither method raises
 
     def follow(self, effects: Iterable[Effect]) -> None:
         """Log effects that have just been carried out on the index."""

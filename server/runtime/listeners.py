@@ -11,7 +11,7 @@ from ...proto.errors import PrefixdError
 from ...proto.keys import Key
 from ...proto.vocabulary import Tier
 from ...tiers.store import Usage
-from ..core.effects import Effect, TellClaimLost, TellReservationLost
+from ..core.effects import TellClaimLost, TellReservationLost
 from ..core.entries import EntryState
 from ..core.shares import Holder
 
@@ -53,17 +53,6 @@ class EntryListener(Protocol):
     async def cleared(self, namespace: str, deadline_s: float) -> bool:
         """The entries of a namespace, or label, are gone; other nodes are to delete theirs. False:
         they were not told by `deadline_s`."""
-
-
-class ChangeListener:
-    """Follows every change of the index, on the event loop. This one ignores it. Neither method may
-    raise."""
-
-    def follow(self, effects: Sequence[Effect]) -> None:
-        """These effects have just been carried out on the index."""
-
-    def lost(self) -> None:
-        """Effects were lost: the index may list something else than `follow` was called with."""
 
 
 class Step(NamedTuple):

@@ -63,13 +63,14 @@ from ..core.events import (
     WriteStopped,
 )
 from ..core.state import MetaState
+from .changes import ChangeLog
 from .clock import Clock, LoopLag
 from .committer import CommitResult, Committers
 from .devices import Devices
 from .gate import Gate, stopping
 from .index import IndexWriter
 from .limited_log import LimitedLog
-from .listeners import ChangeListener, EntryListener, Listener, Tracing
+from .listeners import EntryListener, Listener, Tracing
 from .process_memory import Freezer
 from .reindexing import Reindexing, change
 from .rounds import recount
@@ -133,7 +134,8 @@ class Core:
         self._last_request = 0
         self._listeners: dict[int, Listener] = {}
         self.entry_listener: EntryListener | None = None
-        self.change_listener = ChangeListener()
+        #: Watchers need one with room.
+        self.change_log = ChangeLog(0)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns: int | None = None
         self.committers = Committers(
@@ -234,7 +236,7 @@ class Core:
         log.critical("event_failed", event_kind=kind, exc_info=problem)
         self.health.fault("state", what)
         self._reindexing.revoke(self.index, what, replace=False)
-        self.change_listener.lost()
+        self.change_log.lost()
         request = getattr(event, "request", None)
         if request in self._replies:
             self._replies.pop(request).set_result(Refused(PrefixdError(what)))
@@ -357,7 +359,7 @@ class Core:
             self._reindexing.revoke(index, why, replace=not self.gate.recounting)
         else:
             self._reindexing.follow(effects)
-        self.change_listener.follow(effects)
+        self.change_log.follow(effects)
 
     def _reindexed(self, index: IndexWriter) -> None:
         self.index.close()

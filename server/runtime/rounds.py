@@ -13,23 +13,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from heapq import heappop, heappush, merge
+from collections.abc import Iterable
+from heapq import heappop, heappush
 from itertools import count
-from typing import Final, TypeVar
+from typing import Final
 
 import structlog
 
 from ..core.state import MetaState
 
-T = TypeVar("T")
-
 log = structlog.get_logger("prefixd.recounting")
 
 #: A call of a client takes some rounds of the loop, and waits for one slice in each.
 SLICE_NS: Final = 2_000_000
-#: How many items are sorted at once: well below a slice.
-_SORTED_AT_ONCE: Final = 2_048
 #: What waits is begun over so many rounds.
 _SPREAD: Final = 16
 
@@ -49,14 +45,6 @@ class Slices:
         """Take all the steps."""
         for _ in steps:
             await self.pause()
-
-    async def in_order(self, items: Sequence[T], key: Callable[[T], int]) -> Iterator[T]:
-        """The items, the smallest key first. Sorting a million at once would take a second."""
-        parts = []
-        for start in range(0, len(items), _SORTED_AT_ONCE):
-            parts.append(sorted(items[start : start + _SORTED_AT_ONCE], key=key))
-            await self.pause()
-        return merge(*parts, key=key)
 
 
 async def recount(state: MetaState) -> tuple[list[str], int]:

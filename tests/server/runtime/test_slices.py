@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from tests.support.running import OpenSession, key, payload, running
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices of no time."""
     monkeypatch.setattr(rounds, "SLICE_NS", 0)
-    monkeypatch.setattr(rounds, "_SORTED_AT_ONCE", 3)
 
 
 def test_others_come_between_any_two_slices(tiny: None) -> None:  # noqa: ARG001 (a fixture)
@@ -54,17 +52,6 @@ def test_within_a_slice_nothing_comes_between(monkeypatch: pytest.MonkeyPatch) -
         assert seen == []
 
     asyncio.run(both())
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 10])
-def test_items_come_in_order(tiny: None, count: int) -> None:  # noqa: ARG001 (a fixture)
-    items = [(number, str(number)) for number in range(count)]
-    shuffled = random.Random(count).sample(items, count)
-
-    async def ordered() -> list[tuple[int, str]]:
-        return list(await Slices().in_order(shuffled, lambda item: item[0]))
-
-    assert asyncio.run(ordered()) == items
 
 
 # ---- the recount
