@@ -40,10 +40,10 @@ from ..wire.transport import (
     Item,
     Looked,
     Range,
+    Renumbered,
     SaveTerms,
     Saving,
     Sink,
-    renumbered,
 )
 from .disk_reads import DiskReads
 from .node import InPlace, LocalNode
@@ -371,7 +371,7 @@ class LocalTransport(RemoteTransport):
                 sink(number, 0, data)
         if rest:
             remaining = [ranges[number] for number in rest]
-            super().read(claim, remaining, renumbered(sink, rest), deadline)
+            super().read(claim, remaining, Renumbered(sink, rest), deadline)
 
     def fetch_found(
         self,

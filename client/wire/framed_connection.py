@@ -33,7 +33,7 @@ from .greenlets import sockets_switch
 from .reach import connect
 from .security import Security
 from .trace_context import TRACEPARENT
-from .transport import Rooms, Sink
+from .transport import Sink
 
 #: Size of the buffer that messages, and perhaps the bytes behind them, are received into.
 _AHEAD_BYTES: Final = 16 * 2**10
@@ -377,10 +377,6 @@ class FramedConnection:
             part, self.moved = response.part, True
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
-            elif not isinstance(sink, Rooms):
-                if part.length_bytes > frames.PART_BYTES:
-                    raise PrefixdError(f"the daemon sent {part.length_bytes} bytes at once")
-                sink(part.range, part.offset_bytes, self._received(part.length_bytes))
             else:
                 for view in views_of(sink.room(part.range, part.offset_bytes, part.length_bytes)):
                     for start in range(0, len(view), _PIECE_BYTES):
