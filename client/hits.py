@@ -22,7 +22,7 @@ from .restores import Copier, Restore, RestoreFuture, Streams, Verify
 from .results import NO_ENTRIES, Entries, Entry, RestoreResult, restore_result
 from .thread_pool import CallQueue
 from .wire.deadline import Deadline
-from .wire.transport import Holding, Range, Sink, renumbered
+from .wire.transport import Holding, Range, Renumbered, Sink
 
 if TYPE_CHECKING:
     from .buffers import Payload
@@ -341,7 +341,7 @@ class Reader:
             if rest:
                 ranges = [Range(entries[n], 0, 0, entries[n].payload_bytes) for n in rest]
                 places = [indices[n] for n in rest]
-                self._read(hit, places, ranges, renumbered(restore, rest), deadline)
+                self._read(hit, places, ranges, Renumbered(restore, rest), deadline)
         except SomeAreGone:
             return self._account(restore, None, rest=MissReason.ABSENT)
         except Exception as problem:
@@ -499,7 +499,7 @@ class Reader:
                 for part in _stripes(len(numbers), streams):
                     numbers_of = [numbers[n] for n in part]
                     parts = [ranges[numbers[n]]._replace(place=places[n]) for n in part]
-                    sink_of = renumbered(sink, numbers_of)
+                    sink_of = Renumbered(sink, numbers_of)
                     reads.append(partial(self.transport.read, claim, parts, sink_of, deadline))
             self.streams.all_of(reads, at_once=streams > 1)
             for claim in hit._pins.claims:
@@ -512,7 +512,7 @@ class Reader:
             for start in range(0, len(stripe), size):
                 batch = stripe[start : start + size]
                 parts = [ranges[n]._replace(place=place) for place, n in enumerate(batch)]
-                pinned.append(partial(self._read_pinned, parts, renumbered(sink, batch), deadline))
+                pinned.append(partial(self._read_pinned, parts, Renumbered(sink, batch), deadline))
         read = sum(self.streams.all_of(pinned, at_once=streams > 1))
         if not read:
             raise UnknownEntry("the entries are gone or were replaced since they were probed")
@@ -538,7 +538,7 @@ class Reader:
         try:
             if there:
                 numbers, parts = zip(*there, strict=True)
-                self.transport.read(claim, parts, renumbered(sink, numbers), deadline)
+                self.transport.read(claim, parts, Renumbered(sink, numbers), deadline)
             (held,) = self.transport.release([claim], deadline)
         except BaseException:
             self.transport.forget(claim)

@@ -21,7 +21,7 @@ from .policy import LoadSpeeds
 from .results import Entries
 from .thread_pool import ThreadPool, resolve
 from .wire.deadline import ABANDONMENT, Abandonment, Deadline
-from .wire.transport import MAX_STREAMS, Copied, Rooms
+from .wire.transport import MAX_STREAMS, Copied, Sink
 
 T = TypeVar("T")
 
@@ -42,9 +42,8 @@ SHARED_BYTES: Final = 16 * 2**20
 CPUS: Final = len(os.sched_getaffinity(0))
 
 
-class Restore(Rooms):
-    """A `Sink` that copies the parts of a read into the caller's buffers, or has them received
-    there."""
+class Restore(Sink):
+    """Copies the parts of a read into the caller's buffers, or has them received there."""
 
     def __init__(
         self,

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from ..proto.errors import PrefixdError
-from ..proto.trace_parent import TraceParent, encode_traceparent
+from ..proto.trace_parent import TRACE_HEADER
 from ..proto.vocabulary import ClaimMode, MissReason
 from .hits import Hit, Reader
 from .saves import Reservation, Writer
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _tracer: Final = trace.get_tracer("prefixd.client")
+_propagator: Final = TraceContextTextMapPropagator()
 _SEARCHES: Final = {
     ClaimMode.RUN: "longest_run",
     ClaimMode.FIRST: "longest_prefix",
@@ -84,10 +86,10 @@ class OtelCalls:
     """A span of each rpc; see `wire.trace_context.CallSpans`."""
 
     def call(self, name: str, ask: Callable[[], T]) -> T:
-        with _span(f"call.{name}", SpanKind.CLIENT) as span:
-            own = span.get_span_context()
-            parent = TraceParent(own.trace_id, own.span_id, own.trace_flags.sampled)
-            before = TRACEPARENT.set(encode_traceparent(parent))
+        with _span(f"call.{name}", SpanKind.CLIENT):
+            carrier: dict[str, str] = {}
+            _propagator.inject(carrier)
+            before = TRACEPARENT.set(carrier.get(TRACE_HEADER, "").encode())
             try:
                 return ask()
             finally:

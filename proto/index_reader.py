@@ -127,7 +127,6 @@ class IndexReader:
         self.incarnation: Final = incarnation
         self._multiplier: Final = multiplier
         self._data: Final = buffer
-        self._owned: mmap.mmap | None = None
         #: The shape in which a writer was stopped or killed amid a change.
         self._stuck: int | None = None
         with memoryview(buffer) as whole, whole[: layout.size_bytes] as used:
@@ -149,21 +148,15 @@ class IndexReader:
 
     @classmethod
     def attach(cls, fd: int) -> IndexReader:
-        """Map the index behind a descriptor, which the caller owns; `close` unmaps it.
+        """Map the index behind a descriptor, which the caller owns. It is unmapped when the last
+        reference to the reader goes.
 
         Raises RecordError, and OSError if it can't be mapped.
         """
         try:
-            mapping = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+            return cls(mmap.mmap(fd, 0, prot=mmap.PROT_READ))
         except ValueError as problem:  # an empty file
             raise RecordError(f"no index: {problem}") from None
-        try:
-            reader = cls(mapping)
-        except RecordError:
-            mapping.close()
-            raise
-        reader._owned = mapping
-        return reader
 
     @property
     def live(self) -> bool:
@@ -268,8 +261,6 @@ class IndexReader:
         """Release the buffer. No other call may run during or after it. Idempotent."""
         for view in (self._header, self._heads, self._links, self._generations):
             view.release()
-        if self._owned is not None:
-            self._owned.close()
 
     def find(self, keys: Iterable[bytes], stop_at: bool | None = None) -> list[Placed | None]:
         """The number and row of each key, or None. `stop_at`: end with the first key that is there

@@ -480,21 +480,6 @@ def block_keys(
     )
 
 
-def iter_block_keys(
-    namespace: Namespace,
-    tokens: Tokens,
-    block_tokens: int,
-    *,
-    include_partial: bool = False,
-    extras: Extras = (),
-) -> Iterator[Key]:
-    """`block_keys`, lazily: hashes (and checks) each block when its key is taken, so a search that
-    misses on block 0 costs one block."""
-    return iter_chain(
-        namespace.root, 0, tokens, block_tokens, include_partial=include_partial, extras=extras
-    )
-
-
 def extend_chain(
     parent: Key,
     index: int,
@@ -519,23 +504,6 @@ def extend_chain(
         first_blocks=_ALL_BLOCKS,
     )
     return list(chain.from_iterable(pieces))
-
-
-def iter_chain(
-    parent: Key,
-    index: int,
-    tokens: Tokens,
-    block_tokens: int,
-    *,
-    include_partial: bool = False,
-    extras: Extras = (),
-) -> Iterator[Key]:
-    """`extend_chain`, one block at a time."""
-    return chain.from_iterable(
-        chain_pieces(
-            parent, index, tokens, block_tokens, include_partial=include_partial, extras=extras
-        )
-    )
 
 
 def chain_pieces(

@@ -36,20 +36,12 @@ from opentelemetry.sdk.resources import (
 )
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.trace import (
-    NonRecordingSpan,
-    Span,
-    SpanContext,
-    SpanKind,
-    Status,
-    StatusCode,
-    TraceFlags,
-    set_span_in_context,
-)
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from .. import __version__
 from ..proto.errors import ConfigError, PrefixdError
-from ..proto.trace_parent import decode_traceparent
+from ..proto.trace_parent import TRACE_HEADER
 from ..proto.vocabulary import Tier
 from .core.effects import Answer, WriteOrder
 from .core.events import Question
@@ -63,6 +55,9 @@ M = TypeVar("M", bound=Callable[..., Any])
 #: How long a stop waits for the exporter to send the last spans.
 _FLUSHED_WITHIN_S: Final = 1.0
 _GROUP: Final = "opentelemetry_traces_exporter"
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+#: Size of a `traceparent`.
+_TRACEPARENT_BYTES: Final = 55
 
 
 class _Call:
@@ -219,12 +214,9 @@ class OtelTracing:
 
 
 def _context_of(traceparent: bytes) -> Context:
-    parent = decode_traceparent(traceparent)
-    if parent is None:
-        return Context()
-    flags = TraceFlags(TraceFlags.SAMPLED if parent.sampled else TraceFlags.DEFAULT)
-    asks = SpanContext(parent.trace_id, parent.span_id, is_remote=True, trace_flags=flags)
-    return set_span_in_context(NonRecordingSpan(asks), Context())
+    # The propagator would log what is much longer, for each call.
+    text = traceparent.decode("latin-1") if len(traceparent) <= _TRACEPARENT_BYTES else ""
+    return _PROPAGATOR.extract({TRACE_HEADER: text}, Context())
 
 
 def _name_of(problem: BaseException) -> str:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from ...proto.errors import InvalidSize, PrefixdError, UnknownTier
-from ...proto.keys import Key, Namespace, block_keys, iter_block_keys, prefix_keys
+from ...proto.keys import Key, Namespace, block_keys, chain_pieces, prefix_keys
 from ...proto.limits import MAX_BATCH_KEYS
 from ...proto.vocabulary import Tier
 from ..chains import boundaries
@@ -246,7 +246,7 @@ class Walks:
         self._save(block_keys(self._namespace, known, block_tokens))
 
         def hash_first() -> Key:
-            return next(iter_block_keys(self._namespace, unknown, block_tokens))
+            return next(chain_pieces(self._namespace.root, 0, unknown, block_tokens))[0]
 
         whole, first = f"chain-{block_tokens}", f"chain-miss-{block_tokens}"
         hash_all = partial(block_keys, self._namespace, known, block_tokens)

@@ -60,12 +60,6 @@ class TierMemory(ABC):
         """
 
     @abstractmethod
-    def views(
-        self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
-    ) -> list[memoryview] | None:
-        """A range of the extents in place, read-only, one view for each extent. None: it can only
-        be copied."""
-
     def read_all(
         self,
         rows: PackedRows,
@@ -77,21 +71,9 @@ class TierMemory(ABC):
         so.
 
         Returns the positions of those that are not WHOLE, with what became of them. Raises OSError,
-        if the same could be wrong with all of them.
+        if the same could be wrong with all of them, and ValueError unless there are as many targets
+        and `check` as rows.
         """
-        if not len(rows) == len(targets) == len(check):
-            raise ValueError("there are not as many targets as rows")
-        failed: list[tuple[int, Copied]] = []
-        for position in range(len(targets)):
-            try:
-                if not self._read_row(rows, position, targets, check, deadline):
-                    failed.append((position, Copied.CORRUPT))
-            except (TimeoutError, DeviceHangs) as problem:
-                # The others would not come in time either.
-                return failed + [(n, outcome_of(problem)) for n in range(position, len(targets))]
-            except OSError as problem:
-                failed.append((position, outcome_of(problem)))
-        return failed
 
     def _read_row(
         self,
@@ -110,17 +92,19 @@ class TierMemory(ABC):
         )
         return crc in (None, rows.payload_crc32c[position])
 
-    def views_all(self, rows: PackedRows) -> list[list[memoryview]] | None:
+    def views(
+        self,
+        location: tuple[int, ...],  # noqa: ARG002
+        offset_bytes: int,  # noqa: ARG002
+        length_bytes: int,  # noqa: ARG002
+    ) -> list[memoryview] | None:
+        """A range of the extents in place, read-only, one view for each extent. None: it can only
+        be copied. Raises OSError."""
+        return None
+
+    def views_all(self, rows: PackedRows) -> list[list[memoryview]] | None:  # noqa: ARG002
         """The payloads of such entries in place. None: they can only be copied. Raises OSError."""
-        found: list[list[memoryview]] = []
-        for start, extent_bytes, length_bytes in zip(
-            rows.offsets, rows.lengths, rows.payload_bytes, strict=True
-        ):
-            views = self.views((start, extent_bytes), 0, length_bytes)
-            if views is None:
-                return None
-            found.append(views)
-        return found
+        return None
 
     @abstractmethod
     def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
@@ -250,8 +234,8 @@ class FileArena(TierMemory):
         check: Sequence[bool],
         deadline: Deadline,
     ) -> list[tuple[int, Copied]]:
-        if not native:
-            return super().read_all(rows, targets, check, deadline)
+        if not len(rows) == len(targets) == len(check):
+            raise ValueError("there are not as many targets as rows")
         failed: list[tuple[int, Copied]] = []
         buffers = all_buffers_of(targets)
         at = 0
@@ -263,7 +247,7 @@ class FileArena(TierMemory):
                 at += filled
                 if filled:
                     continue
-                # The page cache lacks a part of it.
+                # The page cache lacks a part of it, or may do so.
                 if not self._read_row(rows, at, targets, check, deadline):
                     failed.append((at, Copied.CORRUPT))
             except (TimeoutError, DeviceHangs) as problem:
@@ -304,7 +288,8 @@ class FileArena(TierMemory):
         """Read entries from position `at` on, up to the first one that the page cache does not have
         as a whole. Returns how many, and the positions from `at` of those whose CRC32C is another
         one."""
-        assert native, "it has no other form: without it, each entry is read by itself"
+        if not native:
+            return 0, []  # each entry is read by itself
         rest = rows.packed[at * ROW_BYTES :]
         return native.read_rows(rest, buffers[at:], check[at:], self._fd, _CALL_BYTES)
 
@@ -330,14 +315,6 @@ class FileArena(TierMemory):
                 crc = crc32c_of(piece[:read_bytes], crc)
             at += read_bytes
         return at, crc
-
-    def views(
-        self,
-        location: tuple[int, ...],  # noqa: ARG002  # the signature is that of every arena
-        offset_bytes: int,  # noqa: ARG002
-        length_bytes: int,  # noqa: ARG002
-    ) -> list[memoryview] | None:
-        return None
 
     def written_by(self, incarnation: bytes, deadline: Deadline) -> bool:
         header = memoryview(bytearray(ARENA_HEADER_BYTES))

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeAlias
 
 from ...proto import frames
+from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
     DeadlineExceeded,
     LimitReached,
@@ -26,10 +27,11 @@ from ...proto.keys import Key
 from ...proto.payload import FlatBytes
 from ...proto.vocabulary import ClaimMode, Presence, Tier
 from ..results import Entries, Found, SaveOutcome
+from ..wire import messages
 from ..wire.deadline import Deadline
 from ..wire.framed_calls import FramedCalls
 from ..wire.link import Link
-from ..wire.remote_transport import RemoteTransport, Stage
+from ..wire.remote_transport import RemoteTransport
 from ..wire.transport import (
     Claimed,
     Copied,
@@ -38,10 +40,10 @@ from ..wire.transport import (
     Item,
     Looked,
     Range,
+    Renumbered,
     SaveTerms,
     Saving,
     Sink,
-    renumbered,
 )
 from .disk_reads import DiskReads
 from .node import InPlace, LocalNode
@@ -65,6 +67,10 @@ RETRY_HAND_OVER_S: Final = 5.0
 #: Reads are reported with the next save or heartbeat. This many are reported at once: a report
 #: wakes three threads here, and the daemon takes 2 ms for it.
 MAX_PENDING_TOUCHES: Final = 2048
+
+#: Saves payloads through local memory; gets the first message without parts. Raises PrefixdError,
+#: OSError.
+Stage: TypeAlias = Callable[[pb.SaveStagedRequest], list[pb.SaveResult]]
 
 
 class LocalTransport(RemoteTransport):
@@ -365,7 +371,7 @@ class LocalTransport(RemoteTransport):
                 sink(number, 0, data)
         if rest:
             remaining = [ranges[number] for number in rest]
-            super().read(claim, remaining, renumbered(sink, rest), deadline)
+            super().read(claim, remaining, Renumbered(sink, rest), deadline)
 
     def fetch_found(
         self,
@@ -419,24 +425,30 @@ class LocalTransport(RemoteTransport):
         payloads: Sequence[FlatBytes],
         deadline: Deadline,
     ) -> list[SaveOutcome]:
-        staged = self._staged(
-            payloads,
-            deadline,
-            lambda node, stage: self.write_staged(
-                stage, node.ref, reservations, payloads, deadline
-            ),
-        )
+        def write(node: LocalNode, stage: Stage) -> list[SaveOutcome]:
+            link = self._writer(reservations, deadline)
+            _check_same(link, node)
+            opening = pb.SaveStagedRequest(reserved=messages.reserved_of(link.ref, reservations))
+            results = self._call_held("SaveStaged", link, partial(stage, opening))
+            return messages.outcomes_of([key for _, key in reservations], results)
+
+        staged = self._staged(payloads, deadline, write)
         return staged or super().write(reservations, payloads, deadline)
 
     def save(
         self, items: Sequence[Saving], terms: SaveTerms, deadline: Deadline
     ) -> list[SaveOutcome]:
         terms = self._with_touches(terms)
-        staged = self._staged(
-            [saving.payload for saving in items],
-            deadline,
-            lambda node, stage: self.save_staged(stage, node.ref, items, terms, deadline),
-        )
+
+        def save(node: LocalNode, stage: Stage) -> list[SaveOutcome]:
+            def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
+                _check_same(link, node)
+                return stage(pb.SaveStagedRequest(header=messages.header_in(link, items, terms)))
+
+            _, results = self._call("SaveStaged", deadline, send)
+            return messages.outcomes_of([saving.item.key for saving in items], results)
+
+        staged = self._staged([saving.payload for saving in items], deadline, save)
         return staged or super().save(items, terms, deadline)
 
     def _staged(
@@ -452,7 +464,9 @@ class LocalTransport(RemoteTransport):
             return None
         if node.lends and can_lend(payloads):
             try:
-                return save(node, partial(save_lent, node.calls))
+                return save(
+                    node, lambda opening: save_lent(node.calls, opening, payloads, deadline)
+                )
             except UnreadableMemory as problem:
                 node.lends = False
                 logger.info("saving through staging memory from now on: %s", problem)
@@ -462,7 +476,9 @@ class LocalTransport(RemoteTransport):
         if memory is None:
             return None
         try:
-            return save(node, partial(save_staged, memory, node.calls))
+            return save(
+                node, lambda opening: save_staged(memory, node.calls, opening, payloads, deadline)
+            )
         except UnknownStaging as problem:
             logger.info("saving over gRPC: %s", problem)
             if node.staging is memory:
@@ -484,6 +500,12 @@ class LocalTransport(RemoteTransport):
         super().close(within_s)
         self._reads.close()
         self._node = self._link = None
+
+
+def _check_same(link: Link, node: LocalNode) -> None:
+    """Raises UnknownStaging, before anything is sent, if the session of this node has ended."""
+    if link.ref != node.ref:
+        raise UnknownStaging("the session that it was handed to has ended")
 
 
 # ---- the hand-over

@@ -100,7 +100,7 @@ class LocalNode:
             case frames.DISK:
                 self.arenas[Tier.DISK] = FileArena(fd, self._reads)
             case frames.STAGING:
-                self.staging = StagingMemory(os.dup(fd), size_bytes)
+                self.staging = StagingMemory(fd, size_bytes)
             case _:
                 pass  # of a later version
 

@@ -21,7 +21,6 @@ from itertools import accumulate
 from typing import Final
 
 from ...proto import prefixd_pb2 as pb
-from ...proto.errors import LimitReached
 from ...proto.kernel import native
 from ...proto.limits import LENT_TOKEN_BYTES, MAX_LENT_PIECES, STAGED_MESSAGE_BYTES
 from ...proto.payload import (
@@ -48,31 +47,25 @@ LEND_BYTES = 32 * 2**20
 _MADV_POPULATE_WRITE: Final = 23
 _libc: Final = ctypes.CDLL(None)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_GIVEN_BACK: Final = "the staging memory was given back"
 
 
 class StagingMemory:
-    """The staging memory of this session, and its free slots. Thread-safe; takes over `fd`."""
+    """The staging memory of this session, and its free slots. Thread-safe. It is unmapped when the
+    last view of it goes."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        try:
-            self._mapping = mmap.mmap(fd, size_bytes)
-        finally:
-            os.close(fd)
-        self._view = memoryview(self._mapping)
+        """The caller keeps `fd`. Raises OSError, ValueError."""
+        self._view: Final = memoryview(mmap.mmap(fd, size_bytes))
         self.slot_bytes: Final = min(SLOT_BYTES, size_bytes)
         self._free = deque(range(0, size_bytes - self.slot_bytes + 1, self.slot_bytes))
         self._slots: Final = len(self._free)
         self._changed = threading.Condition()
-        self._closed = False
         # Otherwise the first copy into each page takes three times as long.
         threading.Thread(target=_populate, args=(self._view,), daemon=True).start()
 
     def take_free(self) -> int | None:
-        """The offset of a free slot, if there is one. Raises LimitReached."""
+        """The offset of a free slot, if there is one."""
         with self._changed:
-            if self._closed:
-                raise LimitReached(_GIVEN_BACK)
             return self._free.pop() if self._free else None
 
     def take_all(self, length_bytes: int) -> list[int]:
@@ -80,67 +73,42 @@ class StagingMemory:
         more than half of all slots."""
         slots = -(-length_bytes // self.slot_bytes)
         with self._changed:
-            if self._closed or slots > len(self._free) or 2 * slots > self._slots:
+            if slots > len(self._free) or 2 * slots > self._slots:
                 return []
             return [self._free.pop() for _ in range(slots)]
 
     def take(self, deadline: Deadline) -> int:
-        """The offset of a free slot; waits for one. Raises DeadlineExceeded, LimitReached."""
+        """The offset of a free slot; waits for one. Raises DeadlineExceeded."""
         with self._changed:
             while not self._free:
-                if self._closed:
-                    raise LimitReached(_GIVEN_BACK)
                 self._changed.wait(deadline.left_s())
             return self._free.pop()
 
     def give(self, slot: int) -> None:
         """Give back a slot that neither side uses any more."""
         with self._changed:
-            if not self._closed:
-                self._free.append(slot)
-                self._changed.notify()
+            self._free.append(slot)
+            self._changed.notify()
 
     def room(self, offset_bytes: int, length_bytes: int) -> memoryview:
-        """Raises LimitReached."""
-        try:
-            return self._view[offset_bytes : offset_bytes + length_bytes]
-        except ValueError:
-            raise LimitReached(_GIVEN_BACK) from None
+        return self._view[offset_bytes : offset_bytes + length_bytes]
 
     def gather(self, places: Sequence[int], payloads: Sequence[FlatBytes]) -> list[int]:
-        """Copy each payload to its place, and return their CRC32Cs. Raises LimitReached."""
+        """Copy each payload to its place, and return their CRC32Cs."""
         if not native:
             return [
                 copy_crc32c(self.room(place, len(payload)), payload)
                 for place, payload in zip(places, payloads, strict=True)
             ]
         lengths = list(map(len, payloads))
-        with self.room(0, self._slots * self.slot_bytes) as held:
-            return native.gather(held, places, lengths, all_buffers_of(payloads), False)
-
-    def close(self) -> None:
-        """Unmap the memory, now or when the last copy into it is done."""
-        with self._changed:
-            self._closed = True
-            self._free.clear()
-            self._changed.notify_all()
-        self._view.release()
-        try:
-            self._mapping.close()
-        except BufferError:
-            return
+        return native.gather(self._view, places, lengths, all_buffers_of(payloads), False)
 
 
 def _populate(view: memoryview) -> None:
     """Map all pages, which the daemon has allocated, into this process at once, without the GIL. A
     kernel before 5.14 can't; then the first copies map them."""
-    try:
-        with view[:] as held:  # memory with an open view can't be unmapped
-            start = ctypes.c_char.from_buffer(held)
-            _libc.madvise(ctypes.addressof(start), len(held), _MADV_POPULATE_WRITE)
-            del start
-    except (ValueError, BufferError):
-        return  # given back already
+    start = ctypes.c_char.from_buffer(view)  # keeps it mapped until the end
+    _libc.madvise(ctypes.addressof(start), len(view), _MADV_POPULATE_WRITE)
 
 
 def can_lend(payloads: Sequence[FlatBytes]) -> bool:

@@ -15,8 +15,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, Protocol, TypeVar
 
 from ...proto import frames
 from ...proto import prefixd_pb2 as pb
@@ -32,7 +33,7 @@ from .greenlets import sockets_switch
 from .reach import connect
 from .security import Security
 from .trace_context import TRACEPARENT
-from .transport import Rooms, Sink
+from .transport import Sink
 
 #: Size of the buffer that messages, and perhaps the bytes behind them, are received into.
 _AHEAD_BYTES: Final = 16 * 2**10
@@ -201,25 +202,21 @@ class FramedEndpoint(Protocol):
         """The first request, which has no response. Contains secrets. Raises ConfigError."""
 
 
-class TcpPlace(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TcpPlace:
     """The address of a data socket, and what a connection identifies itself with."""
 
     host: str
     port: int
     session: pb.SessionRef
     #: Its files are read again for each connection, because they may have been replaced.
-    security: Security = Security()
+    security: Security = field(default_factory=Security)
+
+    local = False
+    again_after_s = 5.0
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}"
-
-    @property
-    def local(self) -> bool:
-        return False
-
-    @property
-    def again_after_s(self) -> float:
-        return 5.0
 
     @property
     def secured(self) -> bool:
@@ -247,27 +244,20 @@ class TcpPlace(NamedTuple):
         return pb.FramedRequest(attach=self.session, token=self.security.token())
 
 
-class UnixPlace(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class UnixPlace:
     """The path of a local socket. A daemon that may not be relied on gets no connection: what it
     hands over is read as it is."""
 
     path: str
     session: pb.SessionRef
 
+    local = True
+    again_after_s = 0.0  # an attempt takes no time
+    secured = False
+
     def __str__(self) -> str:
         return self.path
-
-    @property
-    def local(self) -> bool:
-        return True
-
-    @property
-    def again_after_s(self) -> float:
-        return 0.0  # an attempt takes no time
-
-    @property
-    def secured(self) -> bool:
-        return False
 
     def connect(self, within_s: float) -> Wire:
         return _wire(connect(self.path, within_s))
@@ -387,10 +377,6 @@ class FramedConnection:
             part, self.moved = response.part, True
             if part.status != pb.READ_STATUS_OK:
                 sink(part.range, part.offset_bytes, None)
-            elif not isinstance(sink, Rooms):
-                if part.length_bytes > frames.PART_BYTES:
-                    raise PrefixdError(f"the daemon sent {part.length_bytes} bytes at once")
-                sink(part.range, part.offset_bytes, self._received(part.length_bytes))
             else:
                 for view in views_of(sink.room(part.range, part.offset_bytes, part.length_bytes)):
                     for start in range(0, len(view), _PIECE_BYTES):

@@ -24,7 +24,6 @@ from ...proto.errors import (
     UnknownEntry,
     UnknownReservation,
     UnknownSession,
-    UnknownStaging,
     from_grpc,
 )
 from ...proto.keys import Key
@@ -58,13 +57,6 @@ from .transport import (
 )
 
 T = TypeVar("T")
-
-#: (first message without parts, payloads, deadline) -> results of a save through local memory.
-#: Raises PrefixdError, OSError.
-Stage: TypeAlias = Callable[
-    [pb.SaveStagedRequest, Sequence[FlatBytes], Deadline], list[pb.SaveResult]
-]
-
 
 #: What small calls and payloads go over. "fast": the local socket of a daemon on this host, the
 #: data socket of one on another. "data": the data socket of a daemon on this host, to measure it.
@@ -462,43 +454,6 @@ class RemoteTransport(Transport):
         _, response = self._call("Save", deadline, send)
         return messages.outcomes_of(keys, response.results)
 
-    def save_staged(
-        self,
-        stage: Stage,
-        ref: pb.SessionRef,
-        items: Sequence[Saving],
-        terms: SaveTerms,
-        deadline: Deadline,
-    ) -> list[SaveOutcome]:
-        """`save` through the staging memory of session `ref`.
-
-        Raises UnknownStaging, before anything is sent, if that session has ended.
-        """
-        payloads = [saving.payload for saving in items]
-
-        def send(link: Link, _timeout_s: float) -> list[pb.SaveResult]:
-            _check_same(link, ref)
-            header = messages.header_in(link, items, terms)
-            return stage(pb.SaveStagedRequest(header=header), payloads, deadline)
-
-        _, results = self._call("SaveStaged", deadline, send)
-        return messages.outcomes_of([saving.item.key for saving in items], results)
-
-    def write_staged(
-        self,
-        stage: Stage,
-        ref: pb.SessionRef,
-        reservations: Sequence[tuple[Holding, Key]],
-        payloads: Sequence[FlatBytes],
-        deadline: Deadline,
-    ) -> list[SaveOutcome]:
-        """`write` through the staging memory of session `ref`; see `save_staged`."""
-        link = self._writer(reservations, deadline)
-        _check_same(link, ref)
-        opening = pb.SaveStagedRequest(reserved=messages.reserved_of(ref, reservations))
-        results = self._call_held("SaveStaged", link, lambda: stage(opening, payloads, deadline))
-        return messages.outcomes_of([key for _, key in reservations], results)
-
     def _writer(self, reservations: Sequence[tuple[Holding, Key]], deadline: Deadline) -> Link:
         """The session in use. Raises UnknownReservation if a reservation is of another one."""
         link = self._keeper.link(deadline)
@@ -604,11 +559,6 @@ def _packed(link: Link, opening: pb.SaveRequest, payloads: Sequence[FlatBytes]) 
         chunk_bytes=link.welcome.chunk_bytes or CHUNK_BYTES,
         max_message_bytes=link.max_message_bytes,
     )
-
-
-def _check_same(link: Link, ref: pb.SessionRef) -> None:
-    if link.ref != ref:
-        raise UnknownStaging("the session that it was handed to has ended")
 
 
 def _framed(link: Link) -> FramedCalls:

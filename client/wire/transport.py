@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 
 from ...proto.entry import Content, content_bytes
 from ...proto.keys import Key
@@ -139,18 +139,14 @@ class Granted(NamedTuple):
     message: str = ""
 
 
-#: Takes the bytes of a read as they arrive: the number of the range, the offset from its start, and
-#: the bytes. None in place of the bytes: the daemon could not read that entry.
-Sink: TypeAlias = Callable[[int, int, "bytes | memoryview | None"], None]
-
-
-class Rooms(ABC):
-    """A `Sink` that also names the memory for the next bytes, for transports that can receive
-    directly into it."""
+class Sink(ABC):
+    """Takes the bytes of a read as they arrive. Transports that can, receive them directly into its
+    memory."""
 
     @abstractmethod
     def __call__(self, number: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
-        """See `Sink`."""
+        """Take bytes of range `number`, at an offset from its start. None in place of the bytes:
+        the daemon could not read that entry."""
 
     @abstractmethod
     def room(self, number: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
@@ -163,26 +159,21 @@ class Rooms(ABC):
         there."""
 
 
-class _Renumbered(Rooms):
-    def __init__(self, rooms: Rooms, numbers: Sequence[int]) -> None:
-        self._rooms = rooms
+class Renumbered(Sink):
+    """Hands on range `i` as range `numbers[i]` of `sink`."""
+
+    def __init__(self, sink: Sink, numbers: Sequence[int]) -> None:
+        self._sink = sink
         self._numbers = numbers
 
     def __call__(self, number: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
-        self._rooms(self._numbers[number], offset_bytes, data)
+        self._sink(self._numbers[number], offset_bytes, data)
 
     def room(self, number: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
-        return self._rooms.room(self._numbers[number], offset_bytes, length_bytes)
+        return self._sink.room(self._numbers[number], offset_bytes, length_bytes)
 
     def filled(self, number: int, length_bytes: int) -> None:
-        self._rooms.filled(self._numbers[number], length_bytes)
-
-
-def renumbered(sink: Sink, numbers: Sequence[int]) -> Sink:
-    """A sink that hands on range `i` as range `numbers[i]` of `sink`."""
-    if isinstance(sink, Rooms):
-        return _Renumbered(sink, numbers)
-    return lambda number, offset_bytes, data: sink(numbers[number], offset_bytes, data)
+        self._sink.filled(self._numbers[number], length_bytes)
 
 
 class Transport(Protocol):

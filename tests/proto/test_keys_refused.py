@@ -25,11 +25,10 @@ from prefixd.proto.keys import (
     Namespace,
     block_key,
     block_keys,
+    chain_pieces,
     check_key,
     context_hash,
     extend_chain,
-    iter_block_keys,
-    iter_chain,
     key_from_hex,
     prefix_key,
     prefix_keys,
@@ -111,7 +110,7 @@ def test_boundaries_that_are_none(lengths: list[int]) -> None:
 @pytest.mark.parametrize("block_tokens", [0, -1])
 def test_blocks_without_tokens(block_tokens: int) -> None:
     with pytest.raises(InvalidSize):
-        iter_block_keys(NS, [1], block_tokens)
+        chain_pieces(NS.root, 0, [1], block_tokens)
 
 
 @pytest.mark.parametrize("index", [-1, 2**32])
@@ -124,7 +123,7 @@ def test_a_block_index_that_is_none(index: int) -> None:
 
 def test_a_chain_after_something_that_is_no_key() -> None:
     with pytest.raises(InvalidKey):
-        iter_chain(Key(b"short"), 0, [1], 1)
+        chain_pieces(Key(b"short"), 0, [1], 1)
 
 
 @pytest.mark.parametrize(

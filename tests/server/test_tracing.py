@@ -37,6 +37,9 @@ UNSAMPLED: Final = PARENT[:-1] + b"0"
 HOSTILE: Final = {
     "malformed": b"00-zz-yy-01",
     "of another version": b"ff" + PARENT[2:],
+    "in capitals": PARENT.upper(),
+    "with more behind it": PARENT + b"-00",
+    "in other digits": PARENT.replace(b"3", b"\xb3"),
     "of zeros": b"00-" + b"0" * 32 + b"-" + b"0" * 16 + b"-01",
     "no text": b"\xff\x00\xfe",
     "long": b"0" * 4000,
@@ -71,7 +74,9 @@ async def test_a_call_is_below_the_span_that_its_client_names(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", HOSTILE)
 @in_loop
-async def test_invalid_span_contexts_are_ignored(tmp_path: Path, name: str) -> None:
+async def test_invalid_span_contexts_are_ignored(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     memory, provider = memory_provider()
     hostile = HOSTILE[name]
     async with running(tmp_path, tracing=OtelTracing(provider)) as daemon:
@@ -86,6 +91,7 @@ async def test_invalid_span_contexts_are_ignored(tmp_path: Path, name: str) -> N
     assert found
     assert all(span.parent_id == 0 for span in found)
     assert hostile[:20].hex() not in str(found)
+    assert not [one for one in caplog.records if one.name.startswith("opentelemetry")]
 
 
 @in_loop

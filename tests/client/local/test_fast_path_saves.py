@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
@@ -110,18 +111,20 @@ def test_staging_of_a_session_that_ended_is_not_used(
         memory_of(client)
         transport = client._transport
         assert isinstance(transport, LocalTransport)
-        staged = transport.save_staged
+        call = transport._call
         sessions = client.counters["sessions"]
 
-        def lose_it_first(*args: object) -> object:
+        def lose_it_first(name: str, *rest: Any) -> object:
+            if name != "SaveStaged":
+                return call(name, *rest)
             link = transport.current
             assert link is not None
             transport._keeper.renew(link, "a test lost it")
             assert client.wait_connected(deadline_ms=60_000)
-            return staged(*args)  # type: ignore[arg-type]
+            return call(name, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(transport, "save_staged", lose_it_first)
+            patch.setattr(transport, "_call", lose_it_first)
             keys = save_patiently(client, ["lost session"])
         assert client.counters["sessions"] == sessions + 1  # type: ignore[operator]
         assert restore(client.longest_run(keys, claim=False))[1] == [

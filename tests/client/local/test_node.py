@@ -235,6 +235,17 @@ class Meanwhile(TierMemory):
         self._then()
         return crc
 
+    def read_all(
+        self,
+        rows: PackedRows,
+        targets: Sequence[FlatBytes],
+        check: Sequence[bool],
+        deadline: Deadline,
+    ) -> list[tuple[int, Copied]]:
+        failed = self._arena.read_all(rows, targets, check, deadline)
+        self._then()
+        return failed
+
     def views(
         self, location: tuple[int, ...], offset_bytes: int, length_bytes: int
     ) -> list[memoryview] | None:

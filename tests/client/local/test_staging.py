@@ -31,18 +31,19 @@ RESULT = pb.SaveResult(status=pb.SAVE_STATUS_SAVED)
 
 
 @pytest.fixture
-def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[StagingMemory]:
+def memory(monkeypatch: pytest.MonkeyPatch) -> StagingMemory:
     """Two slots of 4 KiB."""
     monkeypatch.setattr(staging, "SLOT_BYTES", SLOT)
-    made = of_size(2 * SLOT + 100)
-    yield made
-    made.close()
+    return of_size(2 * SLOT + 100)
 
 
 def of_size(size_bytes: int) -> StagingMemory:
     fd = os.memfd_create("staging")
-    os.ftruncate(fd, size_bytes)
-    return StagingMemory(fd, size_bytes)
+    try:
+        os.ftruncate(fd, size_bytes)
+        return StagingMemory(fd, size_bytes)
+    finally:
+        os.close(fd)
 
 
 def free(memory: StagingMemory) -> list[int]:
@@ -128,7 +129,6 @@ def test_memory_smaller_than_a_slot_is_one() -> None:
     memory = of_size(1000)
     assert memory.slot_bytes == 1000
     assert free(memory) == [0]
-    memory.close()
 
 
 def test_who_finds_no_slot_waits_for_one(memory: StagingMemory) -> None:
@@ -146,35 +146,6 @@ def test_the_wait_has_an_end(memory: StagingMemory) -> None:
     memory.take(Deadline(0))
     with pytest.raises(DeadlineExceeded):
         memory.take(Deadline(1))
-
-
-def test_closing_wakes_who_waits(memory: StagingMemory) -> None:
-    memory.take(Deadline(0))
-    slot = memory.take(Deadline(0))
-    problems: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            memory.take(Deadline(60_000))
-        except LimitReached as problem:
-            problems.append(problem)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    memory.close()
-    thread.join()
-    assert len(problems) == 1
-    memory.give(slot)
-    with pytest.raises(LimitReached):
-        memory.take(Deadline(0))
-
-
-def test_closed_memory_stays_as_long_as_somebody_copies_into_it(memory: StagingMemory) -> None:
-    room = memory.room(0, 10)
-    memory.close()
-    room[:] = b"0123456789"
-    with pytest.raises(LimitReached):
-        memory.room(0, 10)
 
 
 # ---- saves
@@ -239,7 +210,6 @@ def test_who_has_slots_for_all_of_it_is_told_of_none() -> None:
         assert any(request.items and not request.quiet for request in daemon.requests) is told
         assert len(daemon.copied) == slots
         assert len(free(memory)) == 4
-    memory.close()
 
 
 def test_slots_that_a_save_did_not_use_are_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +219,6 @@ def test_slots_that_a_save_did_not_use_are_free_again(monkeypatch: pytest.Monkey
     with pytest.raises(LimitReached):
         save(Daemon(memory, lambda _: [refusal]), memory, bytes(4 * SLOT))
     assert sorted(free(memory)) == [number * SLOT for number in range(8)]
-    memory.close()
 
 
 def silent(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
@@ -272,15 +241,6 @@ def test_without_a_slot_in_time_nothing_is_asked(memory: StagingMemory) -> None:
     assert daemon.requests == []
     for slot in slots:
         memory.give(slot)
-
-
-def test_closed_memory_ends_it_as_well(memory: StagingMemory) -> None:
-    def answer(_request: pb.SaveStagedRequest) -> list[pb.SaveStagedResponse | PrefixdError]:
-        memory.close()
-        return []
-
-    with pytest.raises(LimitReached):
-        save(Daemon(memory, answer), memory, bytes(3 * SLOT))
 
 
 def test_a_refusal_gives_every_slot_back(memory: StagingMemory) -> None:
@@ -316,6 +276,3 @@ def test_payloads_are_gathered_with_their_checksums(
         crc32c(b"in pieces"),
     ]
     assert bytes(memory.room(0, 29)) == bytes(3) + b"flat" + bytes(13) + b"in pieces"
-    memory.close()
-    with pytest.raises(LimitReached):
-        memory.gather([3], [memoryview(b"flat")])

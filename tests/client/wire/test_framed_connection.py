@@ -394,7 +394,7 @@ def test_the_data_socket_is_where_the_daemon_was_reached(
         assert opened.calls is opened.connection
     else:
         assert opened.framed is not None
-        assert opened.framed._place[:2] == (host, data_port)
+        assert str(opened.framed._place) == f"{host}:{data_port}"
         assert opened.calls is opened.framed
         assert opened.on_end == [opened.framed.hang_up]
 

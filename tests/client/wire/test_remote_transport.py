@@ -13,7 +13,7 @@ from prefixd.client.results import ReserveStatus
 from prefixd.client.wire.deadline import Deadline
 from prefixd.client.wire.remote_transport import RemoteTransport
 from prefixd.client.wire.session import Backoff
-from prefixd.client.wire.transport import Item, Range, SaveTerms, Saving
+from prefixd.client.wire.transport import Item, Range, SaveTerms, Saving, Sink
 from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.entry import Content
 from prefixd.proto.errors import (
@@ -32,6 +32,7 @@ from prefixd.proto.errors import (
     UnknownTier,
 )
 from prefixd.proto.keys import Key
+from prefixd.proto.payload import FlatBytes
 from prefixd.proto.vocabulary import ClaimMode, Presence, SaveReason, SaveStatus, Tier
 from tests.support.fakes import PATIENCE_S, FakeDaemon, keys, payloads
 
@@ -67,6 +68,22 @@ def remote(daemon: FakeDaemon, counters: ClientCounters) -> Iterator[RemoteTrans
     assert remote.wait(long())
     yield remote
     remote.close(PATIENCE_S)
+
+
+class Parts(Sink):
+    """Keeps what a read hands over. Over gRPC nothing is received directly into memory."""
+
+    def __init__(self) -> None:
+        self.received: list[tuple[int, int, bytes | None]] = []
+
+    def __call__(self, number: int, offset_bytes: int, data: bytes | memoryview | None) -> None:
+        self.received.append((number, offset_bytes, None if data is None else bytes(data)))
+
+    def room(self, number: int, offset_bytes: int, length_bytes: int) -> FlatBytes:
+        raise NotImplementedError
+
+    def filled(self, number: int, length_bytes: int) -> None:
+        raise NotImplementedError
 
 
 def saving(key: Key, payload: bytes, token_ids: bytes = b"", **content: int) -> Saving:
@@ -229,14 +246,14 @@ def test_reads_come_in_parts_of_the_ranges_asked_for(
     claimed = remote.claim([ONE, TWO], ClaimMode.ANY, 0, 0, long())
     assert claimed.holding is not None
     first, second = claimed.entries
-    received: list[tuple[int, int, bytes]] = []
+    parts = Parts()
     remote.read(
         claimed.holding,
         [Range(second, 1, 0, 120), Range(first, 0, 200, 50), Range(second, 1, 0, 4, True)],
-        lambda number, offset, data: received.append((number, offset, bytes(data or b""))),
+        parts,
         long(),
     )
-    assert received == [
+    assert parts.received == [
         (0, 0, two[:100]),
         (0, 100, two[100:]),
         (1, 0, one[200:]),
@@ -252,10 +269,10 @@ def test_what_cannot_be_read_arrives_as_none(daemon: FakeDaemon, remote: RemoteT
     )
     claimed = remote.claim([ONE], ClaimMode.ANY, 0, 0, long())
     assert claimed.holding is not None
-    received: list[object] = []
+    parts = Parts()
     wanted = Range(claimed.entries[0], 0, 0, 5)
-    remote.read(claimed.holding, [wanted], lambda *part: received.append(part[2]), long())
-    assert received == [None]
+    remote.read(claimed.holding, [wanted], parts, long())
+    assert parts.received == [(0, 0, None)]
 
 
 def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: RemoteTransport) -> None:
@@ -265,7 +282,7 @@ def test_a_lost_claim_is_not_read(daemon: FakeDaemon, remote: RemoteTransport) -
     claimed.holding.why_lost = "it was revoked"
     wanted = Range(claimed.entries[0], 0, 0, 5)
     with pytest.raises(ClaimLost, match="revoked"):
-        remote.read(claimed.holding, [wanted], lambda *_: None, long())
+        remote.read(claimed.holding, [wanted], Parts(), long())
     assert daemon.rpcs["Read"] == 0
 
 
