@@ -557,6 +557,7 @@ class PrefixTree:
             self.collisions += parents[blocks[first_new - 1]] != before
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TraceColumns:
     """The part of a trace that replays need, in columns; immutable.
 
@@ -565,27 +566,18 @@ class TraceColumns:
     is new to a request if its number is not below the number of blocks seen before.
     """
 
-    def __init__(
-        self,
-        blocks: _Column,
-        ends: _Column,
-        lengths: _Column,
-        hits: _Column,
-        unique_blocks: int,
-        collisions: int = 0,
-    ) -> None:
-        #: Block numbers of all requests, one after the other.
-        self._blocks = blocks
-        #: Where each request ends in `_blocks`.
-        self._ends = ends
-        #: Prompt tokens of each request.
-        self._lengths = lengths
-        #: Blocks of each request before the first that is new: what a cache without limits hits.
-        self._hits = hits
-        self.unique_blocks = unique_blocks
-        #: Requests that cannot be of one tree of prefixes with those before them: a known block
-        #: comes after another block than before, or after a new one.
-        self.collisions = collisions
+    #: The block numbers of all requests, one after the other.
+    references: _Column
+    #: Where each request ends in `references`.
+    ends: _Column
+    #: Prompt tokens of each request.
+    lengths: _Column
+    #: Blocks of each request before the first that is new: what a cache without limits hits.
+    hits: _Column
+    unique_blocks: int
+    #: Requests that cannot be of one tree of prefixes with those before them: a known block comes
+    #: after another block than before, or after a new one.
+    collisions: int = 0
 
     @classmethod
     def load(cls, requests: Iterable[Request]) -> TraceColumns:
@@ -618,50 +610,35 @@ class TraceColumns:
 
     def __len__(self) -> int:
         """Requests."""
-        return len(self._ends)
+        return len(self.ends)
 
     @property
     def blocks(self) -> int:
         """Block references, repeats included."""
-        return len(self._blocks)
+        return len(self.references)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(self._lengths)
-
-    @property
-    def references(self) -> _Column:
-        """The block numbers of all requests, one after the other."""
-        return self._blocks
-
-    @property
-    def ends(self) -> _Column:
-        """Where each request ends in `references`."""
-        return self._ends
-
-    @property
-    def lengths(self) -> _Column:
-        """Prompt tokens of each request."""
-        return self._lengths
+        return sum(self.lengths)
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         """The requests in order: (block numbers in a new list, prompt tokens)."""
-        blocks, start = self._blocks, 0
-        for end, length in zip(self._ends, self._lengths, strict=True):
+        blocks, start = self.references, 0
+        for end, length in zip(self.ends, self.lengths, strict=True):
             yield blocks[start:end].tolist(), length
             start = end
 
     def reversed_blocks(self) -> Iterator[list[int]]:
         """The block numbers of the requests, from the last request to the first."""
-        ends = self._ends
+        ends = self.ends
         for index in range(len(ends) - 1, -1, -1):
-            yield self._blocks[ends[index - 1] if index else 0 : ends[index]].tolist()
+            yield self.references[ends[index - 1] if index else 0 : ends[index]].tolist()
 
     def summary(self, block_tokens: int) -> TraceSummary:
         """Count everything, and the hits of a cache without limits."""
         hit_tokens = sum(
             min(hits * block_tokens, length)
-            for hits, length in zip(self._hits, self._lengths, strict=True)
+            for hits, length in zip(self.hits, self.lengths, strict=True)
         )
         return TraceSummary(
             len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
@@ -669,10 +646,10 @@ class TraceColumns:
 
     def save(self, folder: Path) -> None:
         """Write the columns into a folder, for `map` in another process."""
-        (folder / "blocks").write_bytes(self._blocks)
-        (folder / "ends").write_bytes(self._ends)
-        (folder / "lengths").write_bytes(self._lengths)
-        (folder / "hits").write_bytes(self._hits)
+        (folder / "blocks").write_bytes(self.references)
+        (folder / "ends").write_bytes(self.ends)
+        (folder / "lengths").write_bytes(self.lengths)
+        (folder / "hits").write_bytes(self.hits)
         (folder / "unique_blocks").write_text(str(self.unique_blocks))
 
     @classmethod
