@@ -36,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .formats import FileState, check_head, prompts
-from .inference import BlockSize, TimeSpan, time_unit
+from .inference import BlockSize, time_unit
 from .request_parts import MS_PER_UNIT, ConvertOptions, Moment, Prompt
 from .trace import Request, RequestReader
 from .trace_file import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name, input_files
@@ -363,9 +363,8 @@ class Converter(RequestReader):
         factor = 1.0
         kind, where = self._agreed["time unit"]
         if kind != "a time with a unit or a date":
-            span = TimeSpan.of(times)
             try:
-                unit, why = time_unit(span, self.options.time_unit, self._usual_unit)
+                unit, why = time_unit(times, self.options.time_unit, self._usual_unit)
             except ValueError as error:
                 raise TraceError(self.path, 0, str(error)) from None
             self._assume(

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 from msgspec.json import Decoder
 
 from .formats import check_head, recognise
-from .inference import BlockSize, TimeSpan, epoch_unit
+from .inference import BlockSize, epoch_unit
 from .request_parts import SCOPE_FIELDS
 from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
@@ -223,8 +223,7 @@ class TraceReader(RequestReader):
         except ValueError as error:
             raise TraceError(self.path, 0, str(error)) from None
         if head:
-            span = TimeSpan.of([request.timestamp_ms for _, request in head])
-            unit = epoch_unit(span)
+            unit = epoch_unit(min(request.timestamp_ms for _, request in head))
             if unit not in (None, "ms"):
                 problem = f"timestamp is a time since 1970 in {unit}, not in milliseconds"
                 raise TraceError(self.path, head[0][0], f"{problem}; {convert_hint(self.path)}")
