@@ -426,7 +426,6 @@ def advise(
     a piece of prefixd.toml.
     """
     from ..lab import advise as adviser
-    from ..lab.curve import curve_of
     from ..lab.trace import TraceReader
     from .views.lab import advice
     from .views.progress import Rereading, reading
@@ -445,7 +444,6 @@ def advise(
         )
         found = adviser.advise(
             requests,
-            lambda given: curve_of(given, block_tokens=reader.block_tokens),
             bytes_per_token=token_bytes,
             block_tokens=reader.block_tokens,
             hit_rate=None if hit_rate is None else _share(hit_rate),

@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.stack_distance import SampledCurve, position_of_int
 from .simulate import TouchOrder
-from .trace import Request, TraceColumns, tokens_of_blocks
+from .trace import TraceColumns, tokens_of_blocks
 
 #: Points of a curve in a document or a chart.
 DEFAULT_POINTS = 256
@@ -287,17 +287,6 @@ class RecencyStack:
             for sums in self._levels:
                 sums[leaf] += some
                 leaf >>= _SUM_BITS
-
-
-def curve_of(
-    requests: Iterable[Request],
-    *,
-    block_tokens: int = DEFAULT_BLOCK_TOKENS,
-    touch_order: TouchOrder = TouchOrder.IN_ORDER,
-) -> LruCurve:
-    """The exact curve of requests, read once. Needs the memory of `TraceColumns`."""
-    trace = TraceColumns.load(requests)
-    return exact_curve(trace, block_tokens=block_tokens, touch_order=touch_order)
 
 
 def exact_curve(
