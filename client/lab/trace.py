@@ -163,7 +163,7 @@ class TraceReader(RequestReader):
         self._given_block_tokens = block_tokens
         self._block_tokens: int | None = None
         self._known_by = ""
-        #: The first requests, if they were read to learn the block size, and the rest.
+        #: The first requests, which were read to learn the block size, and the rest.
         self._begun: tuple[list[_Numbered], Generator[_Numbered, None, None]] | None = None
         self.length_mismatches = 0
         self._first_mismatch = 0
@@ -177,8 +177,7 @@ class TraceReader(RequestReader):
     def block_tokens(self) -> int:
         """Tokens per block. Reads the beginning of the file, if need be."""
         if self._block_tokens is None:
-            self._begin_counts()
-            self._learn_block_size()
+            self._begin()
         assert self._block_tokens is not None
         return self._block_tokens
 
@@ -199,14 +198,12 @@ class TraceReader(RequestReader):
         return notes
 
     def _begin(self) -> None:
-        if self._begun is None:
-            self._begin_counts()
-
-    def _begin_counts(self) -> None:
+        """Set the counts to zero, and read the first requests to learn the block size; nothing if
+        that was done and the rest was not read."""
+        if self._begun is not None:
+            return
         super()._begin()
         self.length_mismatches = self._first_mismatch = 0
-
-    def _learn_block_size(self) -> None:
         self._stated: int | None = None
         size = BlockSize()
         lines = self._parsed()
@@ -231,29 +228,25 @@ class TraceReader(RequestReader):
         self._begun = head, lines
 
     def _read(self) -> Generator[Request, None, None]:
-        _ = self.block_tokens
-        if self._begun is None:
-            self._learn_block_size()
         assert self._begun is not None
         head, rest = self._begun
         self._begun = None
         block_tokens = self.block_tokens
         last_ms = -math.inf
         with closing(rest):
-            for part in (_drained(head), rest):
-                for number, request in part:
-                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                        self.length_mismatches += 1
-                        self._first_mismatch = self._first_mismatch or number
-                    if request.timestamp_ms < last_ms:
-                        problem = (
-                            f"timestamp is {request.timestamp_ms}, before {last_ms} of the request "
-                            f"above it: the requests are not in order of arrival; "
-                            f"{convert_hint(self.path, 'sorts them')}"
-                        )
-                        raise TraceError(self.path, number, problem)
-                    last_ms = request.timestamp_ms
-                    yield request
+            for number, request in chain(head, rest):
+                if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                    self.length_mismatches += 1
+                    self._first_mismatch = self._first_mismatch or number
+                if request.timestamp_ms < last_ms:
+                    problem = (
+                        f"timestamp is {request.timestamp_ms}, before {last_ms} of the request "
+                        f"above it: the requests are not in order of arrival; "
+                        f"{convert_hint(self.path, 'sorts them')}"
+                    )
+                    raise TraceError(self.path, number, problem)
+                last_ms = request.timestamp_ms
+                yield request
 
     def _parsed(self) -> Generator[_Numbered, None, None]:
         """The requests with their line numbers."""
@@ -287,13 +280,6 @@ class TraceReader(RequestReader):
                 raise
             # Damaged compression: the lines before it are whole, nothing follows.
             self._bad(error)
-
-
-def _drained(head: list[_Numbered]) -> Iterator[_Numbered]:
-    """The items, which are given up one by one."""
-    head.reverse()
-    while head:
-        yield head.pop()
 
 
 def convert_hint(path: str, does: str = "reads it") -> str:
