@@ -107,10 +107,8 @@ class Converter(RequestReader):
         skip_bad: bool = False,
     ) -> None:
         given = [str(names)] if isinstance(names, Path | str) else [str(name) for name in names]
-        super().__init__(given[0] if len(given) == 1 else ", ".join(given), limit, skip_bad)
-        self._sources = [LineSource(path) for path in input_files(given)]
-        sizes = [source.total_bytes for source in self._sources]
-        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        sources = [LineSource(path) for path in input_files(given)]
+        super().__init__(", ".join(given), sources, limit, skip_bad)
         self.options = options or ConvertOptions()
         self._begin()
 
@@ -118,11 +116,6 @@ class Converter(RequestReader):
     def files(self) -> list[str]:
         """The files that are read."""
         return [source.path for source in self._sources]
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the files (as stored, compressed or not) read so far."""
-        return sum(source.consumed_bytes for source in self._sources)
 
     @property
     def block_tokens(self) -> int:

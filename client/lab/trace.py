@@ -65,16 +65,27 @@ class RequestReader:
     #: The name of one bad piece of the file.
     UNIT: ClassVar[str]
 
-    def __init__(self, path: Path | str, limit: int | None, skip_bad: bool) -> None:
+    def __init__(
+        self, path: Path | str, sources: Sequence[LineSource], limit: int | None, skip_bad: bool
+    ) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"the limit must not be negative, got {limit}")
         self.path = str(path)
+        self._sources = sources
+        sizes = [source.total_bytes for source in sources]
+        #: Of the files, as stored; None if unknown.
+        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         self.limit = limit
         self.skip_bad = skip_bad
         self.requests = 0
         #: Pieces skipped because of `skip_bad`, and the error that the first would have raised.
         self.bad = 0
         self.first_bad: TraceError | None = None
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the files (as stored, compressed or not) read so far."""
+        return sum(source.consumed_bytes for source in self._sources)
 
     @property
     def block_tokens(self) -> int:
@@ -155,11 +166,10 @@ class TraceReader(RequestReader):
         skip_bad: bool = False,
         block_tokens: int | None = None,
     ) -> None:
-        super().__init__(path, limit, skip_bad)
+        self._source = LineSource(path)
+        super().__init__(path, [self._source], limit, skip_bad)
         if block_tokens is not None and block_tokens < 1:
             raise ValueError(f"a block must have at least one token, got {block_tokens}")
-        self._source = LineSource(path)
-        self.total_bytes = self._source.total_bytes
         self._given_block_tokens = block_tokens
         self._block_tokens: int | None = None
         self._known_by = ""
@@ -167,11 +177,6 @@ class TraceReader(RequestReader):
         self._begun: tuple[list[_Numbered], Generator[_Numbered, None, None]] | None = None
         self.length_mismatches = 0
         self._first_mismatch = 0
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the file (as stored, compressed or not) read so far."""
-        return self._source.consumed_bytes
 
     @property
     def block_tokens(self) -> int:
