@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -321,22 +322,20 @@ def _replays(
     per_request: bool,
     jobs: int | None,
 ) -> list[ReplayResult]:
-    from rich.progress import MofNCompleteColumn
-
     from ..lab.simulate import available_jobs, replay_all
-    from .views.progress import bar
+    from .views.progress import counting
 
     cells = cells_for(columns.unique_blocks)
-    with bar(MofNCompleteColumn()) as progress:
-        task = progress.add_task("replaying", total=len(cells))
-        return replay_all(
-            columns,
-            cells,
-            block_tokens=block_tokens,
-            per_request=per_request,
-            jobs=available_jobs() if jobs is None else jobs,
-            on_result=lambda _result: progress.advance(task),
-        )
+    replays = replay_all(
+        columns,
+        cells,
+        block_tokens=block_tokens,
+        per_request=per_request,
+        jobs=available_jobs() if jobs is None else jobs,
+    )
+    with closing(replays):  # so that no process goes on after Ctrl-C
+        done = dict(counting(replays, len(cells), "replaying"))
+    return [done[index] for index in range(len(cells))]
 
 
 def _prices(prefill_tokens_per_s: float | None, gpu_hour: float | None, gpus: int) -> Prices | None:

@@ -14,7 +14,7 @@ import signal
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import StrEnum
@@ -369,22 +369,19 @@ def replay_all(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     per_request: bool = False,
     jobs: int = 1,
-    on_result: Callable[[ReplayResult], None] = lambda _result: None,
-) -> list[ReplayResult]:
-    """Replay every cell, in up to `jobs` processes; the results are in the cells' order.
+) -> Generator[tuple[int, ReplayResult], None, None]:
+    """Replay every cell, in up to `jobs` processes. Yields each result when it is there, with the
+    index of its cell.
 
-    `on_result` is called in this process for each result. The processes are spawned and map one
-    copy of the trace from a temporary folder. With little work, or with `jobs` 1, all replays run
-    in this process. (Scripts that spawn must be importable, behind `if __name__ == "__main__"`.)
+    The processes are spawned and map one copy of the trace from a temporary folder. They end with
+    the generator. With little work, or with `jobs` 1, all replays run in this process. (Scripts
+    that spawn must be importable, behind `if __name__ == "__main__"`.)
     """
     workers = min(jobs, len(cells), trace.blocks * len(cells) // _WORTH_A_PROCESS + 1)
     if workers <= 1:
-        results = []
-        for cell in cells:
-            results.append(replay(trace, cell, block_tokens=block_tokens, per_request=per_request))
-            on_result(results[-1])
-        return results
-    done: dict[int, ReplayResult] = {}
+        for index, cell in enumerate(cells):
+            yield index, replay(trace, cell, block_tokens=block_tokens, per_request=per_request)
+        return
     with TemporaryDirectory(prefix="prefixd-replay-") as folder:
         trace.save(Path(folder))
         pool = ProcessPoolExecutor(
@@ -396,11 +393,9 @@ def replay_all(
                 for index, cell in enumerate(cells)
             }
             for future in as_completed(futures):
-                done[futures[future]] = future.result()
-                on_result(future.result())
+                yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    return [done[index] for index in range(len(cells))]
 
 
 def available_jobs() -> int:
