@@ -97,7 +97,7 @@ def replay(
     hit, if it knew the future.
     """
     from ..lab.breakdown import Requests
-    from ..lab.simulate import TouchOrder, replay_document
+    from ..lab.simulate import TouchOrder
     from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import replay_view
     from .views.progress import reading
@@ -113,8 +113,8 @@ def replay(
         columns = TraceColumns.load(requests)
         divided = bool(over_time or warm_up is not None or requests.owners > 1)
         results = _replays(columns, cells, block_size, per_request or divided, jobs)
-        document = replay_document(columns.summary(block_size), results)
-        for result, row in zip(results, document["results"], strict=True):
+        rows = [result.to_json() for result in results]
+        for result, row in zip(results, rows, strict=True):
             if prices is not None:
                 row["worth"] = prices.worth(
                     result.total_hit_tokens, len(columns), requests.duration_s
@@ -133,7 +133,8 @@ def replay(
             "block_tokens": block_size,
             "duration_s": requests.duration_s,
             "assumptions": reader.assumptions(),
-            **document,
+            "trace": columns.summary(block_size).to_json(),
+            "results": rows,
         }
     show_result(
         ctl,
@@ -141,7 +142,7 @@ def replay(
         lambda: replay_view(data, block_bytes),
         output,
         force=force,
-        rows=data["results"],
+        rows=rows,
     )
     warn(notes)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, Final, TypeAlias
@@ -40,11 +40,7 @@ class CurvePoint:
     hit_rate: float
 
     def to_json(self, block_bytes: int | None = None) -> dict[str, Any]:
-        point: dict[str, Any] = {
-            "capacity_blocks": self.capacity_blocks,
-            "hit_tokens": self.hit_tokens,
-            "hit_rate": self.hit_rate,
-        }
+        point = asdict(self)
         if block_bytes is not None:
             point["capacity_bytes"] = self.capacity_blocks * block_bytes
         return point

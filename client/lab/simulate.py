@@ -30,7 +30,7 @@ from ...tiers.eviction import make_policy
 from ...tiers.eviction.lru import LRU
 from ...tiers.eviction.s3fifo import S3FIFO, shares
 from .optimal import OPTIMAL, Optimum
-from .trace import TraceColumns, TraceSummary
+from .trace import TraceColumns
 
 #: Block references times cells per process, below which starting one takes longer than it saves.
 _WORTH_A_PROCESS = 2_000_000
@@ -62,7 +62,6 @@ class ReplayResult:
     """The result of one replay. `seconds` excludes reading the trace."""
 
     cell: Cell
-    block_tokens: int
     total_hit_tokens: int
     total_prompt_tokens: int
     final_cache_blocks: int
@@ -137,7 +136,6 @@ def replay(
     prompt_tokens = array("q", trace.lengths)
     return ReplayResult(
         cell=cell,
-        block_tokens=block_tokens,
         total_hit_tokens=sum(outcome.hit_tokens),
         total_prompt_tokens=sum(prompt_tokens),
         final_cache_blocks=outcome.kept,
@@ -417,8 +415,3 @@ def _start_worker(folder: str) -> None:
 def _replay_in_worker(cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
     assert _worker_trace is not None
     return replay(_worker_trace, cell, block_tokens=block_tokens, per_request=per_request)
-
-
-def replay_document(summary: TraceSummary, results: Sequence[ReplayResult]) -> dict[str, Any]:
-    """The JSON document of `prefixctl replay`."""
-    return {"trace": summary.to_json(), "results": [result.to_json() for result in results]}

@@ -30,7 +30,7 @@ from msgspec.json import Decoder
 
 from .formats import check_head, recognise
 from .inference import BlockSize, epoch_unit
-from .request_parts import SCOPE_FIELDS
+from .request_parts import SCOPE_FIELDS, quoted
 from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
 #: Requests from which the size of blocks is inferred, and their ids. A few dozen requests suffice
@@ -359,7 +359,7 @@ class _Parser:
             raise _OtherFormat("hash_ids is not a list")
         if not _ONLY_INT.issuperset(map(type, ids)):
             index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
-            raise _OtherFormat(f"hash_ids[{index}] is not an integer: {_quoted(value)}")
+            raise _OtherFormat(f"hash_ids[{index}] is not an integer: {quoted(value)}")
         request = Request(
             _milliseconds(record),
             _count(record, "input_length"),
@@ -387,7 +387,7 @@ class _Parser:
         stated = record.get("block_size")
         if stated is not None:
             if type(stated) is not int or stated < 1:
-                raise ValueError(f"block_size is no number of tokens: {_quoted(stated)}")
+                raise ValueError(f"block_size is no number of tokens: {quoted(stated)}")
             if self.block_tokens not in (None, stated):
                 raise ValueError(
                     f"block_size is {stated}, and {self.block_tokens} in earlier requests"
@@ -460,7 +460,7 @@ def _field(record: dict[str, Any], name: str) -> Any:
 def _count(record: dict[str, Any], name: str) -> int:
     value = _field(record, name)
     if type(value) is not int:  # not isinstance: bool is an int, and no count
-        raise _OtherFormat(f"{name} is not an integer: {_quoted(value)}")
+        raise _OtherFormat(f"{name} is not an integer: {quoted(value)}")
     _check_range(name, value)
     return value
 
@@ -469,7 +469,7 @@ def _milliseconds(record: dict[str, Any]) -> float:
     value = _field(record, "timestamp")
     # Some exporters write fractions of a millisecond. Infinity and NaN are refused.
     if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-        raise _OtherFormat(f"timestamp is not a number of milliseconds: {_quoted(value)}")
+        raise _OtherFormat(f"timestamp is not a number of milliseconds: {quoted(value)}")
     _check_range("timestamp", value)
     return int(value) if value == int(value) else float(value)
 
@@ -477,11 +477,6 @@ def _milliseconds(record: dict[str, Any]) -> float:
 def _check_range(name: str, value: float) -> None:
     if not 0 <= value <= MAX_FIELD:
         raise ValueError(f"{name} is {'negative' if value < 0 else 'too large'}: {value}")
-
-
-def _quoted(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 _Column: TypeAlias = "array[int] | memoryview[int]"

@@ -20,7 +20,6 @@ from prefixd.client.lab.simulate import (
     available_jobs,
     replay,
     replay_all,
-    replay_document,
 )
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 from prefixd.tiers.eviction import POLICIES, make_policy
@@ -218,9 +217,7 @@ def test_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_json_document() -> None:
     trace = columns(((1, 2), 20), ((1, 2, 3), 25))
-    results = [replay(trace, Cell("lru", 3), block_tokens=10, per_request=True)]
-    document = replay_document(trace.summary(10), results)
-    assert document["trace"] == {
+    assert trace.summary(10).to_json() == {
         "requests": 2,
         "blocks": 5,
         "unique_blocks": 3,
@@ -228,7 +225,7 @@ def test_the_json_document() -> None:
         "infinite_hit_tokens": 20,
         "infinite_hit_rate": 20 / 45,
     }
-    [entry] = document["results"]
+    entry = replay(trace, Cell("lru", 3), block_tokens=10, per_request=True).to_json()
     assert entry.pop("seconds") > 0
     assert entry == {
         "policy": "lru",
