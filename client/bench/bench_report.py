@@ -39,11 +39,6 @@ class Rows:
         rows = self._rows.values()
         return [row for row in rows if row.op == op and blocks in (None, row.blocks)]
 
-    def best(self, op: str, blocks: int) -> Row | None:
-        """The fastest peer. memcpy does not count, because it keeps nothing."""
-        able = [row for row in self.of(op, blocks) if row.peer != MEMCPY]
-        return min(able, key=lambda row: row.p50_ms, default=None)
-
     def crowd(self) -> list[tuple[int, Row]]:
         """(number of processes, row) of restores by several processes, the fewest first."""
         found = [

@@ -416,8 +416,7 @@ def simulate(
         )
     if html is not None:
         write_text(html, render_fleet(data), force=force)
-    rows = [{k: v for k, v in each.items() if k != "per_node"}
-            for each in (data, *data["compared"])]  # fmt: skip
+    rows = (data, *data["compared"])
     show_result(ctl, data, lambda: fleet_view(data), output, force=force, rows=rows)
     warn(notes_on(reader, columns))
 

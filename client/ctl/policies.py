@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
@@ -96,7 +97,7 @@ def replay(
     hit, if it knew the future.
     """
     from ..lab.breakdown import Requests
-    from ..lab.simulate import TouchOrder, replay_document
+    from ..lab.simulate import TouchOrder
     from ..lab.trace import TraceColumns, TraceReader
     from .views.lab import replay_view
     from .views.progress import reading
@@ -112,8 +113,8 @@ def replay(
         columns = TraceColumns.load(requests)
         divided = bool(over_time or warm_up is not None or requests.owners > 1)
         results = _replays(columns, cells, block_size, per_request or divided, jobs)
-        document = replay_document(columns.summary(block_size), results)
-        for result, row in zip(results, document["results"], strict=True):
+        rows = [result.to_json() for result in results]
+        for result, row in zip(results, rows, strict=True):
             if prices is not None:
                 row["worth"] = prices.worth(
                     result.total_hit_tokens, len(columns), requests.duration_s
@@ -132,7 +133,8 @@ def replay(
             "block_tokens": block_size,
             "duration_s": requests.duration_s,
             "assumptions": reader.assumptions(),
-            **document,
+            "trace": columns.summary(block_size).to_json(),
+            "results": rows,
         }
     show_result(
         ctl,
@@ -140,7 +142,7 @@ def replay(
         lambda: replay_view(data, block_bytes),
         output,
         force=force,
-        rows=data["results"],
+        rows=rows,
     )
     warn(notes)
 
@@ -321,22 +323,20 @@ def _replays(
     per_request: bool,
     jobs: int | None,
 ) -> list[ReplayResult]:
-    from rich.progress import MofNCompleteColumn
-
     from ..lab.simulate import available_jobs, replay_all
-    from .views.progress import bar
+    from .views.progress import counting
 
     cells = cells_for(columns.unique_blocks)
-    with bar(MofNCompleteColumn()) as progress:
-        task = progress.add_task("replaying", total=len(cells))
-        return replay_all(
-            columns,
-            cells,
-            block_tokens=block_tokens,
-            per_request=per_request,
-            jobs=available_jobs() if jobs is None else jobs,
-            on_result=lambda _result: progress.advance(task),
-        )
+    replays = replay_all(
+        columns,
+        cells,
+        block_tokens=block_tokens,
+        per_request=per_request,
+        jobs=available_jobs() if jobs is None else jobs,
+    )
+    with closing(replays):  # so that no process goes on after Ctrl-C
+        done = dict(counting(replays, len(cells), "replaying"))
+    return [done[index] for index in range(len(cells))]
 
 
 def _prices(prefill_tokens_per_s: float | None, gpu_hour: float | None, gpus: int) -> Prices | None:
@@ -426,7 +426,6 @@ def advise(
     a piece of prefixd.toml.
     """
     from ..lab import advise as adviser
-    from ..lab.curve import curve_of
     from ..lab.trace import TraceReader
     from .views.lab import advice
     from .views.progress import Rereading, reading
@@ -445,7 +444,6 @@ def advise(
         )
         found = adviser.advise(
             requests,
-            lambda given: curve_of(given, block_tokens=reader.block_tokens),
             bytes_per_token=token_bytes,
             block_tokens=reader.block_tokens,
             hit_rate=None if hit_rate is None else _share(hit_rate),

@@ -20,7 +20,6 @@ from .output_files import STDOUT, ForceOption, show_result, warn
 
 if TYPE_CHECKING:
     from ...proto.errors import PrefixdError
-    from ..lab.recorded import Rotation
     from .connection import AdminConnection
 
 DEFAULT_TRACE_BYTES: Final = 2**30
@@ -74,7 +73,7 @@ def record(
     of whole states), and clients that are no Python clients of this version. Their
     numbers are shown.
     """
-    from ..lab.recorded import Rotation, piece_name
+    from ..lab.recorded import piece_name
     from .views.lab import recorded_view
 
     with bad_input():
@@ -84,7 +83,7 @@ def record(
     lab.check_trace_output(ctl, first, force=force)
     with ctl.connect() as daemon, bad_input():
         data, problem = _recorded(
-            daemon, output, sample, duration_s, limit, Rotation(max_size, keep), block_tokens
+            daemon, output, sample, duration_s, limit, max_size, keep, block_tokens
         )
     show_result(ctl, data, lambda: recorded_view(data), stderr=output == STDOUT)
     warn(recording_notes(data))
@@ -99,7 +98,8 @@ def _recorded(
     sample: float,
     duration_s: float | None,
     limit: int | None,
-    rotation: Rotation,
+    max_bytes: int,
+    keep: int,
     block_tokens: int | None,
 ) -> tuple[dict[str, Any], PrefixdError | None]:
     """Record until it ends. Returns the result, and why the daemon ended it, if it did. Raises
@@ -126,7 +126,7 @@ def _recorded(
                 return False
         return True
 
-    with TraceFiles(output, rotation) as files, interruptible() as interrupted:
+    with TraceFiles(output, max_bytes, keep) as files, interruptible() as interrupted:
         try:
             with closing(daemon.record(round(1000 * sample))) as responses:
                 for response in responses:
@@ -147,7 +147,7 @@ def _recorded(
     if problem is not None and not counts["requests"]:
         raise problem
     return {
-        "output": list(files.paths) if rotation.keep else output,
+        "output": list(files.paths) if keep else output,
         "seconds": time.monotonic() - started_s,
         "sample": sample,
         **{name: counts[name] for name in ("requests", "blocks", "prompt_tokens")},

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from operator import attrgetter
@@ -31,8 +31,8 @@ from typing import Any
 
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.lru import LRU
-from .curve import LruCurve
-from .trace import Request
+from .curve import LruCurve, exact_curve
+from .trace import Request, TraceColumns
 
 HEADROOM = 0.2
 DEFAULT_WINDOW_MS = 10_000
@@ -124,7 +124,6 @@ class Advice:
 
 def advise(
     requests: Iterable[Request],
-    curve_of: Callable[[Iterable[Request]], LruCurve],
     *,
     bytes_per_token: int,
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
@@ -135,9 +134,9 @@ def advise(
 ) -> Advice:
     """Advise on a trace that can be read three times.
 
-    `curve_of` makes the LRU curve of requests in order. The target is `hit_rate` or, if that is
-    None, `fraction_of_best` of what a cache without limits hits. `limits` are bytes by tier. A tier
-    without one is not used; without any, RAM is used without a limit.
+    The target is `hit_rate` or, if that is None, `fraction_of_best` of what a cache without limits
+    hits. `limits` are bytes by tier. A tier without one is not used; without any, RAM is used
+    without a limit.
 
     Raises ValueError for a rate that no capacity reaches or arguments out of range.
     """
@@ -145,8 +144,8 @@ def advise(
         raise ValueError(f"bytes per token must be at least 1, got {bytes_per_token}")
     if window_ms < 0:
         raise ValueError(f"a window must not be negative, got {window_ms} ms")
-    curve = curve_of(requests)
-    best = _rate(curve, curve.unique_blocks)
+    curve = _curve(requests, block_tokens)
+    best = curve.hit_rate(curve.unique_blocks)
     wanted = _wanted(best, hit_rate, fraction_of_best)
     capacity = smallest_capacity(curve, wanted)
     block_bytes = stored_block_bytes(block_tokens * bytes_per_token)
@@ -162,14 +161,14 @@ def advise(
         best_hit_rate=best,
         wanted_hit_rate=wanted,
         capacity_blocks=capacity,
-        hit_rate=_rate(curve, capacity),
+        hit_rate=curve.hit_rate(capacity),
         working_set_bytes=working_set,
         headroom=HEADROOM,
         budget_bytes=budget,
         tiers=tiers,
         missing_bytes=missing,
         split_hit_rate=_split_rate(requests, tiers, block_bytes, block_tokens),
-        reorder=_reorder(requests, curve, curve_of, capacity, window_ms),
+        reorder=_reorder(requests, curve, capacity, window_ms),
     )
 
 
@@ -186,7 +185,7 @@ def smallest_capacity(curve: LruCurve, wanted: float) -> int:
     # The tolerance lets a share that was computed from a count of tokens find that count again.
     found = _fewest_blocks(curve, math.ceil(wanted * curve.prompt_tokens - 1e-6))
     if found is None:
-        best = _rate(curve, curve.unique_blocks)
+        best = curve.hit_rate(curve.unique_blocks)
         raise ValueError(
             f"no cache hits {100 * wanted:.2f} % of this trace; without any limit one hits "
             f"{100 * best:.2f} %"
@@ -214,8 +213,9 @@ def reordered(requests: Iterable[Request], window_ms: int) -> Iterator[Request]:
     yield from sorted(window, key=attrgetter("hash_ids"))
 
 
-def _rate(curve: LruCurve, capacity: int) -> float:
-    return curve.hit_tokens(capacity) / curve.prompt_tokens if curve.prompt_tokens else 0.0
+def _curve(requests: Iterable[Request], block_tokens: int) -> LruCurve:
+    """The exact curve of requests, read once."""
+    return exact_curve(TraceColumns.load(requests), block_tokens=block_tokens)
 
 
 def _wanted(best: float, hit_rate: float | None, fraction_of_best: float) -> float:
@@ -254,7 +254,7 @@ def _split(
     so_far = 0
     for tier, limit, part in parts:
         so_far += part
-        reached = _rate(curve, int(so_far / (1 + HEADROOM)) // block_bytes)
+        reached = curve.hit_rate(int(so_far / (1 + HEADROOM)) // block_bytes)
         advice.append(TierAdvice(tier, limit, part, part / total if total else 0.0, reached))
     return tuple(advice), left
 
@@ -302,17 +302,16 @@ def _hash_share(block: int) -> float:
 def _reorder(
     requests: Iterable[Request],
     curve: LruCurve,
-    curve_of: Callable[[Iterable[Request]], LruCurve],
     capacity: int,
     window_ms: int,
 ) -> ReorderAdvice:
-    other = curve_of(reordered(requests, window_ms))
+    other = _curve(reordered(requests, window_ms), curve.block_tokens)
     hit_tokens = other.hit_tokens(capacity)
     in_order = curve.hit_tokens(capacity)
     return ReorderAdvice(
         window_ms=window_ms,
         hit_tokens=hit_tokens,
-        hit_rate=_rate(other, capacity),
+        hit_rate=other.hit_rate(capacity),
         added_hit_tokens=hit_tokens - in_order,
         same_hit_rate_capacity_blocks=_fewest_blocks(other, in_order),
     )

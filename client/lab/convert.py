@@ -36,7 +36,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from .formats import FileState, check_head, prompts
-from .inference import BlockSize, TimeSpan, time_unit
+from .inference import BlockSize, time_unit
 from .request_parts import MS_PER_UNIT, ConvertOptions, Moment, Prompt
 from .trace import Request, RequestReader
 from .trace_file import MAX_LINE_BYTES, LineSource, Stream, TraceError, display_name, input_files
@@ -107,10 +107,8 @@ class Converter(RequestReader):
         skip_bad: bool = False,
     ) -> None:
         given = [str(names)] if isinstance(names, Path | str) else [str(name) for name in names]
-        super().__init__(given[0] if len(given) == 1 else ", ".join(given), limit, skip_bad)
-        self._sources = [LineSource(path) for path in input_files(given)]
-        sizes = [source.total_bytes for source in self._sources]
-        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
+        sources = [LineSource(path) for path in input_files(given)]
+        super().__init__(", ".join(given), sources, limit, skip_bad)
         self.options = options or ConvertOptions()
         self._begin()
 
@@ -118,11 +116,6 @@ class Converter(RequestReader):
     def files(self) -> list[str]:
         """The files that are read."""
         return [source.path for source in self._sources]
-
-    @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the files (as stored, compressed or not) read so far."""
-        return sum(source.consumed_bytes for source in self._sources)
 
     @property
     def block_tokens(self) -> int:
@@ -363,9 +356,8 @@ class Converter(RequestReader):
         factor = 1.0
         kind, where = self._agreed["time unit"]
         if kind != "a time with a unit or a date":
-            span = TimeSpan.of(times)
             try:
-                unit, why = time_unit(span, self.options.time_unit, self._usual_unit)
+                unit, why = time_unit(times, self.options.time_unit, self._usual_unit)
             except ValueError as error:
                 raise TraceError(self.path, 0, str(error)) from None
             self._assume(

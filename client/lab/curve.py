@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from time import perf_counter
 from typing import Any, Final, TypeAlias
@@ -19,7 +19,7 @@ from typing import Any, Final, TypeAlias
 from ...proto.limits import DEFAULT_BLOCK_TOKENS
 from ...tiers.eviction.stack_distance import SampledCurve, position_of_int
 from .simulate import TouchOrder
-from .trace import Request, TraceColumns, tokens_of_blocks
+from .trace import TraceColumns, tokens_of_blocks
 
 #: Points of a curve in a document or a chart.
 DEFAULT_POINTS = 256
@@ -40,11 +40,7 @@ class CurvePoint:
     hit_rate: float
 
     def to_json(self, block_bytes: int | None = None) -> dict[str, Any]:
-        point: dict[str, Any] = {
-            "capacity_blocks": self.capacity_blocks,
-            "hit_tokens": self.hit_tokens,
-            "hit_rate": self.hit_rate,
-        }
+        point = asdict(self)
         if block_bytes is not None:
             point["capacity_bytes"] = self.capacity_blocks * block_bytes
         return point
@@ -287,17 +283,6 @@ class RecencyStack:
             for sums in self._levels:
                 sums[leaf] += some
                 leaf >>= _SUM_BITS
-
-
-def curve_of(
-    requests: Iterable[Request],
-    *,
-    block_tokens: int = DEFAULT_BLOCK_TOKENS,
-    touch_order: TouchOrder = TouchOrder.IN_ORDER,
-) -> LruCurve:
-    """The exact curve of requests, read once. Needs the memory of `TraceColumns`."""
-    trace = TraceColumns.load(requests)
-    return exact_curve(trace, block_tokens=block_tokens, touch_order=touch_order)
 
 
 def exact_curve(

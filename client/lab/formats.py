@@ -11,6 +11,7 @@ import codecs
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 from . import request_parts
@@ -46,14 +47,12 @@ class Format:
     """One row of the table.
 
     A record has this format if it has all `needs` of one alternative, and `where` agrees.
-    `time_unit` is that of numbers in fields whose names do not say it; None: the spans decide.
     """
 
     name: str
     about: str
     needs: tuple[str, ...]
     read: Read | None
-    time_unit: str | None
     example: str
     where: Callable[[Record], bool] = lambda _record: True
     #: Why it cannot be read, and what to do.
@@ -168,18 +167,6 @@ def _mooncake(record: Record, state: FileState) -> list[Prompt]:
     if isinstance(label := record.get("label"), str):
         found[0].label = label
     return found
-
-
-def _bailian(record: Record, state: FileState) -> list[Prompt]:
-    return _ids(record, state, unit="s")
-
-
-def _any_ids(record: Record, state: FileState) -> list[Prompt]:
-    return _ids(record, state, unit=None)
-
-
-def _lmcache(record: Record, state: FileState) -> list[Prompt]:
-    return _ids(record, state, "chunk_hashes", "chunk_size", "s")
 
 
 def _agentic_header(record: Record, state: FileState) -> list[Prompt]:
@@ -518,14 +505,14 @@ def _is_responses(record: Record) -> bool:
 FORMATS: tuple[Format, ...] = (
     Format(
         "dynamo-request-trace", "Dynamo's request trace (also its shards, .jsonl.gz)",
-        ("schema event_type",), _dynamo, "ms",
+        ("schema event_type",), _dynamo,
         '{"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": {"request_received_ms": 1777312800000, "output_tokens": 16, "replay": {"trace_block_size": 64, "input_length": 128, "input_sequence_hashes": [11, 22]}}}\n'
         '{"schema": "dynamo.request.trace.v1", "event_type": "request_end", "request": {"request_received_ms": 1777312800100, "output_tokens": 16, "replay": {"trace_block_size": 64, "input_length": 190, "input_sequence_hashes": [11, 22, 33]}}}',
         _schema_is("dynamo.request.trace"),
     ),
     Format(
         "dynamo-agentic", "Dynamo's agentic Mooncake traces: a header, requests that wait for others",
-        ("schema hash_id_scope",), _agentic_header, "ms",
+        ("schema hash_id_scope",), _agentic_header,
         '{"schema": "dynamo.agentic_mooncake", "version": 2, "block_size": 64, "hash_id_scope": "local"}\n'
         '{"request_id": "r0", "session_id": "p", "input_length": 128, "output_length": 4, "hash_ids": [1, 2], "timestamp": 0.0}\n'
         '{"request_id": "r1", "session_id": "p", "input_length": 192, "output_length": 4, "hash_ids": [1, 2, 3], "wait_for": ["r0"], "delay": 5.0}',
@@ -533,61 +520,61 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format(
         "dynamo-agentic", "a request of it",
-        ("hash_ids request_id session_id", "hash_ids wait_for", "hash_ids delay"), _agentic, "ms", "",
+        ("hash_ids request_id session_id", "hash_ids wait_for", "hash_ids delay"), _agentic, "",
         _is_agentic,
     ),
     Format(
         "lmcache-lookups", "LMCache's log of look-ups by chunk hashes",
-        ("chunk_hashes chunk_size",), _lmcache, "s",
+        ("chunk_hashes chunk_size",), partial(_ids, ids="chunk_hashes", size="chunk_size", unit="s"),
         '{"timestamp": 1711929600.123, "model_name": "DeepSeek-V3", "chunk_size": 256, "seq_len": 600, "chunk_hashes": ["0xabcd", "0xef56"]}\n'
         '{"timestamp": 1711929601.123, "model_name": "DeepSeek-V3", "chunk_size": 256, "seq_len": 800, "chunk_hashes": ["0xabcd", "0xef56", "0x11"]}',
     ),
     Format(
         "weka", "Weka's agent traces: a session a record, ids local to it",
-        ("requests block_size", "requests hash_id_scope"), _weka, "s",
+        ("requests block_size", "requests hash_id_scope"), _weka,
         '{"id": "trace_0001", "block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0.0, "model": "c", "in": 128, "out": 9, "hash_ids": [1, 2]}, {"t": 4.5, "model": "c", "in": 190, "out": 9, "hash_ids": [1, 2, 3]}]}\n'
         '{"id": "trace_0002", "block_size": 64, "hash_id_scope": "local", "requests": [{"t": 0.0, "model": "c", "in": 128, "out": 9, "hash_ids": [1, 2]}]}',
     ),
     Format(
         "vllm-kv-events", "vLLM's KV cache events as JSON, one event or one batch a line",
-        ("block_hashes", "events"), _kv_events, "s",
+        ("block_hashes", "events"), _kv_events,
         '{"ts": 1711929600.0, "events": [{"type": "BlockStored", "block_hashes": [11, 22], "parent_block_hash": null, "block_size": 16}]}\n'
         '{"ts": 1711929605.0, "events": [{"type": "BlockStored", "block_hashes": [33], "parent_block_hash": 11, "block_size": 16}]}',
     ),
     Format(
         "bailian", "Bailian's and Qwen's traces: blocks of 16 tokens, times in seconds",
-        ("hash_ids chat_id", "hash_ids parent_chat_id", "hash_ids turn type"), _bailian, "s",
+        ("hash_ids chat_id", "hash_ids parent_chat_id", "hash_ids turn type"), partial(_ids, unit="s"),
         '{"chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 41, "output_length": 13, "type": "text", "turn": 1, "hash_ids": [0, 1, 2]}\n'
         '{"chat_id": 160, "parent_chat_id": 159, "timestamp": 75.5, "input_length": 60, "output_length": 10, "type": "text", "turn": 2, "hash_ids": [0, 1, 7, 8]}',
     ),
     Format(
         "mooncake", "Mooncake's traces, which all commands read",
-        ("timestamp input_length hash_ids",), _mooncake, "ms",
+        ("timestamp input_length hash_ids",), _mooncake,
         '{"timestamp": 0, "input_length": 1100, "output_length": 40, "hash_ids": [0, 1, 2]}\n'
         '{"timestamp": 2700, "input_length": 1300, "output_length": 7, "hash_ids": [0, 1, 3]}',
     ),
     Format(
         "kvcache-simulator", "kvcache-simulator's dialect: the block size in each record",
-        ("hash_ids block_size",), _mooncake, "ms",
+        ("hash_ids block_size",), _mooncake,
         '{"block_size": 64, "hash_ids": [1, 2], "input_length": 128}\n'
         '{"block_size": 64, "hash_ids": [1, 2, 3], "input_length": 190}',
     ),
     Format(
         "dynamo-mooncake", "Dynamo's and AIPerf's names for Mooncake's fields",
-        ("hash_ids created_time", "hash_ids input_tokens"), _mooncake, "ms",
+        ("hash_ids created_time", "hash_ids input_tokens"), _mooncake,
         '{"created_time": 0.0, "input_tokens": 1000, "output_tokens": 5, "hash_ids": [0, 1]}\n'
         '{"created_time": 12.5, "input_tokens": 1100, "output_tokens": 5, "hash_ids": [0, 1, 2]}',
         lambda record: not isinstance(record.get("input_tokens"), list),
     ),
     Format(
         "block-ids", "any record with hash_ids, such as a gateway's log",
-        ("hash_ids",), _any_ids, None,
+        ("hash_ids",), partial(_ids, unit=None),
         '{"ts": 0, "hash_ids": ["9f3a", "01bc"]}\n'
         '{"ts": 3, "hash_ids": ["9f3a", "77aa"]}',
     ),
     Format(
         "token-ids", "token ids: vLLM's and SGLang's token traces and dumps",
-        request_parts.TOKEN_FIELDS, _tokens, None,
+        request_parts.TOKEN_FIELDS, _tokens,
         '{"prompt_token_ids": [1, 2, 3], "output_tokens": 2}\n'
         '{"prompt_token_ids": [1, 2, 4], "output_tokens": 7}',
         _has_token_list,
@@ -595,82 +582,82 @@ FORMATS: tuple[Format, ...] = (
     Format(
         "aiperf", "AIPerf's Mooncake traces with text or messages in place of ids",
         ("timestamp text_input", "messages timestamp output_length", "text_input output_length"),
-        _aiperf, "ms",
+        _aiperf,
         '{"timestamp": 0, "text_input": "Once upon a time", "output_length": 52}\n'
         '{"timestamp": 1000, "text_input": "Once upon a midnight", "output_length": 26}',
     ),
     Format(
         "litellm", "LiteLLM's logs",
-        ("messages startTime",), _chat, None,
+        ("messages startTime",), _chat,
         '{"startTime": "2026-01-01T00:00:05", "model": "m", "messages": [{"role": "user", "content": "hi"}], "prompt_tokens": 8}\n'
         '{"startTime": "2026-01-01T00:00:09", "model": "m", "messages": [{"role": "user", "content": "ho"}], "prompt_tokens": 8}',
     ),
     Format(
         "anthropic", "Anthropic's messages, with a system prompt beside them",
-        ("messages system",), _chat, None,
+        ("messages system",), _chat,
         '{"model": "claude", "system": "Be brief.", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 10}\n'
         '{"model": "claude", "system": "Be brief.", "messages": [{"role": "user", "content": "ho"}], "max_tokens": 10}',
     ),
     Format(
         "openai-chat", "chat completions: requests and logs",
-        ("messages",), _chat, None,
+        ("messages",), _chat,
         '{"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}], "max_tokens": 9}\n'
         '{"model": "m", "messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "ho"}], "max_tokens": 9}',
     ),
     Format(
         "openai-responses", "OpenAI's responses: requests and logs",
-        ("input",), _responses, None,
+        ("input",), _responses,
         '{"model": "m", "instructions": "Be brief.", "input": "hi"}\n'
         '{"model": "m", "instructions": "Be brief.", "input": [{"role": "user", "content": [{"type": "input_text", "text": "ho"}]}]}',
         _is_responses,
     ),
     Format(
         "wildchat", "WildChat: dialogues with a time",
-        ("conversation conversation_hash",), _dialogue, None,
+        ("conversation conversation_hash",), _dialogue,
         '{"conversation_hash": "h", "model": "gpt-4", "timestamp": "2023-04-09T00:02:53+00:00", "conversation": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
         '{"conversation_hash": "i", "model": "gpt-4", "timestamp": "2023-04-09T00:03:10+00:00", "conversation": [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "hello"}]}',
     ),
     Format(
         "lmsys", "LMSYS: dialogues",
-        ("conversation",), _dialogue, None,
+        ("conversation",), _dialogue,
         '{"conversation_id": "c", "model": "vicuna", "conversation": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}\n'
         '{"conversation_id": "d", "model": "vicuna", "conversation": [{"role": "user", "content": "ho"}, {"role": "assistant", "content": "hello"}]}',
     ),
     Format(
         "sharegpt", "ShareGPT: dialogues",
-        ("conversations",), _dialogue, None,
+        ("conversations",), _dialogue,
         '{"id": "x", "conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}\n'
         '{"id": "y", "conversations": [{"from": "human", "value": "ho"}, {"from": "gpt", "value": "hello"}]}',
     ),
     Format(
-        "copilot", "a log of turns with counts of tokens", ("turns",), None, None, "",
+        "copilot", "a log of turns with counts of tokens", ("turns",), None, "",
         lambda record: not _has_turns_of_text(record), _NO_CONTENT,
     ),
     Format(
         "turns", "user messages alone: Spec-Bench, MT-Bench",
-        ("turns",), _turns, None,
+        ("turns",), _turns,
         '{"question_id": 81, "turns": ["Write a haiku.", "Make it rhyme."]}\n'
         '{"question_id": 82, "turns": ["Write a haiku."]}',
     ),
     Format(
         "envelope", "a request inside a record: OpenAI's batch files, logs of gateways",
-        _ENVELOPES, _envelope, None,
+        _ENVELOPES, _envelope,
         '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}}\n'
         '{"custom_id": "2", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "m", "messages": [{"role": "user", "content": "ho"}], "max_tokens": 5}}',
         lambda record: _inner(record) is not None,
     ),
     Format(
         "text", "one prompt as text: vLLM's custom data set, SGLang's, completions",
-        request_parts.TEXT_FIELDS, _plain, None,
+        request_parts.TEXT_FIELDS, _plain,
         '{"prompt": "Once upon a time", "output_tokens": 20}\n'
         '{"prompt": "Once upon a midnight", "output_tokens": 20}',
     ),
     Format(
-        "openai-batch-output", "the output of a batch", ("custom_id response",), None, None, "",
+        "openai-batch-output", "the output of a batch", ("custom_id response",), None, "",
         refusal="its prompts are in the batch's input file",
     ),
     Format(
-        "lengths", "a trace of lengths", request_parts.INPUT_LENGTH_FIELDS[:-1], None, None, "",
+        "lengths", "a trace of lengths", request_parts.INPUT_LENGTH_FIELDS[:-1], None, "",
         refusal=_NO_CONTENT,
     ),
 )  # fmt: skip

@@ -107,57 +107,41 @@ class BlockSize:
         return chosen, f"assumed: {self.shown} ({self.option})"
 
 
-@dataclass(frozen=True, slots=True)
-class TimeSpan:
-    """The times of a trace as numbers: how many, from where to where, whether all are whole."""
-
-    count: int
-    first: float
-    last: float
-    whole: bool
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> TimeSpan:
-        return cls(len(values), min(values), max(values), all(v == int(v) for v in values))
-
-
-def epoch_unit(span: TimeSpan) -> str | None:
-    """The unit of times since 1970; None if they count from the beginning of the trace."""
-    return _epoch_unit(span.first)
-
-
-def _epoch_unit(at: float) -> str | None:
+def epoch_unit(at: float) -> str | None:
+    """The unit of a time since 1970; None if it counts from the beginning of the trace."""
     unit = next((unit for least, unit in _EPOCHS if at >= least), None)
     return unit if unit is None or at < _EPOCH_ENDS_S * _PER_SECOND[unit] else None
 
 
-def time_unit(span: TimeSpan, option: str | None, usual: str | None) -> tuple[str, str]:
+def time_unit(times: Sequence[float], option: str | None, usual: str | None) -> tuple[str, str]:
     """The unit of times, and how it is known, as a clause. `usual` is the format's.
 
     Raises ValueError if the option contradicts the times.
     """
-    epoch, last_epoch = epoch_unit(span), _epoch_unit(span.last)
+    first, last = min(times), max(times)
+    epoch, last_epoch = epoch_unit(first), epoch_unit(last)
     # Times from the beginning in ms reach the first of 2001 in seconds after 12 days.
     if last_epoch != epoch and option is None and not (epoch is None and last_epoch == "s"):
         kinds = [f"a time since 1970 in {unit}" if unit else "none since 1970"
                  for unit in (epoch, last_epoch)]  # fmt: skip
-        raise ValueError(f"the times are of two kinds: {span.first:.15g} is {kinds[0]}, and "
-                         f"{span.last:.15g} {kinds[1]}; mend them, or name the unit of all with "
+        raise ValueError(f"the times are of two kinds: {first:.15g} is {kinds[0]}, and "
+                         f"{last:.15g} {kinds[1]}; mend them, or name the unit of all with "
                          "--time-unit")  # fmt: skip
     if epoch is not None:
         if option not in (None, epoch):
             raise ValueError(
-                f"--time-unit {option} contradicts the times: {span.first:.15g} is a time since "
+                f"--time-unit {option} contradicts the times: {first:.15g} is a time since "
                 f"1970 in {epoch}"
             )
         return epoch, "since 1970, by their size"
     if option is not None:
         return option, "as --time-unit says"
-    gap = (span.last - span.first) / max(span.count - 1, 1)
-    if usual == "ms" and not span.whole and span.count > 100 and gap < 1:
+    gap = (last - first) / max(len(times) - 1, 1)
+    whole = all(at == int(at) for at in times)
+    if usual == "ms" and not whole and len(times) > 100 and gap < 1:
         return "s", "by their spans: in ms, more than 1,000 requests would come each second"
     if usual is not None:
         return usual, "as usual in this format"
-    if span.whole and gap >= _MEAN_GAP_MS:
+    if whole and gap >= _MEAN_GAP_MS:
         return "ms", f"assumed from the mean gap of {gap:,.0f} (--time-unit)"
     return "s", f"assumed from the mean gap of {gap:,.3g} (--time-unit)"

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,7 @@ class KvSize:
     how: str
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "bytes_per_token": self.bytes_per_token,
-            "window_bytes_per_token": self.window_bytes_per_token,
-            "window_tokens": self.window_tokens,
-            "fixed_layers": self.fixed_layers,
-            "how": self.how,
-        }
+        return asdict(self)
 
 
 def kv_size(path: Path | str, dtype_bytes: float | None = None) -> KvSize:

@@ -458,7 +458,8 @@ def _axes(frame: Frame, block_bytes: int | None) -> list[str]:
         parts.append(
             f'<line class="tickmark" x1="{x:.1f}" x2="{x:.1f}" y1="{base}" y2="{base + 5}"/>'
         )
-        text = format_bytes(blocks * block_bytes) if block_bytes else short_blocks(blocks)
+        size = format_bytes(blocks * (block_bytes or 1))
+        text = size if block_bytes else size.removesuffix("B")  # such as 512, 4Ki
         parts.append(_text("tick", x, base + 19, "middle", text))
     name = "cache capacity" if block_bytes else "cache capacity, blocks"
     parts.append(_text("axis", (left + right) / 2, frame.height - 8, "middle", name))
@@ -502,11 +503,3 @@ def _line(frame: Frame, points: Sequence[Json], style: str) -> str:
         f"{frame.x(p['capacity_blocks']):.1f},{frame.y(p['hit_rate']):.1f}" for p in inside
     )
     return f'<polyline class="line {style}" points="{steps}"/>'
-
-
-def short_blocks(count: int) -> str:
-    """A power of two on an axis: `512`, `4Ki`, `1Mi`."""
-    for shift, suffix in ((30, "Gi"), (20, "Mi"), (10, "Ki")):
-        if count >= 1 << shift:
-            return f"{count >> shift}{suffix}"
-    return str(count)

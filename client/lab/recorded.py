@@ -11,11 +11,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Final, Self
+from typing import IO, Final
 
 from ...proto import prefixd_pb2 as pb
 from .trace import Request, format_request
@@ -69,23 +67,18 @@ class LookupOrder:
             yield request, block_tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Rotation:
-    """When a file is full, in bytes before compression, and how many files are kept. `keep` 0: one
-    file, with which the recording ends."""
-
-    max_bytes: int
-    keep: int = 0
-
-
-class TraceFiles:
+class TraceFiles(ExitStack):
     """The files of a recording. The first appears with its first request; each appears under its
-    name when it is whole, the last one at the end. A context manager."""
+    name when it is whole, the last one at the end. A context manager.
 
-    def __init__(self, path: str, rotation: Rotation) -> None:
+    A file is full with `max_bytes` before compression. Then another one begins, and the last `keep`
+    files are kept; with `keep` 0 there is one file, with which the recording ends."""
+
+    def __init__(self, path: str, max_bytes: int, keep: int = 0) -> None:
+        super().__init__()
         self._path = path
-        self._rotation = rotation
-        self._open = ExitStack()
+        self._max_bytes = max_bytes
+        self._keep = keep
         self._file: IO[bytes] | None = None
         self._bytes = 0
         self._pieces = 0
@@ -94,29 +87,18 @@ class TraceFiles:
         #: The file is full, and there is to be no other one.
         self.full = False
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._open.__exit__(kind, error, trace)
-
     def write(self, request: Request, block_tokens: int | None) -> bool:
         """Write a request; False if the file is `full`. Raises TraceError."""
         line = format_request(request, block_tokens)
-        if self._file is not None and self._bytes + len(line) > self._rotation.max_bytes:
-            if not self._rotation.keep:
+        if self._file is not None and self._bytes + len(line) > self._max_bytes:
+            if not self._keep:
                 self.full = True
                 return False
             self._finish()
         if self._file is None:
             self._pieces += 1
-            path = piece_name(self._path, self._pieces) if self._rotation.keep else self._path
-            self._file = self._open.enter_context(open_output(path))
+            path = piece_name(self._path, self._pieces) if self._keep else self._path
+            self._file = self.enter_context(open_output(path))
             self._bytes = 0
             self.paths.append(path)
         self._file.write(line)
@@ -124,9 +106,9 @@ class TraceFiles:
         return True
 
     def _finish(self) -> None:
-        self._open.close()
+        self.close()
         self._file = None
-        while len(self.paths) >= self._rotation.keep:
+        while len(self.paths) >= self._keep:
             Path(self.paths.popleft()).unlink(missing_ok=True)
 
 

@@ -172,14 +172,14 @@ def _best_policies(data: Json) -> str:
     if len({each["policy"] for each in results} - {OPTIMAL}) < 2:
         return ""
     ranges = []
-    for policy, same in groupby(_best(results), lambda n: str(results[n]["policy"])):
+    for policy, same in groupby(best_results(results), lambda n: str(results[n]["policy"])):
         sizes = [_size(data, f"results.{n}") for n in same]
         where = f"at {sizes[0]}" if len(sizes) == 1 else f"from {sizes[0]} to {sizes[-1]}"
         ranges.append(f"<b>{escape(label(policy))}</b> {where}")
     return f"Of the replayed policies, the best is {', '.join(ranges)}."
 
 
-def _best(results: Sequence[Json]) -> list[int]:
+def best_results(results: Sequence[Json]) -> list[int]:
     """Of each capacity, the smallest first, which result hits the most. The optimum is none to
     choose where there is another."""
     best: dict[int, int] = {}
@@ -293,7 +293,7 @@ def _worth(data: Json) -> str:
     bounds = {
         each["capacity_blocks"]: n for n, each in enumerate(results) if each["policy"] == OPTIMAL
     }
-    for best in _best(results):
+    for best in best_results(results):
         bound = bounds.get(results[best]["capacity_blocks"])
         row = [_capacity(data, f"results.{best}"), escape(label(results[best]["policy"]))]
         for _, field, form in shown:

@@ -14,7 +14,7 @@ import signal
 from array import array
 from bisect import bisect_left
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,7 +30,7 @@ from ...tiers.eviction import make_policy
 from ...tiers.eviction.lru import LRU
 from ...tiers.eviction.s3fifo import S3FIFO, shares
 from .optimal import OPTIMAL, Optimum
-from .trace import TraceColumns, TraceSummary
+from .trace import TraceColumns
 
 #: Block references times cells per process, below which starting one takes longer than it saves.
 _WORTH_A_PROCESS = 2_000_000
@@ -62,7 +62,6 @@ class ReplayResult:
     """The result of one replay. `seconds` excludes reading the trace."""
 
     cell: Cell
-    block_tokens: int
     total_hit_tokens: int
     total_prompt_tokens: int
     final_cache_blocks: int
@@ -137,7 +136,6 @@ def replay(
     prompt_tokens = array("q", trace.lengths)
     return ReplayResult(
         cell=cell,
-        block_tokens=block_tokens,
         total_hit_tokens=sum(outcome.hit_tokens),
         total_prompt_tokens=sum(prompt_tokens),
         final_cache_blocks=outcome.kept,
@@ -369,22 +367,19 @@ def replay_all(
     block_tokens: int = DEFAULT_BLOCK_TOKENS,
     per_request: bool = False,
     jobs: int = 1,
-    on_result: Callable[[ReplayResult], None] = lambda _result: None,
-) -> list[ReplayResult]:
-    """Replay every cell, in up to `jobs` processes; the results are in the cells' order.
+) -> Generator[tuple[int, ReplayResult], None, None]:
+    """Replay every cell, in up to `jobs` processes. Yields each result when it is there, with the
+    index of its cell.
 
-    `on_result` is called in this process for each result. The processes are spawned and map one
-    copy of the trace from a temporary folder. With little work, or with `jobs` 1, all replays run
-    in this process. (Scripts that spawn must be importable, behind `if __name__ == "__main__"`.)
+    The processes are spawned and map one copy of the trace from a temporary folder. They end with
+    the generator. With little work, or with `jobs` 1, all replays run in this process. (Scripts
+    that spawn must be importable, behind `if __name__ == "__main__"`.)
     """
     workers = min(jobs, len(cells), trace.blocks * len(cells) // _WORTH_A_PROCESS + 1)
     if workers <= 1:
-        results = []
-        for cell in cells:
-            results.append(replay(trace, cell, block_tokens=block_tokens, per_request=per_request))
-            on_result(results[-1])
-        return results
-    done: dict[int, ReplayResult] = {}
+        for index, cell in enumerate(cells):
+            yield index, replay(trace, cell, block_tokens=block_tokens, per_request=per_request)
+        return
     with TemporaryDirectory(prefix="prefixd-replay-") as folder:
         trace.save(Path(folder))
         pool = ProcessPoolExecutor(
@@ -396,11 +391,9 @@ def replay_all(
                 for index, cell in enumerate(cells)
             }
             for future in as_completed(futures):
-                done[futures[future]] = future.result()
-                on_result(future.result())
+                yield futures[future], future.result()
         finally:
             pool.shutdown(cancel_futures=True)
-    return [done[index] for index in range(len(cells))]
 
 
 def available_jobs() -> int:
@@ -422,8 +415,3 @@ def _start_worker(folder: str) -> None:
 def _replay_in_worker(cell: Cell, block_tokens: int, per_request: bool) -> ReplayResult:
     assert _worker_trace is not None
     return replay(_worker_trace, cell, block_tokens=block_tokens, per_request=per_request)
-
-
-def replay_document(summary: TraceSummary, results: Sequence[ReplayResult]) -> dict[str, Any]:
-    """The JSON document of `prefixctl replay`."""
-    return {"trace": summary.to_json(), "results": [result.to_json() for result in results]}

@@ -23,13 +23,14 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Final, NamedTuple, TypeAlias
 
+from msgspec import Meta, MsgspecError, Struct
 from msgspec.json import Decoder
 
 from .formats import check_head, recognise
-from .inference import BlockSize, TimeSpan, epoch_unit
-from .request_parts import SCOPE_FIELDS
+from .inference import BlockSize, epoch_unit
+from .request_parts import SCOPE_FIELDS, quoted
 from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_output
 
 #: Requests from which the size of blocks is inferred, and their ids. A few dozen requests suffice
@@ -37,7 +38,6 @@ from .trace_file import MAX_FIELD, LineSource, TraceError, display_name, open_ou
 _HEAD_REQUESTS = 2_048
 _HEAD_IDS = 8_192
 _FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
-_SIZED = (*_FIELDS, "block_size")
 _OPTIONAL_FIELDS = ("block_size", "model", "tenant", "label")
 
 
@@ -65,16 +65,27 @@ class RequestReader:
     #: The name of one bad piece of the file.
     UNIT: ClassVar[str]
 
-    def __init__(self, path: Path | str, limit: int | None, skip_bad: bool) -> None:
+    def __init__(
+        self, path: Path | str, sources: Sequence[LineSource], limit: int | None, skip_bad: bool
+    ) -> None:
         if limit is not None and limit < 0:
             raise ValueError(f"the limit must not be negative, got {limit}")
         self.path = str(path)
+        self._sources = sources
+        sizes = [source.total_bytes for source in sources]
+        #: Of the files, as stored; None if unknown.
+        self.total_bytes = None if None in sizes else sum(size or 0 for size in sizes)
         self.limit = limit
         self.skip_bad = skip_bad
         self.requests = 0
         #: Pieces skipped because of `skip_bad`, and the error that the first would have raised.
         self.bad = 0
         self.first_bad: TraceError | None = None
+
+    @property
+    def consumed_bytes(self) -> int:
+        """Bytes of the files (as stored, compressed or not) read so far."""
+        return sum(source.consumed_bytes for source in self._sources)
 
     @property
     def block_tokens(self) -> int:
@@ -155,30 +166,23 @@ class TraceReader(RequestReader):
         skip_bad: bool = False,
         block_tokens: int | None = None,
     ) -> None:
-        super().__init__(path, limit, skip_bad)
+        self._source = LineSource(path)
+        super().__init__(path, [self._source], limit, skip_bad)
         if block_tokens is not None and block_tokens < 1:
             raise ValueError(f"a block must have at least one token, got {block_tokens}")
-        self._source = LineSource(path)
-        self.total_bytes = self._source.total_bytes
         self._given_block_tokens = block_tokens
         self._block_tokens: int | None = None
         self._known_by = ""
-        #: The first requests, if they were read to learn the block size, and the rest.
+        #: The first requests, which were read to learn the block size, and the rest.
         self._begun: tuple[list[_Numbered], Generator[_Numbered, None, None]] | None = None
         self.length_mismatches = 0
         self._first_mismatch = 0
 
     @property
-    def consumed_bytes(self) -> int:
-        """Bytes of the file (as stored, compressed or not) read so far."""
-        return self._source.consumed_bytes
-
-    @property
     def block_tokens(self) -> int:
         """Tokens per block. Reads the beginning of the file, if need be."""
         if self._block_tokens is None:
-            self._begin_counts()
-            self._learn_block_size()
+            self._begin()
         assert self._block_tokens is not None
         return self._block_tokens
 
@@ -199,14 +203,12 @@ class TraceReader(RequestReader):
         return notes
 
     def _begin(self) -> None:
-        if self._begun is None:
-            self._begin_counts()
-
-    def _begin_counts(self) -> None:
+        """Set the counts to zero, and read the first requests to learn the block size; nothing if
+        that was done and the rest was not read."""
+        if self._begun is not None:
+            return
         super()._begin()
         self.length_mismatches = self._first_mismatch = 0
-
-    def _learn_block_size(self) -> None:
         self._stated: int | None = None
         size = BlockSize()
         lines = self._parsed()
@@ -223,8 +225,7 @@ class TraceReader(RequestReader):
         except ValueError as error:
             raise TraceError(self.path, 0, str(error)) from None
         if head:
-            span = TimeSpan.of([request.timestamp_ms for _, request in head])
-            unit = epoch_unit(span)
+            unit = epoch_unit(min(request.timestamp_ms for _, request in head))
             if unit not in (None, "ms"):
                 problem = f"timestamp is a time since 1970 in {unit}, not in milliseconds"
                 raise TraceError(self.path, head[0][0], f"{problem}; {convert_hint(self.path)}")
@@ -232,29 +233,25 @@ class TraceReader(RequestReader):
         self._begun = head, lines
 
     def _read(self) -> Generator[Request, None, None]:
-        _ = self.block_tokens
-        if self._begun is None:
-            self._learn_block_size()
         assert self._begun is not None
         head, rest = self._begun
         self._begun = None
         block_tokens = self.block_tokens
         last_ms = -math.inf
         with closing(rest):
-            for part in (_drained(head), rest):
-                for number, request in part:
-                    if -(-request.input_length // block_tokens) != len(request.hash_ids):
-                        self.length_mismatches += 1
-                        self._first_mismatch = self._first_mismatch or number
-                    if request.timestamp_ms < last_ms:
-                        problem = (
-                            f"timestamp is {request.timestamp_ms}, before {last_ms} of the request "
-                            f"above it: the requests are not in order of arrival; "
-                            f"{convert_hint(self.path, 'sorts them')}"
-                        )
-                        raise TraceError(self.path, number, problem)
-                    last_ms = request.timestamp_ms
-                    yield request
+            for number, request in chain(head, rest):
+                if -(-request.input_length // block_tokens) != len(request.hash_ids):
+                    self.length_mismatches += 1
+                    self._first_mismatch = self._first_mismatch or number
+                if request.timestamp_ms < last_ms:
+                    problem = (
+                        f"timestamp is {request.timestamp_ms}, before {last_ms} of the request "
+                        f"above it: the requests are not in order of arrival; "
+                        f"{convert_hint(self.path, 'sorts them')}"
+                    )
+                    raise TraceError(self.path, number, problem)
+                last_ms = request.timestamp_ms
+                yield request
 
     def _parsed(self) -> Generator[_Numbered, None, None]:
         """The requests with their line numbers."""
@@ -288,13 +285,6 @@ class TraceReader(RequestReader):
                 raise
             # Damaged compression: the lines before it are whole, nothing follows.
             self._bad(error)
-
-
-def _drained(head: list[_Numbered]) -> Iterator[_Numbered]:
-    """The items, which are given up one by one."""
-    head.reverse()
-    while head:
-        yield head.pop()
 
 
 def convert_hint(path: str, does: str = "reads it") -> str:
@@ -351,22 +341,14 @@ class _Parser:
     def parse(self, line: bytes | None) -> Request:
         """One line as a request; ValueError with a sentence about what is wrong with it."""
         # Nearly all have nothing but whole numbers in them. json, and a check of each field by
-        # itself, would take twice as long or more; what this doesn't read is for them.
+        # itself, would take several times as long; what this doesn't read is for them. (Before
+        # msgspec 0.21, its errors are no ValueErrors.)
         try:
-            read = _decode(line) if line is not None else None
-        except (ValueError, RecursionError):
-            read = None
-        if type(read) is dict and self._is_plain(read):
-            at, prompt, output, ids, *_ = read.values()
-            if (
-                type(at) is type(prompt) is type(output) is int
-                and 0 <= at <= MAX_FIELD
-                and 0 <= prompt <= MAX_FIELD
-                and 0 <= output <= MAX_FIELD
-                and type(ids) is list
-                and _ONLY_INT.issuperset(map(type, ids))
-            ):
-                return Request(at, prompt, output, tuple(ids))
+            plain = _decode(line) if line is not None else None
+        except (MsgspecError, ValueError, RecursionError):
+            plain = None
+        if plain is not None and plain.block_size in (None, self.block_tokens):
+            return Request(plain.timestamp, plain.input_length, plain.output_length, plain.hash_ids)
         record = _object(line)
         fields = tuple(record)
         if fields not in self._known_fields:
@@ -377,7 +359,7 @@ class _Parser:
             raise _OtherFormat("hash_ids is not a list")
         if not _ONLY_INT.issuperset(map(type, ids)):
             index, value = next((i, v) for i, v in enumerate(ids) if type(v) is not int)
-            raise _OtherFormat(f"hash_ids[{index}] is not an integer: {_quoted(value)}")
+            raise _OtherFormat(f"hash_ids[{index}] is not an integer: {quoted(value)}")
         request = Request(
             _milliseconds(record),
             _count(record, "input_length"),
@@ -385,15 +367,6 @@ class _Parser:
             tuple(ids),
         )
         return request if len(record) == len(_FIELDS) else self._with_more(request, record)
-
-    def _is_plain(self, record: dict[str, Any]) -> bool:
-        """Whether it has the fields of every trace, in their order, and at most the block size that
-        the requests before it had."""
-        fields = tuple(record)
-        if fields == _FIELDS:
-            return True
-        stated = record.get("block_size")
-        return fields == _SIZED and type(stated) is int and stated == self.block_tokens
 
     def _check_fields(self, record: dict[str, Any]) -> None:
         """Raise `_OtherFormat` for records that another format has, or that lack a field."""
@@ -414,7 +387,7 @@ class _Parser:
         stated = record.get("block_size")
         if stated is not None:
             if type(stated) is not int or stated < 1:
-                raise ValueError(f"block_size is no number of tokens: {_quoted(stated)}")
+                raise ValueError(f"block_size is no number of tokens: {quoted(stated)}")
             if self.block_tokens not in (None, stated):
                 raise ValueError(
                     f"block_size is {stated}, and {self.block_tokens} in earlier requests"
@@ -439,8 +412,20 @@ class _Parser:
 _SEPARATING = frozenset(chain.from_iterable(SCOPE_FIELDS.values())) - {*_OPTIONAL_FIELDS}
 
 
-#: Reads JSON.
-_decode: Final = Decoder().decode
+_Whole: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_FIELD)]
+
+
+class _Plain(Struct, forbid_unknown_fields=True):
+    """A line that has the fields of every trace, and at most the size of its blocks."""
+
+    timestamp: _Whole
+    input_length: _Whole
+    output_length: _Whole
+    hash_ids: tuple[int, ...]
+    block_size: int | None = None
+
+
+_decode: Final = Decoder(_Plain).decode
 #: The types of the ids of a trace.
 _ONLY_INT = frozenset((int,))
 
@@ -475,7 +460,7 @@ def _field(record: dict[str, Any], name: str) -> Any:
 def _count(record: dict[str, Any], name: str) -> int:
     value = _field(record, name)
     if type(value) is not int:  # not isinstance: bool is an int, and no count
-        raise _OtherFormat(f"{name} is not an integer: {_quoted(value)}")
+        raise _OtherFormat(f"{name} is not an integer: {quoted(value)}")
     _check_range(name, value)
     return value
 
@@ -484,7 +469,7 @@ def _milliseconds(record: dict[str, Any]) -> float:
     value = _field(record, "timestamp")
     # Some exporters write fractions of a millisecond. Infinity and NaN are refused.
     if type(value) is not int and not (type(value) is float and math.isfinite(value)):
-        raise _OtherFormat(f"timestamp is not a number of milliseconds: {_quoted(value)}")
+        raise _OtherFormat(f"timestamp is not a number of milliseconds: {quoted(value)}")
     _check_range("timestamp", value)
     return int(value) if value == int(value) else float(value)
 
@@ -492,11 +477,6 @@ def _milliseconds(record: dict[str, Any]) -> float:
 def _check_range(name: str, value: float) -> None:
     if not 0 <= value <= MAX_FIELD:
         raise ValueError(f"{name} is {'negative' if value < 0 else 'too large'}: {value}")
-
-
-def _quoted(value: object) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
 
 
 _Column: TypeAlias = "array[int] | memoryview[int]"
@@ -557,6 +537,7 @@ class PrefixTree:
             self.collisions += parents[blocks[first_new - 1]] != before
 
 
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
 class TraceColumns:
     """The part of a trace that replays need, in columns; immutable.
 
@@ -565,27 +546,18 @@ class TraceColumns:
     is new to a request if its number is not below the number of blocks seen before.
     """
 
-    def __init__(
-        self,
-        blocks: _Column,
-        ends: _Column,
-        lengths: _Column,
-        hits: _Column,
-        unique_blocks: int,
-        collisions: int = 0,
-    ) -> None:
-        #: Block numbers of all requests, one after the other.
-        self._blocks = blocks
-        #: Where each request ends in `_blocks`.
-        self._ends = ends
-        #: Prompt tokens of each request.
-        self._lengths = lengths
-        #: Blocks of each request before the first that is new: what a cache without limits hits.
-        self._hits = hits
-        self.unique_blocks = unique_blocks
-        #: Requests that cannot be of one tree of prefixes with those before them: a known block
-        #: comes after another block than before, or after a new one.
-        self.collisions = collisions
+    #: The block numbers of all requests, one after the other.
+    references: _Column
+    #: Where each request ends in `references`.
+    ends: _Column
+    #: Prompt tokens of each request.
+    lengths: _Column
+    #: Blocks of each request before the first that is new: what a cache without limits hits.
+    hits: _Column
+    unique_blocks: int
+    #: Requests that cannot be of one tree of prefixes with those before them: a known block comes
+    #: after another block than before, or after a new one.
+    collisions: int = 0
 
     @classmethod
     def load(cls, requests: Iterable[Request]) -> TraceColumns:
@@ -618,50 +590,35 @@ class TraceColumns:
 
     def __len__(self) -> int:
         """Requests."""
-        return len(self._ends)
+        return len(self.ends)
 
     @property
     def blocks(self) -> int:
         """Block references, repeats included."""
-        return len(self._blocks)
+        return len(self.references)
 
     @property
     def prompt_tokens(self) -> int:
-        return sum(self._lengths)
-
-    @property
-    def references(self) -> _Column:
-        """The block numbers of all requests, one after the other."""
-        return self._blocks
-
-    @property
-    def ends(self) -> _Column:
-        """Where each request ends in `references`."""
-        return self._ends
-
-    @property
-    def lengths(self) -> _Column:
-        """Prompt tokens of each request."""
-        return self._lengths
+        return sum(self.lengths)
 
     def __iter__(self) -> Iterator[tuple[list[int], int]]:
         """The requests in order: (block numbers in a new list, prompt tokens)."""
-        blocks, start = self._blocks, 0
-        for end, length in zip(self._ends, self._lengths, strict=True):
+        blocks, start = self.references, 0
+        for end, length in zip(self.ends, self.lengths, strict=True):
             yield blocks[start:end].tolist(), length
             start = end
 
     def reversed_blocks(self) -> Iterator[list[int]]:
         """The block numbers of the requests, from the last request to the first."""
-        ends = self._ends
+        ends = self.ends
         for index in range(len(ends) - 1, -1, -1):
-            yield self._blocks[ends[index - 1] if index else 0 : ends[index]].tolist()
+            yield self.references[ends[index - 1] if index else 0 : ends[index]].tolist()
 
     def summary(self, block_tokens: int) -> TraceSummary:
         """Count everything, and the hits of a cache without limits."""
         hit_tokens = sum(
             min(hits * block_tokens, length)
-            for hits, length in zip(self._hits, self._lengths, strict=True)
+            for hits, length in zip(self.hits, self.lengths, strict=True)
         )
         return TraceSummary(
             len(self), self.blocks, self.unique_blocks, self.prompt_tokens, hit_tokens
@@ -669,10 +626,10 @@ class TraceColumns:
 
     def save(self, folder: Path) -> None:
         """Write the columns into a folder, for `map` in another process."""
-        (folder / "blocks").write_bytes(self._blocks)
-        (folder / "ends").write_bytes(self._ends)
-        (folder / "lengths").write_bytes(self._lengths)
-        (folder / "hits").write_bytes(self._hits)
+        (folder / "blocks").write_bytes(self.references)
+        (folder / "ends").write_bytes(self.ends)
+        (folder / "lengths").write_bytes(self.lengths)
+        (folder / "hits").write_bytes(self.hits)
         (folder / "unique_blocks").write_text(str(self.unique_blocks))
 
     @classmethod

@@ -119,10 +119,12 @@ class Profile(ABC):
     mean_output_tokens: float
     #: Seconds per output token. A session's next request waits for the answer.
     decode_s_per_token: float = 0.02
+    #: Requests of a session, where `turns` doesn't say otherwise.
+    mean_turns: float = 1.0
 
-    def turns(self, random: Random) -> int:  # noqa: ARG002 (for those that draw it)
+    def turns(self, random: Random) -> int:
         """How many requests a session sends."""
-        return 1
+        return geometric(random, self.mean_turns)
 
     @abstractmethod
     def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
@@ -143,15 +145,11 @@ class ConversationProfile(Profile):
     common_tokens: int
     #: ... and goes on with the assistant's own.
     assistant_tokens: int
-    mean_turns: float
     user: Lengths
     #: Share of the sessions that start from a text of their own (a file, a task, a log).
     attachment_share: float = 0.0
     attachment: Lengths = Lengths(2000, 0.6)
     think_median_s: float
-
-    def turns(self, random: Random) -> int:
-        return geometric(random, self.mean_turns)
 
     def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         assistant = zipf(random, self.assistants, 1.0)
@@ -214,7 +212,6 @@ class CodeProfile(Profile):
     """
 
     instruction_tokens: int
-    mean_turns: float
     #: Chance that the cursor is where the last completion left it.
     stay_chance: float
     snippets: Lengths
@@ -222,9 +219,6 @@ class CodeProfile(Profile):
     after_cursor: Lengths
     mean_typed_tokens: float
     pause_median_s: float
-
-    def turns(self, random: Random) -> int:
-        return geometric(random, self.mean_turns)
 
     def session(self, number: int, turns: int, random: Random) -> Iterator[SessionTurn]:
         prompt: Prompt = []

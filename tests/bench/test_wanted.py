@@ -11,7 +11,7 @@ import pytest
 from prefixd.client.bench.bench_report import Rows
 from prefixd.client.bench.samples import Row
 from tests.bench import wanted as module
-from tests.bench.wanted import MeasuredGoal, goals_table, measured_goals
+from tests.bench.wanted import MeasuredGoal, best, goals_table, measured_goals
 from tests.client.bench.test_bench_report import OURS, PEERS
 
 
@@ -39,6 +39,15 @@ def test_the_measured_goals() -> None:
         "view of 48 blocks, prefixd-ram / memcpy", "at least 20x", "25x", "yes",
     )  # fmt: skip
     assert table.rows[4][1:] == ("at least 0.6x", "0.40x", "no")
+
+
+def test_the_best_is_the_fastest_that_keeps_something() -> None:
+    rows = Rows(
+        [Row("memcpy", "restore", 8, 1.0), Row("a", "restore", 8, 9.0), Row("b", "restore", 8, 7.0)]
+    )
+    assert best(rows, "restore", 8) == rows.find("b", "restore", 8)
+    assert best(rows, "restore", 1) is None
+    assert rows.batches == [8]
 
 
 def test_the_goals_of_the_data_socket() -> None:

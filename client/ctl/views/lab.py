@@ -215,14 +215,7 @@ def worth_table(results: Sequence[Json], block_bytes: int | None = None) -> Tabl
 
 def parts_table(results: Sequence[Json], name: str) -> Table:
     """The hit rate over time or by owner, of the best policy at each capacity."""
-    best: dict[int, Json] = {}
-    for row in results:
-        other = best.get(row["capacity_blocks"])
-        if name in row and row["policy"] != OPTIMAL and (
-            other is None or row["total_hit_tokens"] > other["total_hit_tokens"]
-        ):  # fmt: skip
-            best[row["capacity_blocks"]] = row
-    shown = [best[capacity] for capacity in sorted(best)]
+    shown = [results[n] for n in report.best_results(results) if results[n]["policy"] != OPTIMAL]
     heads = [f">{label(row['policy'])}, {row['capacity_blocks']:,}" for row in shown]
     first = "from" if name == "over_time" else "model, tenant"
     table = make_table("|".join([first, ">prompt tokens", *heads]))

@@ -23,8 +23,7 @@ from ..command import make_console
 
 if TYPE_CHECKING:
     from ....proto import prefixd_pb2 as pb
-    from ...lab.convert import Converter
-    from ...lab.trace import Request, TraceReader
+    from ...lab.trace import Request, RequestReader
 
 T = TypeVar("T")
 
@@ -34,8 +33,8 @@ _STRIDE = 256
 _LINE_EVERY_S = 5.0
 
 
-def reading(source: TraceReader | Converter, title: str) -> Iterator[Request]:
-    """The requests of `source`, with a bar of the bytes of its file."""
+def reading(source: RequestReader, title: str) -> Iterator[Request]:
+    """The requests of `source`, with a bar of the bytes of its files."""
     with bar(TaskProgressColumn()) as progress:
         task = progress.add_task(title, total=source.total_bytes)
         for count, request in enumerate(source):
@@ -48,7 +47,7 @@ def reading(source: TraceReader | Converter, title: str) -> Iterator[Request]:
 class Rereading:
     """A file that is read again, with a bar, each time it is iterated."""
 
-    def __init__(self, source: TraceReader, *titles: str) -> None:
+    def __init__(self, source: RequestReader, *titles: str) -> None:
         """`titles` are for one pass each. The last one also serves every later pass."""
         self._source = source
         self._titles = list(titles)

@@ -104,17 +104,6 @@ def test_rows_are_found_by_who_did_what_to_how_many() -> None:
     assert rows.peers == ["a", "b"]
 
 
-def test_the_best_is_the_fastest_that_keeps_something() -> None:
-    rows = Rows(
-        [Row("memcpy", "restore", 8, 1.0), Row("a", "restore", 8, 9.0), Row("b", "restore", 8, 7.0)]
-    )
-    best = rows.best("restore", 8)
-    assert best is not None
-    assert best.peer == "b"
-    assert rows.best("restore", 1) is None
-    assert rows.batches == [8]
-
-
 def test_a_crowd_is_sorted_by_its_size() -> None:
     rows = Rows([Row("a", "restore-by-16", 8, 5.0, 4.0), Row("a", "restore-by-2", 8, 9.0, 3.0)])
     assert [(count, row.gb_per_s) for count, row in rows.crowd()] == [(2, 3.0), (16, 4.0)]

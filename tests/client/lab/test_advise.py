@@ -24,8 +24,6 @@ MIB = 1 << 20
 class SlowCurve:
     """LRU hit tokens, by replaying a list for each capacity."""
 
-    block_tokens = TOKENS
-
     def __init__(self, requests: Iterable[Request]) -> None:
         self._requests = list(requests)
         self._known: dict[int, int] = {}
@@ -44,7 +42,7 @@ class SlowCurve:
             run = 0
             while run < len(request.hash_ids) and request.hash_ids[run] in order:
                 run += 1
-            total += min(run * self.block_tokens, request.input_length)
+            total += min(run * TOKENS, request.input_length)
             for block in request.hash_ids if capacity else ():
                 order.pop(block, None)
                 order[block] = None
@@ -68,7 +66,7 @@ def trace(requests: int = 300, seed: int = 1) -> list[Request]:
 
 def advice(**arguments: Any) -> dict[str, Any]:
     options = {"bytes_per_token": MIB // TOKENS, "block_tokens": TOKENS, **arguments}
-    return advise(trace(), SlowCurve, **options).to_json()
+    return advise(trace(), **options).to_json()
 
 
 def test_the_capacity_is_the_smallest_that_hits_enough() -> None:
@@ -145,18 +143,11 @@ def test_limits_that_are_too_small_are_said() -> None:
     assert nothing["missing_bytes"] == nothing["budget_bytes"]
 
 
-class BigCurve(SlowCurve):
-    """The same for generated traces."""
-
-    block_tokens = 512
-
-
 def test_divided_by_key_the_tiers_act_as_one_cache() -> None:
     """The trace has enough blocks for a random division to be even."""
     requests = list(generate("multi-turn", requests=1500, seed=2))
     found = advise(
         requests,
-        BigCurve,
         bytes_per_token=2048,
         hit_rate=0.8,
         limits={"ram": 200 * MIB, "shm": 200 * MIB, "disk": 1 << 40},
@@ -170,9 +161,7 @@ def test_the_snippet_is_what_the_daemon_reads() -> None:
     budgets = {name: table["budget"] for name, table in tomllib.loads(found["toml"]).items()}
     left = found["budget_bytes"] // MIB - 10
     assert budgets == {"ram": "10MiB", "shm": "0", "disk": f"{left}MiB"}
-    huge = advise(
-        trace(), SlowCurve, bytes_per_token=1 << 40, block_tokens=TOKENS, limits={"ram": 5 << 30}
-    )
+    huge = advise(trace(), bytes_per_token=1 << 40, block_tokens=TOKENS, limits={"ram": 5 << 30})
     assert tomllib.loads(huge.to_toml())["ram"]["budget"] == "5GiB"
 
 
@@ -203,7 +192,7 @@ def test_what_reordering_adds_is_measured() -> None:
 
 
 def test_an_empty_prompt_trace_needs_nothing() -> None:
-    found = advise([Request(0, 0, 1, ())], SlowCurve, bytes_per_token=1)
+    found = advise([Request(0, 0, 1, ())], bytes_per_token=1)
     assert (found.capacity_blocks, found.budget_bytes, found.hit_rate) == (0, 0, 0)
     assert found.split_hit_rate == found.reorder.hit_rate == 0
 

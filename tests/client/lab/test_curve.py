@@ -15,7 +15,6 @@ from prefixd.client.lab.curve import (
     LruCurve,
     Sample,
     curve_error,
-    curve_of,
     exact_curve,
     sampled_curve,
 )
@@ -79,15 +78,6 @@ def test_equals_the_replay_at_every_capacity(order: TouchOrder, runs: Runs) -> N
         wanted = replay(trace, Cell("lru", capacity, order), block_tokens=10)
         assert curve.hit_tokens(capacity) == wanted.total_hit_tokens
         assert curve.hit_rate(capacity) == wanted.overall_hit_rate
-
-
-def test_requests_and_columns_give_the_same_curve() -> None:
-    runs: Runs = [((1, 2, 3), 30), ((1, 2, 4), 30), ((9,), 10), ((1, 2, 3), 25)]
-    requests = [Request(0, length, 1, ids) for ids, length in runs]
-    for order in TouchOrder:
-        one = curve_of(requests, block_tokens=10, touch_order=order)
-        other = exact_curve(columns(runs), block_tokens=10, touch_order=order)
-        assert (one.capacities, one.tokens) == (other.capacities, other.tokens)
 
 
 def test_a_staircase() -> None:

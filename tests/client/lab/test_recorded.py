@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from prefixd.client.lab.recorded import HOLD_S, LookupOrder, Rotation, TraceFiles, piece_name
+from prefixd.client.lab.recorded import HOLD_S, LookupOrder, TraceFiles, piece_name
 from prefixd.client.lab.trace import Request, TraceReader
 from prefixd.client.lab.trace_file import STDIN
 from prefixd.proto import prefixd_pb2 as pb
@@ -86,7 +86,7 @@ def request(number: int) -> Request:
 
 def test_one_file_ends_when_it_is_full_and_appears_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl.gz"
-    with TraceFiles(str(path), Rotation(300)) as files:
+    with TraceFiles(str(path), 300) as files:
         written = [files.write(request(n), 16) for n in range(9)]
         assert not path.exists()
     assert written == [True] * 3 + [False] * 6
@@ -96,7 +96,7 @@ def test_one_file_ends_when_it_is_full_and_appears_when_it_is_whole(tmp_path: Pa
 
 def test_files_rotate_and_each_is_a_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with TraceFiles(str(path), Rotation(300, 2)) as files:
+    with TraceFiles(str(path), 300, 2) as files:
         for number in range(11):
             assert files.write(request(number), 16)
     assert not files.full
@@ -110,11 +110,11 @@ def test_files_rotate_and_each_is_a_trace(tmp_path: Path) -> None:
 
 def test_no_request_and_no_file_or_an_error_and_the_earlier_file(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    with TraceFiles(str(path), Rotation(300)):
+    with TraceFiles(str(path), 300):
         pass
     assert list(tmp_path.iterdir()) == []
     path.write_text("before")
-    with suppress(KeyError), TraceFiles(str(path), Rotation(300)) as files:
+    with suppress(KeyError), TraceFiles(str(path), 300) as files:
         files.write(request(1), None)
         raise KeyError
     assert path.read_text() == "before"

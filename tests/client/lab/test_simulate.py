@@ -20,7 +20,6 @@ from prefixd.client.lab.simulate import (
     available_jobs,
     replay,
     replay_all,
-    replay_document,
 )
 from prefixd.client.lab.trace import Request, TraceColumns, TraceReader
 from prefixd.tiers.eviction import POLICIES, make_policy
@@ -200,30 +199,25 @@ def test_bad_cells() -> None:
         replay(columns(), Cell("lru", 1), block_tokens=0)
 
 
-def without_seconds(results: list[ReplayResult]) -> list[dict[str, object]]:
-    return [{**result.to_json(), "seconds": None} for result in results]
+def without_seconds(results: dict[int, ReplayResult]) -> dict[int, dict[str, object]]:
+    return {index: {**result.to_json(), "seconds": None} for index, result in results.items()}
 
 
-def test_processes_find_the_same_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulate, "_WORTH_A_PROCESS", 1)
     trace = columns(*((tuple(range(n % 7, n % 7 + 5)), 50) for n in range(60)))
     cells = [Cell(p, c, o) for o in TouchOrder for c in (3, 6) for p in ("lru", "s3fifo", "arc")]
-    here = replay_all(trace, cells, block_tokens=10, per_request=True)
-    done: list[ReplayResult] = []
-    there = replay_all(
-        trace, cells, block_tokens=10, per_request=True, jobs=2, on_result=done.append
-    )
+    here = dict(replay_all(trace, cells, block_tokens=10, per_request=True))
+    there = dict(replay_all(trace, cells, block_tokens=10, per_request=True, jobs=2))
+    assert [result.cell for result in here.values()] == cells
     assert without_seconds(there) == without_seconds(here)
-    assert sorted(r.cell.policy for r in done) == sorted(c.policy for c in cells)
     assert not multiprocessing.active_children()
     assert available_jobs() >= 1
 
 
 def test_the_json_document() -> None:
     trace = columns(((1, 2), 20), ((1, 2, 3), 25))
-    results = replay_all(trace, [Cell("lru", 3)], block_tokens=10, per_request=True)
-    document = replay_document(trace.summary(10), results)
-    assert document["trace"] == {
+    assert trace.summary(10).to_json() == {
         "requests": 2,
         "blocks": 5,
         "unique_blocks": 3,
@@ -231,7 +225,7 @@ def test_the_json_document() -> None:
         "infinite_hit_tokens": 20,
         "infinite_hit_rate": 20 / 45,
     }
-    [entry] = document["results"]
+    entry = replay(trace, Cell("lru", 3), block_tokens=10, per_request=True).to_json()
     assert entry.pop("seconds") > 0
     assert entry == {
         "policy": "lru",
@@ -252,5 +246,5 @@ def test_the_json_document() -> None:
             {"prompt_tokens": 25, "hit_tokens": 20},
         ],
     }
-    [short] = replay_all(trace, [Cell("lru", 3)], block_tokens=10)
+    short = replay(trace, Cell("lru", 3), block_tokens=10)
     assert "per_request" not in short.to_json()

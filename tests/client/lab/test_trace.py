@@ -465,5 +465,5 @@ def test_saved_columns_map_back(runs: list[tuple[tuple[int, ...], int]]) -> None
 
 def test_four_bytes_a_block_and_sixteen_a_request() -> None:
     trace = TraceColumns.load(requests(RUNS * 10))
-    columns = (trace._blocks, trace._ends, trace._lengths)
+    columns = (trace.references, trace.ends, trace.lengths)
     assert [column.itemsize * len(column) for column in columns] == [4 * 80, 8 * 40, 8 * 40]

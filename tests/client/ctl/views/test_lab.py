@@ -8,7 +8,6 @@ from rich.console import Console, RenderableType
 from prefixd.client.ctl.views import lab as lab_views
 from prefixd.client.lab.advise import advise
 from prefixd.client.lab.analyze import analyze
-from prefixd.client.lab.curve import curve_of
 from prefixd.client.lab.trace import Request
 
 
@@ -31,7 +30,7 @@ def test_nothing_of_nothing() -> None:
     empty = [Request(0, 0, 0, ())]
     found = analyze(empty)
     assert "requests 1 in 0s" in text_of(lab_views.analysis(found.to_json()))
-    needs = advise(empty, curve_of, bytes_per_token=1).to_json()
+    needs = advise(empty, bytes_per_token=1).to_json()
     text = text_of(lab_views.advice(needs))
     assert "0 of 0 different blocks" in text
     assert "(+0 tokens)." in text
