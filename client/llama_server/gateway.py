@@ -574,7 +574,7 @@ class Gateway:
     async def _routes(self, auth: Auth) -> bool:
         """Whether the server is a router of several models."""
         if self._router is None:
-            props = await self._upstream.call("GET", "/props", auth=auth)
+            props = await ModelServer(self._upstream, "", auth).call("/props")
             self._router = isinstance(props, dict) and props.get("role") == "router"
         return self._router
 
@@ -623,7 +623,7 @@ class Gateway:
         """Show what the cache does only to whom the server shows what it does. Raises HTTPException
         if it refuses."""
         try:
-            await self._upstream.call("GET", "/props", auth=_auth_of(request))
+            await ModelServer(self._upstream, "", _auth_of(request)).call("/props")
         except UpstreamRefused as why:
             if why.status in (401, 403):
                 raise web.HTTPUnauthorized(text=f"{why}\n") from None
