@@ -138,7 +138,7 @@ class Model:
 
     def trusts(self, slot: Slot) -> bool:
         """Whether what is in a slot is the state of its tokens, of the model as it is known."""
-        known = self._instance is not None and any(slot is each for each in self.slots)
+        known = self._instance is not None and slot in self.slots
         return known and not slot.tainted and not self._tainting
 
     @contextmanager
