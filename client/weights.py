@@ -42,7 +42,7 @@ from ..proto.errors import CallerError
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = ["Weights", "digest_of_contents", "fingerprint_of_files", "weights_of"]
+__all__ = ["Weights", "digest_of_contents", "fingerprint_of_files", "shards_of", "weights_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def weights_of(
     path = Path(model)
     commit = ""
     if path.is_file():
-        files = _shards(path)
+        files = shards_of(path)
     elif path.is_dir():
         files = _weight_files(path)
     else:
@@ -148,8 +148,9 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     )
 
 
-def _shards(path: Path) -> Sequence[Path]:
-    """The file, or all shards of the GGUF that it is a part of; none if one is missing."""
+def shards_of(path: Path) -> Sequence[Path]:
+    """The file, or all shards of the GGUF that it is a part of; none if one is missing. Reads no
+    contents."""
     found = _SHARD.fullmatch(path.name)
     if found is None:
         return (path,)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 from ...proto.keys import Adapter
 from ..config_values import plain
 from ..identity import Dimension, Part, StateIdentity, unrevealed
-from ..weights import fingerprint_of_files, weights_of
+from ..weights import fingerprint_of_files, shards_of, weights_of
 from .engine import Engine, UnsupportedEngine
 
 ENGINE: Final = Engine("llama-cpp-python", "llama_cpp_python", "0.3.36")
@@ -57,7 +57,6 @@ LENGTH: Final = "the length of the context; the regime of its position encoding 
 OUTPUT: Final = "what is read out of the state, or how"
 LOADING: Final = "how the bytes of the weights come into memory"
 SAME_DEVICES: Final = "which one of equal devices"
-TEXT: Final = "how text becomes token ids; the ids are in the keys"
 SEQUENCES: Final = "how many sequences; the form of the entries is in the key"
 NO_CONTENT: Final = "no number of the engine's; checked as a whole"
 
@@ -143,35 +142,6 @@ MODEL_PARAMS: Final = FieldTable(
         "progress_callback_user_data": NO_CONTENT,
     },
 )
-#: Of `Llama`, beside those that have the name of a field above. The parts are where a parameter
-#: ends up.
-LLAMA_PARAMETERS: Final = FieldTable(
-    {
-        "model_path": Part.FINGERPRINT,
-        "lora_path": Part.ADAPTERS,
-        "lora_scale": Part.ADAPTERS,
-        # flash_attn_type
-        "flash_attn": _CONTEXT,
-        # Refused: prefixd keeps no scores.
-        "logits_all": _CONTEXT,
-        "draft_model": _CONTEXT,
-    },
-    {
-        "embedding": OUTPUT,
-        "use_mmap": LOADING,
-        "use_mlock": LOADING,
-        "seed": OUTPUT,
-        "last_n_tokens_size": OUTPUT,
-        "lora_base": "kept by Llama, and used by nothing",
-        "numa": NUMBERS_OF_THREADS,
-        "chat_format": TEXT,
-        "chat_handler": "text becomes token ids; what else it evaluates is not `verified`",
-        "tokenizer": TEXT,
-        "spm_infill": TEXT,
-        "verbose": OUTPUT,
-        "kwargs": "dropped by Llama",
-    },
-)
 _DEVICES: Final = frozenset(
     ("offload_kqv", "op_offload", "n_gpu_layers", "split_mode", "tensor_split")
 )
@@ -242,7 +212,8 @@ class FileWatch:
 
     def _model_loaded(self, model: Any, path: bytes, _params: Any) -> None:
         if model:
-            self.models[_address(model)] = tuple(map(FileStamp.of, _files_of(os.fsdecode(path))))
+            files = shards_of(Path(os.fsdecode(path)))
+            self.models[_address(model)] = tuple(map(FileStamp.of, files))
 
     def _context_made(self, context: Any, _model: Any, _params: Any) -> None:
         if context:
@@ -295,20 +266,6 @@ def _address(pointer: Any) -> int:
 
 def _number(value: Any) -> int:
     return int(getattr(value, "value", value))
-
-
-def _files_of(path: str) -> tuple[Path, ...]:
-    """The file, or all shards of the model that it is the first of, without reading them."""
-    first = Path(path)
-    stem, _, rest = first.name.rpartition("-of-")
-    name, _, number = stem.rpartition("-")
-    if not (rest.endswith(".gguf") and number.isdigit()):
-        return (first,)
-    return tuple(sorted(first.parent.glob(f"{_escaped(name)}-*-of-{rest}")))
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{letter}]" if letter in "*?[" else letter for letter in name)
 
 
 # ---- the identity
@@ -378,12 +335,12 @@ def _weights(llama: Any, fingerprint: bytes | None) -> Dimension:
         help = "import prefixd.connectors.llama_cpp before the Llama is made, or give fingerprint="
         return unrevealed("weights", help)
     found = weights_of(llama.model_path)
-    if found is None or _now([state.path for state in loaded]) != loaded:
+    if found is None or _now(found.files) != loaded:
         return unrevealed("weights", "the model's files are no longer those that were loaded")
     return Dimension("weights", found.digest, found.source, Part.FINGERPRINT)
 
 
-def _now(paths: list[Path]) -> tuple[FileStamp, ...] | None:
+def _now(paths: Iterable[Path]) -> tuple[FileStamp, ...] | None:
     try:
         return tuple(map(FileStamp.of, paths))
     except OSError:

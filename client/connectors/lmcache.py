@@ -18,6 +18,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from functools import partial
 from itertools import chain, count
 from operator import attrgetter
 from typing import Any, Final, NamedTuple, TypeVar
@@ -345,9 +346,7 @@ class L2Core:
             except CallerError:  # a closed client
                 loading.ended(part.positions, None)
                 continue
-            restoring.add_done_callback(
-                lambda done, positions=part.positions: loading.ended(positions, done)  # type: ignore[misc]
-            )
+            restoring.add_done_callback(partial(loading.ended, part.positions))
         if rest:
             try:
                 some = [keys[position] for position in rest]
@@ -371,33 +370,17 @@ class L2Core:
         claiming: Future[Hit],
     ) -> None:
         """Runs in a thread of the client."""
-        if claiming.exception():
-            loading.ended(rest, None)
-            return
-        if not claiming.result() and claiming.result().miss is MissReason.REFUSED:
-            # More than one session may pin: restore what is there without a claim.
-            try:
-                some = [keys[position] for position in rest]
-                into = [buffers[position] for position in rest]
-                restored = self._client.restore_keys(
-                    some, into, mode=ClaimMode.ANY, counted=False
-                ).restored
-            except Exception:
-                loading.ended(rest, None)
-                return
-            for position, good in zip(rest, restored, strict=True):
+        with suppress(Exception), claiming.result() as hit:
+            if not hit and hit.miss is MissReason.REFUSED:
+                # More than one session may pin: restore what is there without a claim.
+                some, into = [keys[each] for each in rest], [buffers[each] for each in rest]
+                result = self._client.restore_keys(some, into, mode=ClaimMode.ANY, counted=False)
+                positions = rest
+            else:
+                positions = [rest[each] for each in hit.positions]
+                result = hit.restore_into([buffers[each] for each in positions])
+            for position, good in zip(positions, result.restored, strict=True):
                 loading.good[position] = good
-            loading.ended([], None)
-            return
-        with claiming.result() as hit:
-            positions = [rest[position] for position in hit.positions]
-            try:
-                result = hit.restore_into([buffers[position] for position in positions])
-            except Exception:
-                loading.ended(rest, None)
-                return
-        for position, miss in zip(positions, result.misses, strict=True):
-            loading.good[position] = miss is None
         loading.ended([], None)
 
     def loaded(self, number: int) -> list[bool] | None:

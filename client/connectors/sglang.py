@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from inspect import signature
 from typing import Any, Final, TypeVar
@@ -44,7 +45,7 @@ logger = logging.getLogger("prefixd.client.connectors")
 
 
 class Pages:
-    """Pages by the engine's hashes, each a list of pieces. No method raises."""
+    """Pages by the engine's hashes, each a list of pieces."""
 
     def __init__(
         self,
@@ -60,21 +61,13 @@ class Pages:
 
     def leading_run(self, hashes: Sequence[str]) -> int:
         """How many pages are there, before the first that is not."""
-        return _or(
-            0,
-            lambda: self._client.leading_run(
-                self._namespace.keys(hashes), prompt_tokens=self._tokens(hashes)
-            ),
-        )
+        keys = self._namespace.keys(hashes)
+        return self._client.leading_run(keys, prompt_tokens=self._tokens(hashes))
 
     def exist(self, hashes: Sequence[str]) -> list[bool]:
         """Which pages are there."""
-        return _or(
-            [False] * len(hashes),
-            lambda: self._client.exists(
-                self._namespace.keys(hashes), prompt_tokens=self._tokens(hashes)
-            ),
-        )
+        keys = self._namespace.keys(hashes)
+        return self._client.exists(keys, prompt_tokens=self._tokens(hashes))
 
     def _tokens(self, hashes: Sequence[str]) -> int:
         return len(hashes) * (self._page_tokens or 0)
@@ -82,26 +75,17 @@ class Pages:
     def get(self, hashes: Sequence[str], targets: Sequence[Any]) -> list[bool]:
         """Restore pages into their pieces, each independently of the others. SGLang asks for pages
         that it has looked up."""
-
-        def work() -> list[bool]:
-            keys = self._namespace.keys(hashes)
-            result = self._client.restore_keys(keys, targets, mode=ClaimMode.ANY, counted=False)
-            return list(result.restored)
-
-        return _or([False] * len(hashes), work)
+        keys = self._namespace.keys(hashes)
+        result = self._client.restore_keys(keys, targets, mode=ClaimMode.ANY, counted=False)
+        return list(result.restored)
 
     def set(self, hashes: Sequence[str], pages: Sequence[Any]) -> list[bool]:
         """Save pages. A page that is there already, or is being saved, counts as saved."""
-
-        def work() -> list[bool]:
-            keys = self._namespace.keys(hashes)
-            items = [
-                SaveItem(key, page, self._page_tokens)
-                for key, page in zip(keys, pages, strict=True)
-            ]
-            return [each.ok for each in self._client.save_many(items, tier=self._tier)]
-
-        return _or([False] * len(hashes), work)
+        keys = self._namespace.keys(hashes)
+        items = [
+            SaveItem(key, page, self._page_tokens) for key, page in zip(keys, pages, strict=True)
+        ]
+        return [each.ok for each in self._client.save_many(items, tier=self._tier)]
 
 
 def pieces(pointers: Sequence[int], sizes: Sequence[int], pages: int) -> list[list[memoryview]]:
@@ -446,7 +430,8 @@ def _backend() -> type:
 
     class PrefixdStorage(base.HiCacheStorage):  # type: ignore[misc, name-defined]
         """Extra configuration: `interface_v1` (1, required), `address`, `tier`, `deadline_ms`,
-        `max_pending_saves`, `salt`, `fingerprint` (see `identity_of`)."""
+        `max_pending_saves`, `salt`, `fingerprint` (see `identity_of`). What moves or looks for
+        pages never raises."""
 
         def __init__(self, storage_config: Any, kwargs: Mapping[str, Any] | None = None) -> None:
             del kwargs
@@ -512,7 +497,7 @@ def _backend() -> type:
         def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
             del extra_info
             pages = self._pages()
-            return pages.leading_run(keys) if pages else 0
+            return _or(0, partial(pages.leading_run, keys)) if pages else 0
 
         def batch_get_v1(
             self, keys: Sequence[str], host_indices: Any, extra_info: object = None
@@ -549,7 +534,7 @@ def _backend() -> type:
                     pages[name] = 0
                     continue
                 pool = self._pages(name)
-                known = pool.exist(keys[:run]) if pool else []
+                known = _or([False] * run, partial(pool.exist, keys[:run])) if pool else []
                 trailing = max(1, len(each.keys or ())) if policy == "trailing_pages" else None
                 allowed = restorable_lengths(known, trailing)
                 pages[name] = max(allowed, default=0)
@@ -586,7 +571,8 @@ def _backend() -> type:
             pages = self._pages()
             if pages is None or target_location is None:
                 return None
-            return target_location if pages.get([key], [target_location])[0] else None
+            restored = _or([False], partial(pages.get, [key], [target_location]))
+            return target_location if restored[0] else None
 
         def batch_get(
             self, keys: Sequence[str], target_locations: Any = None, target_sizes: Any = None
@@ -605,7 +591,9 @@ def _backend() -> type:
             del target_sizes
             page = value if value is not None else target_location
             pages = self._pages()
-            return pages is not None and page is not None and pages.set([key], [page])[0]
+            if pages is None or page is None:
+                return False
+            return _or([False], partial(pages.set, [key], [page]))[0]
 
         def batch_set(
             self,

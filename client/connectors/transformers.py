@@ -24,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
@@ -64,6 +64,7 @@ class Loaded:
     token_count: int
 
 
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ModelNamespace(Namespace):
     """The namespace of a model. Equal ones share keys, also those of other processes."""
 
@@ -110,27 +111,23 @@ def namespace_of(
     """
     identity = identity_of(model, fingerprint=fingerprint, salt=salt)
     made = identity.namespace()
-    namespace = ModelNamespace(
+    if model not in _passes:
+        _passes[model] = Passes(model)
+    return ModelNamespace(
         made.fingerprint,
         made.quantisation,
         made.context_params,
         made.adapters,
         made.salt,
         made.shard,
+        identity=identity,
+        config=model.config,
+        dtype=model.dtype,
+        passes=_passes[model],
+        stamp=stamp(model),
+        model=ref(model),
+        told=WeakSet(),
     )
-    if model not in _passes:
-        _passes[model] = Passes(model)
-    for name, value in (
-        ("identity", identity),
-        ("config", model.config),
-        ("dtype", model.dtype),
-        ("passes", _passes[model]),
-        ("stamp", stamp(model)),
-        ("model", ref(model)),
-        ("told", WeakSet()),
-    ):
-        object.__setattr__(namespace, name, value)
-    return namespace
 
 
 def load_cache(
@@ -486,15 +483,13 @@ def _with_words(namespace: Namespace, words: str) -> Namespace:
         check_shard(namespace)  # a model says itself whether it is split
     digest = hashlib.sha256(_LAYOUT_LABEL + words.encode()).digest()
     shard = namespace.shard
-    return replace(
-        Namespace(
-            namespace.fingerprint,
-            namespace.quantisation,
-            namespace.context_params,
-            namespace.adapters,
-            namespace.salt,
-        ),
-        shard=digest + (shard if isinstance(shard, bytes) else shard.encode()),
+    return Namespace(
+        namespace.fingerprint,
+        namespace.quantisation,
+        namespace.context_params,
+        namespace.adapters,
+        namespace.salt,
+        digest + (shard if isinstance(shard, bytes) else shard.encode()),
     )
 
 

@@ -145,15 +145,6 @@ def _check(model: Any, config: Any) -> None:
             )
 
 
-def _shard(model: Any) -> str | None:
-    """Which part of the heads this rank computes, if the model is split among ranks."""
-    size = getattr(bare(model), "tp_size", None)
-    if size is None or size < 2:
-        return None
-    here = rank_here()
-    return f"tp {here.rank if here is not None else '?'}/{size}"
-
-
 def _training(model: Any) -> Dimension:
     if getattr(model, "training", False):
         return unrevealed("training", "dropout makes the state random; model.eval() ends it")

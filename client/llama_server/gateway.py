@@ -131,18 +131,15 @@ class Gateway:
         self._reached: bool | None = None
         self.counts = PromptCounts()
 
-    def application(self) -> web.Application:
-        """The web application, which serves llama-server's paths and `/prefixd/`."""
+    def runner(self) -> web.AppRunner:
+        """What serves llama-server's paths and `/prefixd/`. Bodies pass as they came, and who hangs
+        up ends its request."""
         app = web.Application()
         app.router.add_get("/prefixd/stats", self._stats)
         app.router.add_get("/prefixd/metrics", self._metrics)
         app.router.add_route("*", "/{path:.*}", self._handle)
-        return app
-
-    def runner(self) -> web.AppRunner:
-        """What serves it. Bodies pass as they came, and who hangs up ends its request."""
         return web.AppRunner(
-            self.application(),
+            app,
             handler_cancellation=True,
             auto_decompress=False,
             access_log=None,
@@ -206,7 +203,7 @@ class Gateway:
             return await self._bypass(request, body, Bypassed("not prepared"))
         model = prepared.model
         slot = await model.take_slot(prepared.tokens, prepared.salt)
-        tail = _Tail()
+        tail = bytearray()
         filled = FilledSlot()
         try:
             self._stop_idling(slot)
@@ -377,11 +374,11 @@ class Gateway:
         return proved
 
     def _after(
-        self, prepared: Prepared, slot: Slot, tail: _Tail, restored: Restored | None
+        self, prepared: Prepared, slot: Slot, tail: bytearray, restored: Restored | None
     ) -> None:
         """The request ended, well or not. Waits for nothing."""
         model, name = prepared.model, prepared.asked.model if self._router else ""
-        timings = timings_of(bytes(tail.kept))
+        timings = timings_of(bytes(tail))
         if timings is not None:
             evaluated_s = timings.evaluated_ms / 1e3
             model.benefit.evaluated(timings.evaluated_tokens, evaluated_s)
@@ -467,14 +464,10 @@ class Gateway:
         task.add_done_callback(self._background.discard)
         return task
 
-    @contextlib.asynccontextmanager
-    async def _lock_of(self, model: Model, slot: Slot) -> AsyncIterator[None]:
+    @staticmethod
+    def _lock_of(model: Model, slot: Slot) -> contextlib.AbstractAsyncContextManager[None]:
         """Between a request's beginning and a save. A slot of an earlier process has none."""
-        if not any(slot is each for each in model.slots):
-            yield
-            return
-        async with model.locks[slot.number]:
-            yield
+        return model.locks[slot.number] if slot in model.slots else contextlib.nullcontext()
 
     # ---- what passes through
 
@@ -526,9 +519,9 @@ class Gateway:
                     raise UpstreamRefused("a restored slot could not be erased")
 
     async def _forward(
-        self, request: web.Request, body: Body, tail: _Tail | None = None
+        self, request: web.Request, body: Body, tail: bytearray | None = None
     ) -> web.StreamResponse:
-        """Pass a request on, and its answer back as it comes."""
+        """Pass a request on, and its answer back as it comes. `tail` gets the end of the answer."""
         headers = _end_to_end(request.headers)
         if not isinstance(body, bytes) and request.content_length is not None:
             headers.append(("Content-Length", str(request.content_length)))
@@ -559,7 +552,7 @@ class Gateway:
                 await answer.prepare(request)
                 async for chunk in upstream.content.iter_any():
                     if tail is not None:
-                        tail.add(chunk)
+                        _keep_end(tail, chunk)
                     await answer.write(chunk)
                 await answer.write_eof()
             except (aiohttp.ClientError, OSError) as why:
@@ -574,7 +567,7 @@ class Gateway:
     async def _routes(self, auth: Auth) -> bool:
         """Whether the server is a router of several models."""
         if self._router is None:
-            props = await self._upstream.call("GET", "/props", auth=auth)
+            props = await ModelServer(self._upstream, "", auth).call("/props")
             self._router = isinstance(props, dict) and props.get("role") == "router"
         return self._router
 
@@ -623,7 +616,7 @@ class Gateway:
         """Show what the cache does only to whom the server shows what it does. Raises HTTPException
         if it refuses."""
         try:
-            await self._upstream.call("GET", "/props", auth=_auth_of(request))
+            await ModelServer(self._upstream, "", _auth_of(request)).call("/props")
         except UpstreamRefused as why:
             if why.status in (401, 403):
                 raise web.HTTPUnauthorized(text=f"{why}\n") from None
@@ -662,16 +655,11 @@ class Gateway:
         )
 
 
-class _Tail:
-    """The end of an answer."""
-
-    def __init__(self) -> None:
-        self.kept = bytearray()
-
-    def add(self, chunk: bytes) -> None:
-        self.kept += chunk
-        if len(self.kept) > 2 * KEPT_BYTES:
-            del self.kept[:-KEPT_BYTES]
+def _keep_end(tail: bytearray, chunk: bytes) -> None:
+    """Add to the end of an answer, of which the last `KEPT_BYTES` at least are kept."""
+    tail.extend(chunk)
+    if len(tail) > 2 * KEPT_BYTES:
+        del tail[:-KEPT_BYTES]
 
 
 async def _outcome(saving: Awaitable[object], slot: Slot, tokens: Tokens) -> None:

@@ -37,7 +37,7 @@ from ..policy import SavePolicy
 from .command_line import ServerCommand, parse_command
 from .folder import SlotFolder, UnsafeFolder
 from .gateway import Gateway, Settings
-from .upstream import FAILURES, Upstream
+from .upstream import FAILURES, ModelServer, Upstream
 
 logger = logging.getLogger("prefixd.llama_server")
 
@@ -367,9 +367,10 @@ async def _until_the_end(
 
 
 async def _identify_when_ready(gateway: Gateway, upstream: Upstream, options: Options) -> None:
+    server = ModelServer(upstream, "", options.settings.auth)
     while True:
         try:
-            await upstream.call("GET", "/health", auth=options.settings.auth)
+            await server.call("/health")
         except FAILURES:
             await asyncio.sleep(_POLL_S)
         else:

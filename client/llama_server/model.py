@@ -83,10 +83,10 @@ class Model:
         """Notice a restart, other adapters, and slots that others used. False: it is still the same
         process. Raises Unsupported, and what calls fail with."""
         unused = {slot: slot.used for slot in self.slots if self._is_idle(slot)}
-        props, listed = await asyncio.gather(server.get("/props"), server.get("/slots"))
+        props, listed = await asyncio.gather(server.call("/props"), server.call("/slots"))
         adapters = self._adapters
         if adapters or self._instance is None:
-            adapters = await server.get("/lora-adapters")
+            adapters = await server.call("/lora-adapters")
         if _instance(props, adapters) == self._instance:
             if self._unsupported is not None:
                 raise Unsupported(self._unsupported)
@@ -119,8 +119,8 @@ class Model:
 
     async def is_same(self, server: ModelServer) -> bool:
         """Whether the process and its adapters are those that the slots are about."""
-        adapters = await server.get("/lora-adapters") if self._adapters else self._adapters
-        return _instance(await server.get("/props"), adapters) == self._instance
+        adapters = await server.call("/lora-adapters") if self._adapters else self._adapters
+        return _instance(await server.call("/props"), adapters) == self._instance
 
     def is_process_of(self, other: Model) -> bool:
         """Whether both are the same process, by different names. Older builds don't tell."""
@@ -138,7 +138,7 @@ class Model:
 
     def trusts(self, slot: Slot) -> bool:
         """Whether what is in a slot is the state of its tokens, of the model as it is known."""
-        known = self._instance is not None and any(slot is each for each in self.slots)
+        known = self._instance is not None and slot in self.slots
         return known and not slot.tainted and not self._tainting
 
     @contextmanager
@@ -187,7 +187,7 @@ class Model:
 
     async def _identify(self, server: ModelServer, props: Any, listed: Any) -> None:
         build, path, count = _told(props)
-        adapters = await server.get("/lora-adapters")
+        adapters = await server.call("/lora-adapters")
         if not isinstance(listed, list) or not listed or not isinstance(adapters, list):
             raise UpstreamRefused("/slots: no slots")
         self._unsupported, self._adapters = None, adapters

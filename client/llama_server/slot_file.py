@@ -75,8 +75,8 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """The form of a first section, the same for any number of tokens. Equal for equal models,
-    caches and builds; `streams` is the server's number of slots and says nothing about the rows."""
+    """The form of a section, the same for any number of tokens. Equal for equal models, caches and
+    builds; `streams` is the server's number of slots and says nothing about the rows."""
 
     version: int
     packed: bool
@@ -158,16 +158,12 @@ def _as_rows(
 class SlotSection:
     """One attention cache of a file."""
 
+    layout: SlotLayout
     start: int
     end: int
-    streams: int
-    #: Which of them has the cells.
+    #: Which of the streams has the cells.
     stream: int
     positions: Tokens
-    transposed: int
-    layers: int
-    rotation: bytes
-    regions: tuple[Region, ...]
     #: Where the rows of each region begin.
     offsets: tuple[int, ...]
 
@@ -200,10 +196,10 @@ class SlotFile:
     def base(self) -> SlotSection | None:
         """The first section, with one cell for each token; None: there is no such section."""
         try:
-            found = _section(_Reader(self.memory, self._state_at), self.version)
+            found = _section(_Reader(self.memory, self._state_at), self.version, self.packed)
         except BadSlotFile:
             return None
-        return found if found.regions and self._covers(found) else None
+        return found if found.layout.regions and self._covers(found) else None
 
     def _covers(self, section: SlotSection) -> bool:
         """Whether a section has one cell for each token."""
@@ -220,16 +216,7 @@ class SlotFile:
     @property
     def layout(self) -> SlotLayout:
         """The form of the first section. Raises BadSlotFile if there is none."""
-        section = self._base()
-        return SlotLayout(
-            self.version,
-            self.packed,
-            section.transposed,
-            section.layers,
-            section.rotation,
-            section.regions,
-            section.streams,
-        )
+        return self._base().layout
 
     def _base(self) -> SlotSection:
         if self.base is None:
@@ -243,7 +230,7 @@ class SlotFile:
         if (order == np.arange(len(order))).all():
             return self
         memory = memoryview(bytearray(self.memory))
-        for region, offset in zip(section.regions, section.offsets, strict=True):
+        for region, offset in zip(section.layout.regions, section.offsets, strict=True):
             rows = _as_rows(memory, region, offset, len(order))
             rows[:] = _as_rows(self.memory, region, offset, len(order))[:, order]
         cells = section.start + 4 * (2 + section.stream)
@@ -257,7 +244,7 @@ class SlotFile:
         section = self._base()
         count = len(self.tokens)
         found: list[Any] = []
-        for region, offset in zip(section.regions, section.offsets, strict=True):
+        for region, offset in zip(section.layout.regions, section.offsets, strict=True):
             if region.rows:
                 rows = _as_rows(self.memory, region, offset, count)[:, first:last]
                 found.append(np.ascontiguousarray(rows).reshape(-1))
@@ -275,8 +262,8 @@ class SlotFile:
         """
         try:
             reader = _Reader(self.memory, self._state_at)
-            first = _section(reader, self.version)
-            window = _section(reader, self.version)
+            first = _section(reader, self.version, self.packed)
+            window = _section(reader, self.version, self.packed)
         except BadSlotFile:
             return None
         if reader.at != len(self.memory) or not self._covers(first):
@@ -284,7 +271,7 @@ class SlotFile:
         oldest = int(window.positions.min())
         if oldest == 0:
             return None
-        count = len(window.positions)
+        layout, count = window.layout, len(window.positions)
         cells = window.start + 4 * (1 + window.stream)
         sequence = self.memory[cells + 4 + 8 : cells + 4 + 12]
         out: list[Any] = [
@@ -292,14 +279,14 @@ class SlotFile:
             struct.pack("<I2i", count + 1, oldest - 1, 1),
             sequence,
             self.memory[cells + 4 : cells + 4 + _CELL_BYTES * count],
-            struct.pack("<2I", window.transposed, window.layers),
-            window.rotation,
+            struct.pack("<2I", layout.transposed, layout.layers),
+            layout.rotation,
         ]
-        for region, offset in zip(window.regions, window.offsets, strict=True):
+        for region, offset in zip(layout.regions, window.offsets, strict=True):
             rows = _as_rows(self.memory, region, offset, count)
             older = np.zeros((rows.shape[0], 1, rows.shape[2]), np.uint8)
             out += [region.head, np.concatenate((older, rows), axis=1).tobytes()]
-        out.append(bytes(4 * (window.streams - 1 - window.stream)))
+        out.append(bytes(4 * (layout.streams - 1 - window.stream)))
         return out
 
 
@@ -324,7 +311,7 @@ class _Reader:
         return np.frombuffer(self.take(4 * count), "<i4")
 
 
-def _section(reader: _Reader, version: int) -> SlotSection:
+def _section(reader: _Reader, version: int, packed: bool) -> SlotSection:
     start = reader.at
     streams = reader.u32()
     if not 0 < streams <= _MOST_STREAMS:
@@ -357,18 +344,8 @@ def _section(reader: _Reader, version: int) -> SlotSection:
         regions.append(Region(head, token_bytes, rows))
     if any(reader.u32() for _ in range(streams - 1 - stream)):
         raise BadSlotFile("cells in several streams")
-    return SlotSection(
-        start,
-        reader.at,
-        streams,
-        stream,
-        cells[:, 0],
-        transposed,
-        layers,
-        rotation,
-        tuple(regions),
-        tuple(offsets),
-    )
+    layout = SlotLayout(version, packed, transposed, layers, rotation, tuple(regions), streams)
+    return SlotSection(layout, start, reader.at, stream, cells[:, 0], tuple(offsets))
 
 
 def common_tokens(one: Tokens | Sequence[int], other: Tokens | Sequence[int]) -> int:

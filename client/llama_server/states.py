@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ...proto.limits import MAX_BATCH_KEYS
@@ -36,6 +37,15 @@ class Restored:
     tokens: int
     payload_bytes: int
     seconds: float
+
+
+class _Found(NamedTuple):
+    """A prefix that can be loaded."""
+
+    #: Of its slot file; None: an entry could not be read.
+    name: str | None
+    tokens: int
+    payload_bytes: int
 
 
 class States:
@@ -75,20 +85,24 @@ class States:
         Raises what `load` raises, and OSError if there is no room for the file.
         """
         began_s = time.perf_counter()
-        found: tuple[int, int] | str
-        if self._layout is None:
-            found = await self._restore_whole(tokens, present, heads, why_not, load)
-        elif self._has_remainder:
-            found = await self._restore_at(self._layout, tokens, present, heads, why_not, load)
+        found: _Found | str
+        if self._layout is None or self._has_remainder:
+            found = await self._find_state(tokens, present, heads, why_not)
         else:
-            found = await self._restore_blocks(self._layout, tokens, present, why_not, load)
+            found = await self._find_blocks(self._layout, tokens, present, why_not)
         if isinstance(found, str):
             return found
-        return Restored(*found, time.perf_counter() - began_s)
+        if found.name is None:
+            return "unreadable entries"
+        try:
+            await load(found.name, found.tokens)
+        finally:
+            self._folder.unlink(found.name)
+        return Restored(found.tokens, found.payload_bytes, time.perf_counter() - began_s)
 
-    async def _restore_blocks(
-        self, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot, load: Load
-    ) -> tuple[int, int] | str:
+    async def _find_blocks(
+        self, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot
+    ) -> _Found | str:
         """Up to wherever there are blocks, and an entry behind them."""
         size = self._block_tokens
         chain = self._cache.chain(self._namespace, tokens.data, size)
@@ -105,63 +119,44 @@ class States:
                 if why := why_not(length - present, payload_bytes):
                     return why
                 made = await self._file_of(layout, tokens[:length], run, tail or None)
-        return await self._load(made, length, payload_bytes, load)
+        return _Found(made, length, payload_bytes)
 
-    async def _restore_at(
-        self,
-        layout: SlotLayout,
-        tokens: Tokens,
-        present: int,
-        heads: Sequence[int],
-        why_not: WhyNot,
-        load: Load,
-    ) -> tuple[int, int] | str:
-        """Up to where a state was saved, if all of its blocks are there."""
-        lengths = _places(tokens, present, heads)
+    async def _find_state(
+        self, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot
+    ) -> _Found | str:
+        """Up to where a state was saved: whole, or if all of its blocks are there."""
+        layout, lengths = self._layout, _places(tokens, present, heads)
         async with self._longest(tokens, lengths) as end:
             if not end:
                 return "nothing longer" if present else "miss"
             length = lengths[::-1][end.positions[0]]
-            chain = self._cache.chain(self._namespace, tokens[:length].data, self._block_tokens)
-            payload_bytes = end.entries[0].payload_bytes
-            payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
-            if why := why_not(length - present, payload_bytes):
-                return why
-            async with self._cache.longest_run(chain, counted=False) as run:
-                if len(run) < len(chain):
-                    return "blocks are gone"
-                made = await self._file_of(layout, tokens[:length], run, end)
-        return await self._load(made, length, payload_bytes, load)
+            tokens, payload_bytes = tokens[:length], end.entries[0].payload_bytes
+            if layout is None:
+                if why := why_not(length - present, payload_bytes):
+                    return why
+                made = await self._whole_file(tokens, end)
+            else:
+                chain = self._cache.chain(self._namespace, tokens.data, self._block_tokens)
+                payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
+                if why := why_not(length - present, payload_bytes):
+                    return why
+                async with self._cache.longest_run(chain, counted=False) as run:
+                    if len(run) < len(chain):
+                        return "blocks are gone"
+                    made = await self._file_of(layout, tokens, run, end)
+        return _Found(made, length, payload_bytes)
 
-    async def _restore_whole(
-        self, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot, load: Load
-    ) -> tuple[int, int] | str:
-        lengths = _places(tokens, present, heads)
-        async with self._longest(tokens, lengths) as hit:
-            if not hit:
-                return "nothing longer" if present else "miss"
-            length = lengths[::-1][hit.positions[0]]
-            payload_bytes = hit.entries[0].payload_bytes
-            if why := why_not(length - present, payload_bytes):
-                return why
-            name, file = await asyncio.to_thread(self._folder.create, payload_bytes)
-            restored = await self._kept(name, hit.restore_into([file]))
-        if not restored or not _is_of(file, tokens[:length]):
+    async def _whole_file(self, tokens: Tokens, hit: AsyncHit) -> str | None:
+        """The name of a slot file that is an entry; None: the entry could not be read, or is of
+        other tokens."""
+        size_bytes = hit.entries[0].payload_bytes
+        name, file = await asyncio.to_thread(self._folder.create, size_bytes)
+        if not await self._kept(name, hit.restore_into([file])):
+            return None
+        if not _is_of(file, tokens):
             self._folder.unlink(name)
-            return "unreadable entries"
-        made = await asyncio.to_thread(self._longer, name, file)
-        return await self._load(made, length, payload_bytes, load)
-
-    async def _load(
-        self, made: str | None, length: int, payload_bytes: int, load: Load
-    ) -> tuple[int, int] | str:
-        if made is None:
-            return "unreadable entries"
-        try:
-            await load(made, length)
-        finally:
-            self._folder.unlink(made)
-        return length, payload_bytes
+            return None
+        return await asyncio.to_thread(self._longer, name, file)
 
     async def _kept(self, name: str, restore: Awaitable[object]) -> bool:
         """Whether a restore into a file succeeded; if not, the file is gone."""
@@ -242,13 +237,20 @@ class States:
         finally:
             self._folder.unlink(name)
 
-    def _longest(
+    @asynccontextmanager
+    async def _longest(
         self, tokens: Tokens, lengths: Sequence[int], *, counted: bool = True
-    ) -> _MaybeHit:
-        """A claim on the entry of the longest of these prefixes. A request is one look-up, so it is
-        not `counted` behind another one."""
+    ) -> AsyncIterator[AsyncHit | None]:
+        """A claim on the entry of the longest of these prefixes; without `lengths` nothing is
+        asked. A request is one look-up, so it is not `counted` behind another one."""
+        if not lengths:
+            yield None
+            return
         keys = prefix_keys(self._namespace, tokens.data, lengths)[::-1]
-        return _MaybeHit(self._cache, keys, len(tokens), counted=counted)
+        async with self._cache.claim(
+            keys, mode=ClaimMode.FIRST, prompt_tokens=len(tokens), counted=counted
+        ) as hit:
+            yield hit
 
     # ---- saving
 
@@ -350,30 +352,3 @@ def _is_of(memory: memoryview, tokens: Tokens) -> bool:
 def _flat(pieces: Sequence[Any]) -> list[Any]:
     """Those that have any bytes."""
     return [piece for piece in pieces if len(piece)]
-
-
-class _MaybeHit:
-    """A claim on the first of `keys` that is there; without keys nothing is asked."""
-
-    def __init__(
-        self, cache: AsyncClient, keys: list[Key], prompt_tokens: int, *, counted: bool
-    ) -> None:
-        self._cache = cache
-        self._prompt_tokens = prompt_tokens
-        self._counted = counted
-        self._keys = keys
-        self._hit: AsyncHit | None = None
-
-    async def __aenter__(self) -> AsyncHit | None:
-        if self._keys:
-            self._hit = await self._cache.claim(
-                self._keys,
-                mode=ClaimMode.FIRST,
-                prompt_tokens=self._prompt_tokens,
-                counted=self._counted,
-            )
-        return self._hit
-
-    async def __aexit__(self, *_: object) -> None:
-        if self._hit is not None:
-            await self._hit.release()

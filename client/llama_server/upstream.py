@@ -65,26 +65,34 @@ class Upstream:
     async def close(self) -> None:
         await self.session.close()
 
+
+class ModelServer:
+    """The server of one model: of a router's models one, else the only one."""
+
+    def __init__(self, upstream: Upstream, model: str, auth: Auth, *, load: bool = True) -> None:
+        """`auth`: the headers that authorise. `load`: a router may load the model for a call."""
+        self._upstream = upstream
+        self._auth = auth
+        self._model = {"model": model} if model else {}
+        self._query = self._model if load or not model else {**self._model, "autoload": "false"}
+
     async def call(
         self,
-        method: str,
         path: str,
         body: dict[str, Any] | None = None,
         *,
-        auth: Auth,
-        model: str = "",
-        query: Mapping[str, str] | None = None,
         timeout_s: float = _CALL_TIMEOUT_S,
+        **query: str,
     ) -> Any:
-        """Make a call, and return the JSON of its answer. `model`: for a router. Raises one of
+        """POST `body`, or GET without one, and return the JSON of the answer. Raises one of
         `FAILURES`."""
-        params = dict(query or {})
-        if model:
-            params["model"] = model
-            body = {**body, "model": model} if body is not None else None
-        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S)
-        async with self.session.request(
-            method, self.url + path, json=body, params=params, headers=auth, timeout=timeout
+        async with self._upstream.session.request(
+            "GET" if body is None else "POST",
+            self._upstream.url + path,
+            json=None if body is None else body | self._model,
+            params=self._query | query,
+            headers=self._auth,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONNECT_TIMEOUT_S),
         ) as answer:
             raw = await answer.read()
             if answer.status != 200:
@@ -95,50 +103,17 @@ class Upstream:
             except (ValueError, RecursionError):
                 raise UpstreamRefused(f"{path}: {raw[:200].decode(errors='replace')}") from None
 
-
-class ModelServer:
-    """The server of one model: of a router's models one, else the only one."""
-
-    def __init__(self, upstream: Upstream, model: str, auth: Auth, *, load: bool = True) -> None:
-        """`auth`: the headers that authorise. `load`: a router may load the model for a call."""
-        self._upstream = upstream
-        self._model = model
-        self._auth = auth
-        self._query = {} if load or not model else {"autoload": "false"}
-
-    async def get(self, path: str) -> Any:
-        return await self._call("GET", path)
-
-    async def _call(
-        self,
-        method: str,
-        path: str,
-        body: dict[str, Any] | None = None,
-        *,
-        timeout_s: float = _CALL_TIMEOUT_S,
-        **query: str,
-    ) -> Any:
-        return await self._upstream.call(
-            method,
-            path,
-            body,
-            auth=self._auth,
-            model=self._model,
-            query={**self._query, **query},
-            timeout_s=timeout_s,
-        )
-
     async def tokenize(self, text: str) -> list[int]:
         """The tokens of a prompt, as a completion makes them."""
         body = {"content": text, "add_special": True, "parse_special": True}
-        tokens = _field(await self._call("POST", "/tokenize", body), "tokens")
+        tokens = _field(await self.call("/tokenize", body), "tokens")
         if not isinstance(tokens, list) or not are_tokens(tokens):
             raise UpstreamRefused("/tokenize: these are no tokens")
         return tokens
 
     async def apply_template(self, body: dict[str, Any]) -> str:
         """The prompt of a chat."""
-        prompt = _field(await self._call("POST", "/apply-template", body), "prompt")
+        prompt = _field(await self.call("/apply-template", body), "prompt")
         if not isinstance(prompt, str):
             raise UpstreamRefused("/apply-template: no prompt")
         return prompt
@@ -155,7 +130,7 @@ class ModelServer:
             "temperature": 0.0,
         }
         try:
-            return await self._call("POST", "/completion", body, timeout_s=EVALUATION_TIMEOUT_S)
+            return await self.call("/completion", body, timeout_s=EVALUATION_TIMEOUT_S)
         except UpstreamRefused as why:
             if why.status != 500:
                 raise
@@ -164,20 +139,18 @@ class ModelServer:
     async def save(self, slot: int, name: str, timeout_s: float) -> int:
         """Save a slot to a file of its folder. Returns how many bytes it wrote."""
         body = {"filename": name}
-        answer = await self._call(
-            "POST", f"/slots/{slot}", body, action="save", timeout_s=timeout_s
-        )
+        answer = await self.call(f"/slots/{slot}", body, action="save", timeout_s=timeout_s)
         return _number(answer, "n_written")
 
     async def restore(self, slot: int, name: str) -> int:
         """Restore a slot from a file of its folder. Returns how many tokens are in it."""
         body = {"filename": name}
-        answer = await self._call("POST", f"/slots/{slot}", body, action="restore")
+        answer = await self.call(f"/slots/{slot}", body, action="restore")
         return _number(answer, "n_restored")
 
     async def erase(self, slot: int, timeout_s: float = _CALL_TIMEOUT_S) -> None:
         """Empty a slot. It waits until nothing is evaluated in it."""
-        await self._call("POST", f"/slots/{slot}", {}, action="erase", timeout_s=timeout_s)
+        await self.call(f"/slots/{slot}", {}, action="erase", timeout_s=timeout_s)
 
 
 def _field(answer: Any, name: str) -> Any:

@@ -28,10 +28,13 @@ pytest.importorskip("gguf")
 from prefixd.client.connectors.llama_cpp import PrefixdCache, block_sequences  # noqa: E402
 from prefixd.client.connectors.llama_cpp_identity import (  # noqa: E402
     CONTEXT_PARAMS,
-    LLAMA_PARAMETERS,
+    LOADING,
     MODEL_PARAMS,
+    NUMBERS_OF_THREADS,
+    OUTPUT,
     FieldTable,
 )
+from prefixd.client.identity import Part  # noqa: E402
 
 PROMPT = [1] + [3 + (n * n * 31 + n * 7) % 250 for n in range(699)]
 
@@ -136,6 +139,37 @@ def attach(llama: Any, client: Client) -> PrefixdCache:
 
 
 # ---- every parameter is decided
+
+TEXT = "how text becomes token ids; the ids are in the keys"
+#: Of `Llama`, beside those that have the name of a field above. The parts are where a parameter
+#: ends up.
+LLAMA_PARAMETERS = FieldTable(
+    {
+        "model_path": Part.FINGERPRINT,
+        "lora_path": Part.ADAPTERS,
+        "lora_scale": Part.ADAPTERS,
+        # flash_attn_type
+        "flash_attn": Part.CONTEXT,
+        # Refused: prefixd keeps no scores.
+        "logits_all": Part.CONTEXT,
+        "draft_model": Part.CONTEXT,
+    },
+    {
+        "embedding": OUTPUT,
+        "use_mmap": LOADING,
+        "use_mlock": LOADING,
+        "seed": OUTPUT,
+        "last_n_tokens_size": OUTPUT,
+        "lora_base": "kept by Llama, and used by nothing",
+        "numa": NUMBERS_OF_THREADS,
+        "chat_format": TEXT,
+        "chat_handler": "text becomes token ids; what else it evaluates is not `verified`",
+        "tokenizer": TEXT,
+        "spm_infill": TEXT,
+        "verbose": OUTPUT,
+        "kwargs": "dropped by Llama",
+    },
+)
 
 
 @pytest.mark.parametrize(

@@ -300,10 +300,28 @@ def test_nothing_raises_without_a_daemon(tmp_path: os.PathLike[str], pool: Pool)
     assert storage.batch_get_v1(keys, [0, 1]) == [False] * 2
     assert storage.batch_set_v1(keys, [0, 1]) == [False] * 2
     assert storage.batch_exists(["no hash"]) == 0
+    assert storage.batch_get_v1(["no hash"], [0]) == [False]
+    assert storage.get("no hash", bytearray(8)) is None
+    assert not storage.set("no hash", bytes(8))
     storage.clear()
     assert storage.get_stats() is None
     storage.close()
     assert storage.batch_set_v1(keys, [0, 1]) == [False] * 2
+
+
+def test_a_pool_that_fails_is_absent_alone(
+    monkeypatch: pytest.MonkeyPatch, storage: Any, layout: str
+) -> None:
+    keys = hashes(2)
+    assert storage.batch_set_v1(keys, [0, 1]) == [True] * 2
+    storage.register_mem_host_pool_v2(Pool(layout), PoolName.INDEXER)
+
+    def transfer(name: str) -> Any:
+        return SimpleNamespace(name=name, keys=keys, hit_policy=SimpleNamespace(value="all_pages"))
+
+    monkeypatch.setattr(storage._pools["indexer"][1], "exist", lambda _: 1 / 0)
+    found = storage.batch_exists_v2(keys, [transfer("kv"), transfer("indexer")])
+    assert found == PoolTransferResult(0, {"kv": 2, "indexer": 0}, [])
 
 
 def test_what_pools_ask_in_a_way_that_is_not_known_is_nothing(storage: Any) -> None:

@@ -235,16 +235,17 @@ def test_without_the_engine_a_sentence_says_so(
 def test_each_layer_gets_its_own_where_it_computes(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    namespace = ModelNamespace(os.urandom(32), "hf", b"c" * 32)
     model = SimpleNamespace(device="gpu:0")
-    for name, value in (
-        ("model", lambda: model),
-        ("stamp", None),
-        ("dtype", np.dtype(np.float32)),
-        ("passes", SimpleNamespace(loaded=lambda *_: None)),
-        ("told", {client}),
-    ):
-        object.__setattr__(namespace, name, value)
+    parts: dict[str, Any] = {
+        "identity": None,
+        "config": None,
+        "dtype": np.dtype(np.float32),
+        "passes": SimpleNamespace(loaded=lambda *_: None),
+        "stamp": None,
+        "model": lambda: model,
+        "told": {client},
+    }
+    namespace = ModelNamespace(os.urandom(32), "hf", b"c" * 32, **parts)
     monkeypatch.setattr(transformers, "stamp", lambda _: None)
     monkeypatch.setattr(transformers, "layer_devices", lambda _: {0: "gpu:0", 2: "gpu:1"})
     plain = Namespace(namespace.fingerprint, "hf", b"c" * 32)

@@ -396,7 +396,9 @@ def test_passes_without_a_cache_are_not_looked_at(model: Model) -> None:
 def test_a_model_namespace_is_a_namespace() -> None:
     made = namespace_of(Model())
     assert isinstance(made, ModelNamespace)
-    assert made.root == made.identity.namespace().root
+    plain = made.identity.namespace()
+    assert (made.root, repr(made), hash(made)) == (plain.root, repr(plain), hash(plain))
+    assert made == namespace_of(Model())
 
 
 # ---- ranks

@@ -102,7 +102,7 @@ def test_cells_in_any_order_are_sorted() -> None:
     ordered = file.sorted()
     assert list(base(ordered).positions) == sorted(order)
     for cell, position in enumerate(order):
-        size = section.regions[0].token_bytes
+        size = section.layout.regions[0].token_bytes
         start = section.offsets[0] + cell * size
         assert bytes(ordered.block(position, position + 1)[0]) == file.memory[start : start + size]
 
@@ -132,7 +132,7 @@ def test_what_is_behind_the_first_section_is_the_remainder() -> None:
 
 def window_of(file: SlotFile) -> SlotSection:
     reader = _Reader(file.memory, base(file).end)
-    window = _section(reader, file.version)
+    window = _section(reader, file.version, file.packed)
     assert reader.at == len(file.memory)
     return window
 
@@ -147,7 +147,8 @@ def test_a_window_gets_one_cell_of_zeros_before_it(path: Path) -> None:
     assert list(added.positions) == [oldest - 1, *window.positions]
     assert list(longer.tokens) == list(file.tokens)
     assert longer.memory[: base(longer).end] == file.memory[: base(file).end]
-    for region, here, there in zip(window.regions, window.offsets, added.offsets, strict=True):
+    regions = window.layout.regions
+    for region, here, there in zip(regions, window.offsets, added.offsets, strict=True):
         size, count = region.token_bytes, len(window.positions)
         assert not region.rows
         assert bytes(longer.memory[there : there + size]) == bytes(size)
@@ -179,7 +180,7 @@ def test_every_flip_outside_the_rows_is_noticed(path: Path) -> None:
     section = base(expected)
     rows = {
         at
-        for region, offset in zip(section.regions, section.offsets, strict=True)
+        for region, offset in zip(section.layout.regions, section.offsets, strict=True)
         for at in range(offset, offset + region.token_bytes * len(section.positions))
     }
     cells = section.start + 4 * (2 + section.stream)
