@@ -36,7 +36,7 @@ from ...proto.errors import (
 from ...proto.trace_parent import TRACE_HEADER
 from ..core.shares import HOST, Holder, Shares
 from .access import Access, Role, Tokens, tenant_of
-from .calls import Caller, CallerGone, Process, cut_off_with, error_of, taken_within
+from .calls import Caller, CallerGone, cut_off_with, error_of, taken_within
 from .grpc_connections import GrpcConnections, network_of, plain_host
 from .messages import parse
 
@@ -118,10 +118,11 @@ def add_service(
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-class GrpcCaller:
-    """The caller of an rpc. gRPC does not tell which process it is."""
+class GrpcCaller(Caller):
+    """The caller of an rpc. gRPC does not tell which process it is, and a channel carries the calls
+    of any number of sessions."""
 
-    process: Final[Process | None] = None
+    __slots__ = ("_context", "_give_place")
 
     def __init__(
         self,
@@ -131,19 +132,15 @@ class GrpcCaller:
         give_place: Callable[[], None] = lambda: None,
     ) -> None:
         """`give_place` gives back the place of the call."""
+        super().__init__(access, tenant)
         self._context = context
         self._give_place: Callable[[], None] | None = give_place
-        self.access: Final = access
-        self.tenant: Final = tenant
 
     @property
     def traceparent(self) -> bytes:
         """The client's trace span."""
         given = dict(self._context.invocation_metadata() or ()).get(TRACE_HEADER, "")
         return str(given).encode()
-
-    def proved(self, session: int) -> None:
-        """A channel carries the calls of any number of sessions."""
 
     def lasts(self) -> None:
         give_place, self._give_place = self._give_place, None

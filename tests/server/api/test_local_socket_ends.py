@@ -21,7 +21,7 @@ from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import connections
-from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.calls import Caller
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.api.service import CacheService
 from prefixd.server.runtime import incoming
@@ -133,7 +133,7 @@ async def test_what_was_granted_while_the_client_hung_up_is_undone(tmp_path: Pat
             await daemon.until(lambda: daemon.tables.waiting)
             theirs = served(daemon)
             request = pb.CancelRequest(session=session.ref, tokens=[token])
-            await daemon.front.saves.cancel(request, PlainCaller())
+            await daemon.front.saves.cancel(request, Caller())
             assert [*daemon.tables.reservations] != [token], "it is the other's"
             assert daemon.tables.reservations
             await asyncio.gather(theirs.hang_up(), return_exceptions=True)
