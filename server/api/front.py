@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health
 from grpc_health.v1 import health_pb2 as health_pb
 from grpc_reflection.v1alpha import reflection
@@ -26,11 +24,11 @@ from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Tokens
 from .admin import AdminService
 from .connections import Connections
 from .data_socket import DataServer
-from .grpc_adapter import Door, Ends, Method, PublicHandler, add_service, methods_of
+from .grpc_adapter import Door, Method, add_service, methods_of, public_handler
 from .grpc_connections import GrpcConnections, WorkersConnections
 from .local_socket import Handoff, LocalServer
 from .save_calls import Saves
@@ -235,27 +233,28 @@ class Front:
         )
         # Operators on this host find a place whatever clients do.
         calls = Shares("operators' calls", config.max_rpcs) if operators else self.calls
-        door = Door(calls, self.tokens if remote else None, self.connections if remote else None)
-        ends = Ends(config.stall_timeout_s, door.hang_up)
+        tokens, connections = (self.tokens, self.connections) if remote else (None, None)
+        door = Door(calls, config.stall_timeout_s, tokens, connections)
         for service, methods in services.items():
             roles = CACHE_ROLES if service is _CACHE else ADMIN_ROLES
-            guards = {name: door.guard(roles.get(name, Role.ADMIN)) for name in methods}
-            add_service(server, service, methods, guards, ends)
+            add_service(server, service, methods, roles, door)
         names = [each.full_name for each in services]
-        for handler in self._public(names, reflects=not remote or config.reflection):
-            server.add_generic_rpc_handlers(
-                (PublicHandler(handler, self.public_calls, remote=remote),)
-            )
+        server.add_generic_rpc_handlers(tuple(self._public(names, remote=remote)))
         return server
 
-    def _public(self, names: list[str], *, reflects: bool) -> Iterator[grpc.GenericRpcHandler]:
+    def _public(self, names: list[str], *, remote: bool) -> Iterator[grpc.GenericRpcHandler]:
         """The services that everybody may call."""
-        yield _generic(health_pb.DESCRIPTOR.services_by_name["Health"], self.health)
-        if reflects:
+        places = self.public_calls
+        yield public_handler(
+            health_pb.DESCRIPTOR.services_by_name["Health"], self.health, places, remote=remote
+        )
+        if not remote or self.config.reflection:
             everything = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-            yield _generic(
+            yield public_handler(
                 reflection_pb.DESCRIPTOR.services_by_name["ServerReflection"],
                 reflection.aio.ReflectionServicer(everything),
+                places,
+                remote=remote,
             )
 
 
@@ -265,29 +264,12 @@ def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
     yield "grpc.max_concurrent_streams", _MAX_STREAMS
 
 
-def _generic(service: Any, servicer: Any) -> grpc.GenericRpcHandler:
-    """A service of a library as a handler."""
-    handlers = {}
-    for rpc in service.methods:
-        if hasattr(servicer, rpc.name):
-            ins = "stream" if rpc.client_streaming else "unary"
-            outs = "stream" if rpc.server_streaming else "unary"
-            handlers[rpc.name] = getattr(grpc, f"{ins}_{outs}_rpc_method_handler")(
-                getattr(servicer, rpc.name),
-                request_deserializer=GetMessageClass(rpc.input_type).FromString,
-                response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
-            )
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
-
-
 def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
     """The methods of the `Cache` service over gRPC, with a span for each call."""
-    traced = dict(methods)
-    for name, method in methods.items():
-        if name != _UNTRACED:
-            call: Any = tracing.rpc(name, "grpc", method.call)
-            traced[name] = replace(method, call=call)
-    return traced
+    return {
+        name: method if name == _UNTRACED else tracing.rpc(name, "grpc", method)
+        for name, method in methods.items()
+    }
 
 
 def _trace_socket(server: Connections, tracing: Tracing) -> None:
