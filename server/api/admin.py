@@ -37,7 +37,7 @@ from . import messages
 from .admin_views import AdminViews
 from .calls import Caller, audit
 from .service import DELETE_WAIT_S, delete_entries, drop_entries
-from .session_streams import ServiceConfig, Sessions
+from .session_streams import Sessions
 
 log = structlog.get_logger("prefixd.audit")
 
@@ -63,13 +63,12 @@ class AdminService(AdminViews):
     def __init__(
         self,
         core: Core,
-        config: ServiceConfig,
         sessions: Sessions,
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
     ) -> None:
         """See AdminViews."""
-        super().__init__(core, config, sessions, in_flight, scrubs)
+        super().__init__(core, sessions, in_flight, scrubs)
         #: Tells how the configuration changed, and (True) applies it. None: there is no file to
         #: read again. The daemon sets this and the two below.
         self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None

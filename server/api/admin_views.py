@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequen
 from itertools import islice
 from typing import Final
 
+from ... import __version__
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CurveDisabled, InvalidKey, InvalidSize, UnknownClaim, UnknownEntry
@@ -34,7 +35,7 @@ from . import messages
 from .calls import Caller
 from .identities import list_identities, saver_of
 from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
-from .session_streams import ServiceConfig, Sessions
+from .session_streams import Sessions
 from .usage import SessionUsage, bounded
 
 _DEFAULT_PAGE_ENTRIES = 100
@@ -58,7 +59,6 @@ class AdminViews:
     def __init__(
         self,
         core: Core,
-        config: ServiceConfig,
         sessions: Sessions,
         in_flight: Callable[[], Mapping[str, int]],
         scrubs: Mapping[Tier, Scrub],
@@ -66,7 +66,6 @@ class AdminViews:
         """`in_flight`: memory that calls occupy, by name. `scrubs`: progress of the tiers that are
         scrubbed."""
         self._core = core
-        self._config = config
         self._sessions = sessions
         self._in_flight = in_flight
         self._scrubs = scrubs
@@ -89,9 +88,9 @@ class AdminViews:
         t = core.state.tables
         unhealthy = core.unhealthy()
         return pb.StatsResponse(
-            daemon_version=self._config.daemon_version,
+            daemon_version=__version__,
             kernel=KERNEL_FORM,
-            incarnation=self._config.incarnation,
+            incarnation=self._sessions.incarnation,
             uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
             pid=os.getpid(),
             tiers=[self._tier_stats(ledger) for ledger in t.ledgers.values()],

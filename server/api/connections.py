@@ -72,7 +72,7 @@ class Connections(ABC):
     def __init__(
         self, core: Core, service: CacheService, saves: Saves, max_connections: int
     ) -> None:
-        self.config: Final = service.config
+        self.config: Final = service.config.server
         self.max_connections: Final = max_connections
         self.sessions: Final = service.sessions
         self._supervisor: Final = core.supervisor

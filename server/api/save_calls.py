@@ -26,6 +26,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.vocabulary import SaveStatus
+from ..config.options import Config
 from ..core.effects import CancelAnswer, ReserveAnswer, SaveEnded, WriteOrder
 from ..core.events import CancelAsked, KeysTouched, KeyToSave, ReserveAsked, WriteBegan
 from ..core.shares import Holder
@@ -38,7 +39,7 @@ from ..runtime.writes import Piece
 from . import messages
 from .access import Access, Role
 from .calls import Caller
-from .session_streams import Membership, ServiceConfig, Sessions, first_message
+from .session_streams import Membership, Sessions, first_message
 
 Q = TypeVar("Q")
 S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
@@ -71,15 +72,15 @@ class Saves:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
     def __init__(
-        self, core: Core, sessions: Sessions, stagings: StagingPool, config: ServiceConfig
+        self, core: Core, sessions: Sessions, stagings: StagingPool, config: Config
     ) -> None:
         self.core: Final = core
         self._sessions = sessions
         self._stagings = stagings
-        self._config = config
-        self._stall_s = config.stall_timeout_s
+        self._ttl_ms = config.sessions.reservation_ttl_ns // 1_000_000
+        self._stall_s = config.server.stall_timeout_s
         self._rounds: Final = Rounds()
-        self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
+        self.arriving: Final = Quota("saves", config.server.max_save_bytes, self._stall_s)
 
     # ---- reservations
 
@@ -118,7 +119,7 @@ class Saves:
             ),
             begin=begin,
             ttl_ns=messages.milliseconds(
-                "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
+                "ttl_ms", header.ttl_ms, self._ttl_ms, limits.MAX_LEASE_MS
             ),
             wait_until_ns=messages.wait_until(now_ns, header.wait_ms),
             now_ns=now_ns,
