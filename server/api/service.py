@@ -104,9 +104,7 @@ class CacheService:
     def _lookup_response(
         self, request: pb.LookupRequest, answer: LookupAnswer
     ) -> pb.LookupResponse:
-        if request.brief:
-            return messages.brief_lookup_response(answer, self.sessions.incarnation)
-        return messages.lookup_response(answer, self.sessions.incarnation)
+        return messages.lookup_response(answer, self.sessions.incarnation, brief=request.brief)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
         question = self._claim_asked(request, caller)
@@ -146,9 +144,7 @@ class CacheService:
         self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
     ) -> pb.ClaimResponse:
         caller.when_done(partial(self._release_unseen, question.session, answer.claim))
-        if request.brief:
-            return messages.brief_claim_response(answer)
-        return messages.claim_response(answer)
+        return messages.claim_response(answer, brief=request.brief)
 
     def _release_unseen(self, session: int, claim: int, gone: bool) -> None:
         """Release a claim whose client gave up before the answer: else it would last as long as
