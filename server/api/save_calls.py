@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterator,
     Mapping,
 )
@@ -169,7 +169,7 @@ class Saves:
                         if incoming.broken is not None:
                             break
                         pace.moved(request.ByteSize())
-                        request = await self._next(requests, membership, pace)
+                        request = await self._awaited(anext(requests, None), membership, pace)
                 return pb.SaveResponse(results=await results_of(refusals, incoming))
 
     async def save_staged(
@@ -233,7 +233,7 @@ class Saves:
                 async with asyncio.timeout(self._stall_s):
                     first = await first_message(requests)
             except TimeoutError:
-                raise self._silent() from None
+                raise LimitReached(f"the client sent nothing for {self._stall_s:g} s") from None
             membership = self.opened(first, caller)
             if membership.holder.tenant == caller.tenant:
                 await room.belongs_to(membership.holder)
@@ -317,20 +317,14 @@ class Saves:
 
     # ---- how they go on
 
-    async def _next(
-        self, requests: AsyncIterator[Q], membership: Membership, pace: Pace
-    ) -> Q | None:
-        """The next message, or None at the end of the stream. Raises UnknownSession or Draining
-        when the session has ended, and with it every reservation, and LimitReached when the client
-        is silent or too slow for too long."""
-        return await self._awaited(_following(requests), membership, pace)
-
     async def _awaited(
         self,
-        message: Coroutine[None, None, Q | None],
+        message: Awaitable[Q],
         membership: Membership,
         pace: Pace | None = None,
-    ) -> Q | None:
+    ) -> Q:
+        """The next message. Raises UnknownSession or Draining when the session has ended, and with
+        it every reservation, and LimitReached when the client is silent, or slow, for too long."""
         coming = asyncio.ensure_future(message)
         pace = Pace(self._stall_s) if pace is None else pace
         try:
@@ -353,13 +347,6 @@ class Saves:
                 await asyncio.wait((coming,))
             if not coming.cancelled():
                 coming.exception()  # a client that left meanwhile: asyncio would log it
-
-    def _silent(self) -> LimitReached:
-        return LimitReached(f"the client sent nothing for {self._stall_s:g} s")
-
-
-async def _following(requests: AsyncIterator[Q]) -> Q | None:
-    return await anext(requests, None)
 
 
 def _header(first: _Opening) -> pb.SaveHeader:
