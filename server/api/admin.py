@@ -350,17 +350,12 @@ class _Verified:
             self._done_weight += weight
 
     def _add(self, swept: Swept) -> None:
-        totals = self.totals
-        totals.payload_bytes += swept.read_bytes
+        swept.count_in(self.totals)
         for entry, verdict in swept.judged:
             name = f"entry {entry.key.hex()}"
             if verdict.reading is Reading.FAILED:
-                totals.unreadable_entries += 1
                 self._name(f"{name} could not be read: {verdict.why}")
-                continue
-            totals.entries += 1
-            if verdict.reading is Reading.DAMAGED:
-                totals.damaged_entries += 1
+            elif verdict.reading is Reading.DAMAGED:
                 self._name(f"{name}: {verdict.why}")
 
     def _name(self, problem: str) -> None:

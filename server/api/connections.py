@@ -117,13 +117,9 @@ class Connections(ABC):
         self.sessions.when_closed.append(self._session_ended)
 
     @abstractmethod
-    def _origin(self, sock: socket.socket) -> str:
-        """Where an accepted socket comes from, as unproved ones are counted by it. Raises OSError
-        when its client is gone already."""
-
-    @abstractmethod
-    def _stream(self, sock: socket.socket) -> Stream:
-        """The stream of an accepted socket. Raises OSError when its client is gone already."""
+    def _accepted(self, sock: socket.socket) -> tuple[Stream, str]:
+        """The stream of an accepted socket, and where it comes from, as unproved ones are counted
+        by it. Raises OSError when its client is gone already."""
 
     def _accept_at(self, listening: socket.socket) -> None:
         """Accept the connections of this socket, which does not block, and of no other one."""
@@ -181,8 +177,7 @@ class Connections(ABC):
                 self.refusals += 1
                 self.unproved.take_worst().give_way()
             try:
-                origin = self._origin(sock)
-                stream = self._stream(sock)
+                stream, origin = self._accepted(sock)
             except OSError:
                 sock.close()  # its client is gone already
                 continue

@@ -92,11 +92,9 @@ class LocalServer(Connections):
         self.socket.remove()
         await super().close()
 
-    def _origin(self, sock: socket.socket) -> str:
-        return str(Process.behind(sock).pid)
-
-    def _stream(self, sock: socket.socket) -> Stream:
-        return Stream(sock, Process.behind(sock))
+    def _accepted(self, sock: socket.socket) -> tuple[Stream, str]:
+        process = Process.behind(sock)
+        return Stream(sock, process), str(process.pid)
 
     async def _hand_over(
         self, request: pb.HandOverRequest, caller: Caller, frames: DataFrames

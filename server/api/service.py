@@ -70,13 +70,10 @@ class CacheService:
         """The stored keys for those that a request names. Raises PrefixdError."""
         return self.sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
-    async def session(
+    def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        stream = SessionStream(self._core, self.sessions, self.config, caller)
-        async with aclosing(stream.run(requests)) as events:
-            async for event in events:
-                yield event
+        return SessionStream(self._core, self.sessions, self.config, caller).run(requests)
 
     # ---- lookups and claims
 
