@@ -19,7 +19,6 @@ import structlog
 from grpc_health.v1 import health_pb2
 
 from .. import __version__
-from ..proto.endpoints import LOCAL_SUFFIX
 from ..proto.errors import ConfigError, PrefixdError
 from ..proto.vocabulary import Tier
 from ..tiers.store import StoreError
@@ -27,12 +26,11 @@ from . import assembly, preflight
 from .api.front import HEALTH_SERVICES, Front
 from .api.http import Board, serve_metrics
 from .api.metrics import StateCollector
-from .api.session_streams import ServiceConfig
 from .config.budgets import Plan
 from .config.loading import load_config, load_plan
 from .config.options import Config
 from .credentials import Certificates, certificates_of, read_files
-from .listening import Sockets, listen_on_tcp, path_of
+from .listening import Sockets, listen_on_tcp
 from .logs import configure_logs
 from .opening import Opening, begin_tiers
 from .process import Stop, keep_alive, leave, lock_directories, notify, running_threads
@@ -100,7 +98,7 @@ async def serve(plan: Plan, load: Callable[[], Config], fds: Descriptors) -> Non
         incarnation = secrets.token_bytes(16)
         core = await stack.enter_async_context(_running_core(plan, incarnation))
         asyncio.get_running_loop().set_exception_handler(core.supervisor.failed)
-        front = Front(core, service_config(config, incarnation, fds.max_remote))
+        front = Front(core, config, incarnation, fds.max_remote)
         stack.callback(front.close)
         front.descriptors.limit = fds.limit
         core.supervisor.task("descriptors", front.descriptors.watch(core.executor))
@@ -210,39 +208,6 @@ async def _ended(tasks: Sequence[asyncio.Task[None]]) -> None:
         done, _ = await asyncio.wait(tasks, timeout=_HEAD_START_S)
         for task in done:
             task.result()
-
-
-def service_config(
-    config: Config, incarnation: bytes, max_remote: int | None = None
-) -> ServiceConfig:
-    """The part of the configuration that the services need. `max_remote`: connections over TCP for
-    which there are descriptors."""
-    server, sessions = config.server, config.sessions
-    return ServiceConfig(
-        incarnation=incarnation,
-        daemon_version=__version__,
-        heartbeat_interval_ms=sessions.heartbeat_ns // 1_000_000,
-        idle_heartbeat_interval_ms=sessions.idle_heartbeat_ns // 1_000_000,
-        claim_lease_ms=sessions.claim_lease_ns // 1_000_000,
-        reservation_ttl_ms=sessions.reservation_ttl_ns // 1_000_000,
-        local_socket=f"{path_of(server.address)}{LOCAL_SUFFIX}",
-        max_rpcs=server.max_rpcs,
-        reflection=server.reflection,
-        max_sessions=sessions.max_sessions,
-        max_connections=server.max_connections,
-        max_remote=server.max_connections if max_remote is None else max_remote,
-        max_connections_per_session=server.max_connections_per_session,
-        max_local_bytes=server.max_local_bytes,
-        max_read_bytes=server.max_read_bytes,
-        max_save_bytes=server.max_save_bytes,
-        staging_bytes=server.staging_bytes,
-        staging_total_bytes=server.staging_total_bytes,
-        stall_timeout_s=server.stall_timeout_ns / 1e9,
-        scrub_bytes_per_second=server.scrub_bytes_per_second,
-        shares=bool(config.shared.engine),
-        max_watchers=config.watch.max_watchers,
-        watch_history_bytes=config.watch.history_bytes,
-    )
 
 
 async def _serve_rpcs(

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "tiers": {"proto"},
     "server/core": {"proto", "tiers"},
     "server/runtime": {"proto", "tiers", "server.core"},
-    "server/api": {"proto", "tiers", "server.core", "server.runtime"},
+    "server/api": {"proto", "tiers", "server.core", "server.runtime", "server.config"},
     # A node is a client of its peers.
     "server/sharing": {"proto", "tiers", "server.core", "server.runtime", "client"},
     "server/config": {"proto", "tiers", "server.core.tables"},

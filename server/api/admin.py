@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
@@ -27,17 +28,14 @@ from ..core.entries import EntryTable
 from ..core.events import Tick
 from ..core.journal import EvictionCause
 from ..runtime.gate import stopping
-from ..runtime.loop import Core
 from ..runtime.recovery import collect_garbage, durable_deletes
 from ..runtime.resizing import evict
 from ..runtime.rounds import Slices, recount
-from ..runtime.scrubbing import Scrub
 from ..runtime.verification import Reading, Swept, Verifications
 from . import messages
 from .admin_views import AdminViews
 from .calls import Caller, audit
 from .service import DELETE_WAIT_S, delete_entries, drop_entries
-from .session_streams import ServiceConfig, Sessions
 
 log = structlog.get_logger("prefixd.audit")
 
@@ -57,26 +55,17 @@ _DELETED: Final = frozenset({DeleteStatus.DELETED, DeleteStatus.ERASING})
 _PROGRESS_EVERY_S: Final = 0.2
 
 
+@dataclass(eq=False, repr=False)
 class AdminService(AdminViews):
     """See prefixd.proto for what each rpc promises."""
 
-    def __init__(
-        self,
-        core: Core,
-        config: ServiceConfig,
-        sessions: Sessions,
-        in_flight: Callable[[], Mapping[str, int]],
-        scrubs: Mapping[Tier, Scrub],
-    ) -> None:
-        """See AdminViews."""
-        super().__init__(core, config, sessions, in_flight, scrubs)
-        #: Tells how the configuration changed, and (True) applies it. None: there is no file to
-        #: read again. The daemon sets this and the two below.
-        self.configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
-        #: Called when an operator gives an option another value.
-        self.overridden: Callable[[str, object], None] = lambda _option, _value: None
-        #: Stops the daemon in order.
-        self.stopper: Callable[[], None] = lambda: None
+    #: Tells how the configuration changed, and (True) applies it. None: there is no file to read
+    #: again. The daemon sets this and the two below.
+    configurer: Callable[[bool], Awaitable[pb.ConfigureResponse]] | None = None
+    #: Called when an operator gives an option another value.
+    overridden: Callable[[str, object], None] = lambda _option, _value: None
+    #: Stops the daemon in order.
+    stopper: Callable[[], None] = lambda: None
 
     # ---- entries
 
@@ -361,17 +350,12 @@ class _Verified:
             self._done_weight += weight
 
     def _add(self, swept: Swept) -> None:
-        totals = self.totals
-        totals.payload_bytes += swept.read_bytes
+        swept.count_in(self.totals)
         for entry, verdict in swept.judged:
             name = f"entry {entry.key.hex()}"
             if verdict.reading is Reading.FAILED:
-                totals.unreadable_entries += 1
                 self._name(f"{name} could not be read: {verdict.why}")
-                continue
-            totals.entries += 1
-            if verdict.reading is Reading.DAMAGED:
-                totals.damaged_entries += 1
+            elif verdict.reading is Reading.DAMAGED:
                 self._name(f"{name}: {verdict.why}")
 
     def _name(self, problem: str) -> None:

@@ -10,9 +10,11 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import Final
 
+from ... import __version__
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import CurveDisabled, InvalidKey, InvalidSize, UnknownClaim, UnknownEntry
@@ -34,7 +36,7 @@ from . import messages
 from .calls import Caller
 from .identities import list_identities, saver_of
 from .metrics import SCRUB_COUNTERS, TIER_COUNTERS, TIER_GAUGES, counters_dict, lag_dict
-from .session_streams import ServiceConfig, Sessions
+from .session_streams import Sessions
 from .usage import SessionUsage, bounded
 
 _DEFAULT_PAGE_ENTRIES = 100
@@ -52,31 +54,25 @@ _DEFAULT_QUARTERS = (1, 2, 4, 8, 16)
 _ENDED = "(ended)"
 
 
+@dataclass(eq=False, repr=False)
 class AdminViews:
     """See prefixd.proto for what each rpc promises."""
 
-    def __init__(
-        self,
-        core: Core,
-        config: ServiceConfig,
-        sessions: Sessions,
-        in_flight: Callable[[], Mapping[str, int]],
-        scrubs: Mapping[Tier, Scrub],
-    ) -> None:
-        """`in_flight`: memory that calls occupy, by name. `scrubs`: progress of the tiers that are
-        scrubbed."""
-        self._core = core
-        self._config = config
-        self._sessions = sessions
-        self._in_flight = in_flight
-        self._scrubs = scrubs
-        self.resizing: Final = Resizing(core)
-        self._started_ns = core.clock.now_ns()
-        #: What was shared with other nodes, and the nodes. The daemon sets these if it shares.
-        self.shared: Callable[[], Mapping[str, int]] = dict
-        self.shared_nodes: Callable[[], Sequence[pb.SharedNode]] = list
-        #: (prefix of a key, limit) -> what was fetched from and offered to other nodes.
-        self.shared_events: Callable[[bytes, int], Sequence[pb.SharedEvent]] = lambda *_: ()
+    _core: Core
+    _sessions: Sessions
+    #: Memory that calls occupy, by name.
+    _in_flight: Callable[[], Mapping[str, int]]
+    #: Progress of the tiers that are scrubbed.
+    _scrubs: Mapping[Tier, Scrub]
+    #: What was shared with other nodes, and the nodes. The daemon sets these if it shares.
+    shared: Callable[[], Mapping[str, int]] = dict
+    shared_nodes: Callable[[], Sequence[pb.SharedNode]] = list
+    #: (prefix of a key, limit) -> what was fetched from and offered to other nodes.
+    shared_events: Callable[[bytes, int], Sequence[pb.SharedEvent]] = lambda *_: ()
+
+    def __post_init__(self) -> None:
+        self.resizing = Resizing(self._core)
+        self._started_ns = self._core.clock.now_ns()
 
     # ---- figures
 
@@ -89,9 +85,9 @@ class AdminViews:
         t = core.state.tables
         unhealthy = core.unhealthy()
         return pb.StatsResponse(
-            daemon_version=self._config.daemon_version,
+            daemon_version=__version__,
             kernel=KERNEL_FORM,
-            incarnation=self._config.incarnation,
+            incarnation=self._sessions.incarnation,
             uptime_ms=(core.clock.now_ns() - self._started_ns) // 1_000_000,
             pid=os.getpid(),
             tiers=[self._tier_stats(ledger) for ledger in t.ledgers.values()],

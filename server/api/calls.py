@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import structlog
 
@@ -42,21 +42,27 @@ class Process(NamedTuple):
         return cls(pid, uid)
 
 
-class Caller(Protocol):
-    """The client of one call, as far as the transport knows it. Lives as long as the call."""
+class Caller:
+    """The client of one call, as far as the transport knows it. Lives as long as the call.
 
-    @property
-    def process(self) -> Process | None:
-        """None when the transport does not tell."""
+    The methods do nothing here: a caller of this class itself is granted nothing that would have to
+    be given back."""
 
-    @property
-    def access(self) -> Access | None:
-        """What the token of the call grants, or that of the session that its connection belongs
-        to. None where no token is asked for, because the file system decided."""
+    __slots__ = ("access", "process", "tenant")
 
-    @property
-    def tenant(self) -> str:
-        """Whose share of everything the call counts to (`core.shares`)."""
+    def __init__(
+        self,
+        access: Access | None = None,
+        tenant: str = HOST,
+        process: Process | None = None,
+    ) -> None:
+        #: What the token of the call grants, or that of the session that its connection belongs to.
+        #: None where no token is asked for, because the file system decided.
+        self.access: Final = access
+        #: Whose share of everything the call counts to (`core.shares`).
+        self.tenant: Final = tenant
+        #: None when the transport does not tell.
+        self.process: Final = process
 
     def proved(self, session: int) -> None:
         """The call has proved that it acts for this session."""
@@ -68,29 +74,6 @@ class Caller(Protocol):
     def when_done(self, callback: Callable[[bool], None]) -> None:
         """Have `callback` called with False once the answer is sent, or with True once the client
         is known to be gone and will never read it."""
-
-
-class PlainCaller:
-    """A caller that is granted nothing which would have to be given back."""
-
-    def __init__(
-        self,
-        access: Access | None = None,
-        tenant: str = HOST,
-        process: Process | None = None,
-    ) -> None:
-        self.access: Final = access
-        self.tenant: Final = tenant
-        self.process: Final = process
-
-    def proved(self, session: int) -> None:
-        """Nothing to do."""
-
-    def lasts(self) -> None:
-        """Nothing to do."""
-
-    def when_done(self, callback: Callable[[bool], None]) -> None:
-        """Never called: there is nothing to give back."""
 
 
 def audit(caller: Caller, action: str, **details: object) -> None:

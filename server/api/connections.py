@@ -40,7 +40,7 @@ from ..runtime.limited_log import LimitedLog
 from ..runtime.loop import Core
 from ..runtime.quota import Quota
 from .access import DATA_ROLES, Access, Tokens, bearer, check_same
-from .calls import PlainCaller, Process, cut_off, error_of, failure_of
+from .calls import Caller, cut_off, error_of, failure_of
 from .data_streams import DataFrames, Handshakes, HungUp, SecuredStream, Stream
 from .data_transfers import DataCalls
 from .save_calls import Saves
@@ -72,7 +72,7 @@ class Connections(ABC):
     def __init__(
         self, core: Core, service: CacheService, saves: Saves, max_connections: int
     ) -> None:
-        self.config: Final = service.config
+        self.config: Final = service.config.server
         self.max_connections: Final = max_connections
         self.sessions: Final = service.sessions
         self._supervisor: Final = core.supervisor
@@ -117,13 +117,9 @@ class Connections(ABC):
         self.sessions.when_closed.append(self._session_ended)
 
     @abstractmethod
-    def _origin(self, sock: socket.socket) -> str:
-        """Where an accepted socket comes from, as unproved ones are counted by it. Raises OSError
-        when its client is gone already."""
-
-    @abstractmethod
-    def _stream(self, sock: socket.socket) -> Stream:
-        """The stream of an accepted socket. Raises OSError when its client is gone already."""
+    def _accepted(self, sock: socket.socket) -> tuple[Stream, str]:
+        """The stream of an accepted socket, and where it comes from, as unproved ones are counted
+        by it. Raises OSError when its client is gone already."""
 
     def _accept_at(self, listening: socket.socket) -> None:
         """Accept the connections of this socket, which does not block, and of no other one."""
@@ -181,8 +177,7 @@ class Connections(ABC):
                 self.refusals += 1
                 self.unproved.take_worst().give_way()
             try:
-                origin = self._origin(sock)
-                stream = self._stream(sock)
+                stream, origin = self._accepted(sock)
             except OSError:
                 sock.close()  # its client is gone already
                 continue
@@ -323,7 +318,7 @@ class ClientConnection:
         if request.WhichOneof("kind") != "attach":
             raise MalformedMessage("the first request has to prove a session")
         self._authorization = bearer(request.token)
-        caller = PlainCaller(self._permit("attach"), process=process)
+        caller = Caller(self._permit("attach"), process=process)
         membership = self._server.sessions.prove(request.attach, caller)
         self._join(membership)
         self._server.unproved.remove(self)
@@ -469,8 +464,7 @@ class ClientConnection:
     def _begin_call(self, request: pb.FramedRequest) -> ConnectionCall:
         """The caller of a new request. A client that sends one has read the answer before it."""
         self._call.done(gone=False)
-        self._call = call = ConnectionCall(self)
-        call.traceparent = request.traceparent
+        self._call = call = ConnectionCall(self, request.traceparent)
         return call
 
     # ---- other requests
@@ -557,34 +551,20 @@ def _wait_ms(request: Any) -> int:
     return int(getattr(getattr(request, "header", request), "wait_ms", 0))
 
 
-class ConnectionCall:
-    """The caller of one request on a connection (`calls.Caller`)."""
+class ConnectionCall(Caller):
+    """The caller of one request on a connection, which has one at a time."""
 
     __slots__ = ("_connection", "_when_done", "traceparent")
 
-    def __init__(self, connection: ClientConnection) -> None:
+    def __init__(self, connection: ClientConnection, traceparent: bytes = b"") -> None:
+        super().__init__(connection.access, connection.holder.tenant, connection.process)
         self._connection = connection
         self._when_done: list[Callable[[bool], None]] = []
         #: The client's trace span.
-        self.traceparent = b""
-
-    @property
-    def process(self) -> Process | None:
-        return self._connection.process
-
-    @property
-    def access(self) -> Access | None:
-        return self._connection.access
-
-    @property
-    def tenant(self) -> str:
-        return self._connection.holder.tenant
+        self.traceparent: Final = traceparent
 
     def proved(self, session: int) -> None:
         self._connection.attach(session)
-
-    def lasts(self) -> None:
-        """Nothing to do: a connection has one call at a time."""
 
     def when_done(self, callback: Callable[[bool], None]) -> None:
         self._when_done.append(callback)

@@ -38,8 +38,6 @@ class DataServer(Connections):
         self.sessions.data_port = 0
         await super().close()
 
-    def _origin(self, sock: socket.socket) -> str:
-        return network_of(sock.getpeername()[0])
-
-    def _stream(self, sock: socket.socket) -> Stream:
-        return accepted(sock, self.config.stall_timeout_s, self.handshakes)
+    def _accepted(self, sock: socket.socket) -> tuple[Stream, str]:
+        origin = network_of(sock.getpeername()[0])
+        return accepted(sock, self.config.stall_timeout_s, self.handshakes), origin

@@ -14,9 +14,9 @@ import asyncio
 import select
 import socket
 import ssl
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from typing import ClassVar, Final
 
 from ...proto import frames
@@ -359,10 +359,12 @@ class DataFrames:
         """Wait until so many bytes of the next request are there. Raises HungUp, OSError,
         LimitReached."""
         if self.ahead_bytes < size_bytes:
-            with self._stalling():
+            try:
                 async with asyncio.timeout(self._stall_s):
                     while self.ahead_bytes < size_bytes:
                         await self._more()
+            except TimeoutError:
+                raise LimitReached(f"the client stood still for {self._stall_s:g} s") from None
 
     async def _more(self) -> None:
         self._make_room()
@@ -474,13 +476,6 @@ class DataFrames:
             await ready
         finally:
             (loop.remove_reader if reading else loop.remove_writer)(fd)
-
-    @contextmanager
-    def _stalling(self) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            raise LimitReached(f"the client stood still for {self._stall_s:g} s") from None
 
 
 def _set(ready: asyncio.Future[None]) -> None:

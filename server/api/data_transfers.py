@@ -34,7 +34,7 @@ from ..runtime.loop import Core
 from ..runtime.rounds import Slices
 from ..runtime.writes import Write
 from . import messages
-from .calls import Caller, PlainCaller, to_its_end
+from .calls import Caller, to_its_end
 from .data_streams import DataFrames, Stream
 from .save_calls import Refusals, Saves, results_of
 from .service import READ_BYTES, CacheService, ReadFailures, bounds_of
@@ -103,7 +103,7 @@ class DataCalls:
                 mode=pb.CLAIM_MODE_RUN if request.generations else request.mode,
                 brief=not request.room_bytes,
             )
-            granted = self._service.claim_now(wanted, PlainCaller(caller.access, caller.tenant))
+            granted = self._service.claim_now(wanted, Caller(caller.access, caller.tenant))
             claim, held = granted.claim_id, not granted.claim_id
             try:
                 sending = await self._fetched(session, request, granted, frames)

@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import ssl
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
-from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health
 from grpc_health.v1 import health_pb2 as health_pb
 from grpc_reflection.v1alpha import reflection
@@ -19,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2 as reflection_pb
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import NotPermitted
+from ..config.options import Config
 from ..core.shares import Shares
 from ..runtime.descriptors import DescriptorWatch, with_arrivals
 from ..runtime.limited_log import lines_left_out
@@ -26,16 +25,16 @@ from ..runtime.listeners import Tracing
 from ..runtime.loop import Core
 from ..runtime.scrubbing import Scrubber
 from ..runtime.staging import StagingPool
-from .access import ADMIN_ROLES, CACHE_ROLES, Role, Tokens
+from .access import ADMIN_ROLES, CACHE_ROLES, Tokens
 from .admin import AdminService
 from .connections import Connections
 from .data_socket import DataServer
-from .grpc_adapter import Door, Ends, Method, PublicHandler, add_service, methods_of
+from .grpc_adapter import Door, Method, add_service, methods_of, public_handler
 from .grpc_connections import GrpcConnections, WorkersConnections
 from .local_socket import Handoff, LocalServer
 from .save_calls import Saves
 from .service import CacheService
-from .session_streams import ServiceConfig, Sessions
+from .session_streams import Sessions
 from .watching import Watching
 
 _CACHE: Final = pb.DESCRIPTOR.services_by_name["Cache"]
@@ -67,40 +66,41 @@ _UNTRACED_KINDS = ("give_back", "hand_over")
 class Front:
     """Owned by the event loop. The daemon binds and starts its servers."""
 
-    def __init__(self, core: Core, config: ServiceConfig) -> None:
+    def __init__(self, core: Core, config: Config, incarnation: bytes, max_remote: int) -> None:
+        """`max_remote`: connections over TCP to the gRPC server, and as many to the data socket."""
+        server = config.server
         self._core = core
+        self._max_remote = max_remote
         self.config: Final = config
-        self.sessions: Final = Sessions(config.incarnation, config.max_sessions)
+        self.sessions: Final = Sessions(incarnation, config.sessions.max_sessions)
         for ledger in core.state.tables.ledgers.values():
             if ledger.shares is not None:
                 self.sessions.namespaces.learn(ledger.shares.namespaces)
         self.stagings: Final = StagingPool(
-            config.staging_bytes, config.staging_total_bytes, core.executor, core.clock
+            server.staging_bytes, server.staging_total_bytes, core.executor, core.clock
         )
         self.sessions.when_closed.append(self.stagings.close)
         self.service: Final = CacheService(core, self.sessions, config)
         self.saves: Final = Saves(core, self.sessions, self.stagings, config)
         self.hand_over: Final = Handoff(core, self.stagings)
         self.local: Final = LocalServer(core, self.service, self.saves, self.hand_over)
-        self.data: Final = DataServer(core, self.service, self.saves, config.max_remote)
+        self.data: Final = DataServer(core, self.service, self.saves, max_remote)
         if core.tracing is not None:
-            for server in (self.local, self.data):
-                _trace_socket(server, core.tracing)
+            for sockets in (self.local, self.data):
+                _trace_socket(sockets, core.tracing)
         #: Scrubs nothing before it is started.
-        self.scrubber: Final = Scrubber(core, config.scrub_bytes_per_second)
-        self.admin: Final = AdminService(
-            core, config, self.sessions, self.in_flight, self.scrubber.scrubs
-        )
-        self.watching: Final = Watching(core, config)
-        self.sessions.recording.stall_timeout_s = config.stall_timeout_s
+        self.scrubber: Final = Scrubber(core, server.scrub_bytes_per_second)
+        self.admin: Final = AdminService(core, self.sessions, self.in_flight, self.scrubber.scrubs)
+        self.watching: Final = Watching(core, config, incarnation)
+        self.sessions.recording.stall_timeout_s = server.stall_timeout_s
         self.health: Final = health.aio.HealthServicer()
         #: Calls over gRPC that are open now, and those that ask for no token.
-        self.calls: Final = Shares("calls over gRPC (max_rpcs)", config.max_rpcs)
+        self.calls: Final = Shares("calls over gRPC (max_rpcs)", server.max_rpcs)
         self.public_calls: Final = Shares("calls without a token", _MAX_PUBLIC_CALLS)
         #: Connections to the gRPC server for TCP.
-        self.connections: Final = GrpcConnections(config.max_remote)
+        self.connections: Final = GrpcConnections(max_remote)
         #: Connections to the gRPC server on the workers' socket.
-        self.workers_connections: Final = WorkersConnections(config.max_sessions)
+        self.workers_connections: Final = WorkersConnections(config.sessions.max_sessions)
         #: The daemon sets its limit, and starts it.
         self.descriptors: Final = DescriptorWatch(0, core.health)
         #: gRPC for workers and, on a server of its own, for operators. Neither listens yet.
@@ -209,12 +209,12 @@ class Front:
     ) -> grpc.aio.Server:
         config = self.config
         operators = _CACHE not in services
-        within = config.max_rpcs + config.max_sessions + config.max_watchers
+        within = config.server.max_rpcs + config.sessions.max_sessions + config.watch.max_watchers
         server = grpc.aio.server(
             # The door refuses before; this bounds what waits for it.
             maximum_concurrent_rpcs=within + _MAX_PUBLIC_CALLS + _MAX_ARRIVING,
             options=[
-                *(_remote_options(config) if remote else ()),
+                *(self._remote_options() if remote else ()),
                 ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MS),
                 # A session is a call, so its connection is not idle. Operators may look now and
                 # then: gRPC would tell them on their terminal that it hung up.
@@ -234,60 +234,43 @@ class Front:
             ],
         )
         # Operators on this host find a place whatever clients do.
-        calls = Shares("operators' calls", config.max_rpcs) if operators else self.calls
-        door = Door(calls, self.tokens if remote else None, self.connections if remote else None)
-        ends = Ends(config.stall_timeout_s, door.hang_up)
+        calls = Shares("operators' calls", config.server.max_rpcs) if operators else self.calls
+        tokens, connections = (self.tokens, self.connections) if remote else (None, None)
+        door = Door(calls, config.server.stall_timeout_s, tokens, connections)
         for service, methods in services.items():
             roles = CACHE_ROLES if service is _CACHE else ADMIN_ROLES
-            guards = {name: door.guard(roles.get(name, Role.ADMIN)) for name in methods}
-            add_service(server, service, methods, guards, ends)
+            add_service(server, service, methods, roles, door)
         names = [each.full_name for each in services]
-        for handler in self._public(names, reflects=not remote or config.reflection):
-            server.add_generic_rpc_handlers(
-                (PublicHandler(handler, self.public_calls, remote=remote),)
-            )
+        server.add_generic_rpc_handlers(tuple(self._public(names, remote=remote)))
         return server
 
-    def _public(self, names: list[str], *, reflects: bool) -> Iterator[grpc.GenericRpcHandler]:
+    def _remote_options(self) -> Iterator[tuple[str, int]]:
+        """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
+        yield "grpc.max_allowed_incoming_connections", with_arrivals(self._max_remote)
+        yield "grpc.max_concurrent_streams", _MAX_STREAMS
+
+    def _public(self, names: list[str], *, remote: bool) -> Iterator[grpc.GenericRpcHandler]:
         """The services that everybody may call."""
-        yield _generic(health_pb.DESCRIPTOR.services_by_name["Health"], self.health)
-        if reflects:
+        places = self.public_calls
+        yield public_handler(
+            health_pb.DESCRIPTOR.services_by_name["Health"], self.health, places, remote=remote
+        )
+        if not remote or self.config.server.reflection:
             everything = [*names, health.SERVICE_NAME, reflection.SERVICE_NAME]
-            yield _generic(
+            yield public_handler(
                 reflection_pb.DESCRIPTOR.services_by_name["ServerReflection"],
                 reflection.aio.ReflectionServicer(everything),
+                places,
+                remote=remote,
             )
-
-
-def _remote_options(config: ServiceConfig) -> Iterator[tuple[str, int]]:
-    """Bounds on what a connection may hold before gRPC knows any call of it, and afterwards."""
-    yield "grpc.max_allowed_incoming_connections", with_arrivals(config.max_remote)
-    yield "grpc.max_concurrent_streams", _MAX_STREAMS
-
-
-def _generic(service: Any, servicer: Any) -> grpc.GenericRpcHandler:
-    """A service of a library as a handler."""
-    handlers = {}
-    for rpc in service.methods:
-        if hasattr(servicer, rpc.name):
-            ins = "stream" if rpc.client_streaming else "unary"
-            outs = "stream" if rpc.server_streaming else "unary"
-            handlers[rpc.name] = getattr(grpc, f"{ins}_{outs}_rpc_method_handler")(
-                getattr(servicer, rpc.name),
-                request_deserializer=GetMessageClass(rpc.input_type).FromString,
-                response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
-            )
-    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 def _traced(methods: Mapping[str, Method], tracing: Tracing) -> dict[str, Method]:
     """The methods of the `Cache` service over gRPC, with a span for each call."""
-    traced = dict(methods)
-    for name, method in methods.items():
-        if name != _UNTRACED:
-            call: Any = tracing.rpc(name, "grpc", method.call)
-            traced[name] = replace(method, call=call)
-    return traced
+    return {
+        name: method if name == _UNTRACED else tracing.rpc(name, "grpc", method)
+        for name, method in methods.items()
+    }
 
 
 def _trace_socket(server: Connections, tracing: Tracing) -> None:

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from typing import Any, Final, TypeAlias
 from urllib.parse import unquote
@@ -36,7 +35,7 @@ from ...proto.errors import (
 from ...proto.trace_parent import TRACE_HEADER
 from ..core.shares import HOST, Holder, Shares
 from .access import Access, Role, Tokens, tenant_of
-from .calls import Caller, CallerGone, Process, cut_off_with, error_of, taken_within
+from .calls import Caller, CallerGone, cut_off_with, error_of, taken_within
 from .grpc_connections import GrpcConnections, network_of, plain_host
 from .messages import parse
 
@@ -44,26 +43,9 @@ Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 
-
-@dataclass(frozen=True, slots=True)
-class Unary:
-    """A method that takes a request, or an iterator over requests, and returns its response."""
-
-    call: Callable[[Any, Caller], Awaitable[Message]]
-
-
-@dataclass(frozen=True, slots=True)
-class Streaming:
-    """A method that takes the same and yields responses, which may be encoded already."""
-
-    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]]
-
-
-Method: TypeAlias = Unary | Streaming
-
-
-#: Around a call, from its headers on: lets it in, or raises PrefixdError.
-Guard: TypeAlias = "Callable[[Context], AbstractContextManager[GrpcCaller]]"
+#: Takes a request, or an iterator over requests, and returns its response, or yields several, which
+#: may be encoded already.
+Method: TypeAlias = Callable[[Any, Caller], Any]
 
 #: The only message of a call comes this soon after its headers.
 MESSAGE_WITHIN_S = 5.0
@@ -72,23 +54,12 @@ _STATUS_WITHIN_S = 5.0
 _HEADER: Final = "authorization"
 
 
-@dataclass(frozen=True)
-class Ends:
-    """How calls end whose clients read nothing."""
-
-    #: How long a client may leave an answer untaken.
-    stall_s: float = 30.0
-    #: Closes the connection of a call.
-    hang_up: Callable[[Context], None] = lambda _: None
-
-
 def methods_of(service: ServiceDescriptor, *owners: object) -> dict[str, Method]:
     """The methods for the rpcs of `service`: those of `owners` with their names in snake case."""
     methods: dict[str, Method] = {}
     for rpc in service.methods:
         name = re.sub("(?<!^)(?=[A-Z])", "_", rpc.name).lower()
-        call = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
-        methods[rpc.name] = Streaming(call) if rpc.server_streaming else Unary(call)
+        methods[rpc.name] = next(getattr(owner, name) for owner in owners if hasattr(owner, name))
     return methods
 
 
@@ -96,20 +67,17 @@ def add_service(
     server: grpc.aio.Server,
     service: ServiceDescriptor,
     methods: Mapping[str, Method],
-    guards: Mapping[str, Guard] | None = None,
-    ends: Ends | None = None,
+    roles: Mapping[str, Role],
+    door: Door,
 ) -> None:
-    """Serve every rpc of `service` with the method of its name. `guards`: by rpc; None: everybody
-    may call all of them. Raises ValueError unless each rpc has a method and a guard."""
+    """Serve every rpc of `service` with the method of its name, behind `door`. `roles`: what a
+    caller needs, by rpc; ADMIN for the others. Raises ValueError unless each rpc has a method."""
     handlers = {}
     for rpc in service.methods:
-        method = methods.get(rpc.name)
-        if method is None or isinstance(method, Streaming) != rpc.server_streaming:
+        if rpc.name not in methods:
             raise ValueError(f"{rpc.full_name} has no method that can serve it")
-        if guards is not None and rpc.name not in guards:
-            raise ValueError(f"nobody guards {rpc.full_name}")
-        guard = guards[rpc.name] if guards else _unguarded
-        handlers[rpc.name] = _handler(rpc, method, guard, ends or Ends())
+        role = roles.get(rpc.name, Role.ADMIN)
+        handlers[rpc.name] = _handler(rpc, methods[rpc.name], door, role)
     if len(methods) != len(handlers):
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)
@@ -118,32 +86,29 @@ def add_service(
     server.add_registered_method_handlers(service.full_name, handlers)
 
 
-class GrpcCaller:
-    """The caller of an rpc. gRPC does not tell which process it is."""
+class GrpcCaller(Caller):
+    """The caller of an rpc. gRPC does not tell which process it is, and a channel carries the calls
+    of any number of sessions."""
 
-    process: Final[Process | None] = None
+    __slots__ = ("_context", "_give_place")
 
     def __init__(
         self,
         context: Context,
-        access: Access | None = None,
-        tenant: str = HOST,
-        give_place: Callable[[], None] = lambda: None,
+        access: Access | None,
+        tenant: str,
+        give_place: Callable[[], None],
     ) -> None:
         """`give_place` gives back the place of the call."""
+        super().__init__(access, tenant)
         self._context = context
         self._give_place: Callable[[], None] | None = give_place
-        self.access: Final = access
-        self.tenant: Final = tenant
 
     @property
     def traceparent(self) -> bytes:
         """The client's trace span."""
         given = dict(self._context.invocation_metadata() or ()).get(TRACE_HEADER, "")
         return str(given).encode()
-
-    def proved(self, session: int) -> None:
-        """A channel carries the calls of any number of sessions."""
 
     def lasts(self) -> None:
         give_place, self._give_place = self._give_place, None
@@ -157,23 +122,32 @@ class GrpcCaller:
         self._context.add_done_callback(done)  # type: ignore[arg-type]  # the stub wants a class of its own
 
 
-def _unguarded(context: Context) -> AbstractContextManager[GrpcCaller]:
-    return nullcontext(GrpcCaller(context))
-
-
-def _handler(rpc: MethodDescriptor, method: Method, guard: Guard, ends: Ends) -> _Handler:
+def _handler(rpc: MethodDescriptor, method: Method, door: Door, role: Role) -> _Handler:
     # On the wire one message is a stream of one message. gRPC would read it before it asks the
-    # guard, and keep an answer after the call has given its place back. So every rpc is one of
+    # door, and keep an answer after the call has given its place back. So every rpc is one of
     # streams here.
     taken: Callable[[AsyncIterator[Any]], Awaitable[Any]]
     taken = _all_of if rpc.client_streaming else _only
-    behaviour: Callable[..., Awaitable[Any]]
-    if isinstance(method, Streaming):
-        behaviour = partial(_streaming, rpc.name, method.call, taken, guard, ends)
-    else:
-        behaviour = partial(_answering, rpc.name, method.call, taken, guard, ends)
+    respond: Callable[[Any, Context, float], Awaitable[None]]
+    respond = _respond_all if rpc.server_streaming else _respond
+
+    async def serve(requests: AsyncIterator[Any], context: Context) -> None:
+        try:
+            with door.enter(role, context) as caller:
+                if rpc.server_streaming:
+                    # Otherwise gRPC sends it with the first response, and again with the status if
+                    # sending that response was cut off. gRPC's core refuses this, and the client
+                    # never gets the status.
+                    await context.send_initial_metadata(())
+                await respond(method(await taken(requests), caller), context, door.stall_s)
+        except (Exception, asyncio.CancelledError) as problem:
+            error = _error_of(rpc.name, problem)
+        else:
+            return
+        await _abort(context, error, door)
+
     return grpc.stream_stream_rpc_method_handler(
-        behaviour,
+        serve,
         request_deserializer=partial(
             _parse, GetMessageClass(rpc.input_type), most_bytes(rpc.input_type)
         ),
@@ -181,55 +155,22 @@ def _handler(rpc: MethodDescriptor, method: Method, guard: Guard, ends: Ends) ->
     )
 
 
-async def _answering(
-    name: str,
-    call: Callable[[Any, Caller], Awaitable[Message]],
-    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
-    guard: Guard,
-    ends: Ends,
-    requests: AsyncIterator[Any],
-    context: Context,
-) -> None:
-    try:
-        with guard(context) as caller:
-            answer = await call(await taken(requests), caller)
-            await context.send_initial_metadata(())  # as in `_streaming`
-            with taken_within(ends.stall_s, "its answer"):
-                await context.write(answer)
-            del answer
-    except (Exception, asyncio.CancelledError) as problem:
-        error = _error_of(name, problem)
-    else:
-        return
-    await _abort(context, error, ends)
+async def _respond(answering: Awaitable[Message], context: Context, stall_s: float) -> None:
+    answer = await answering
+    await context.send_initial_metadata(())  # as in `_handler`
+    with taken_within(stall_s, "its answer"):
+        await context.write(answer)
 
 
-async def _streaming(
-    name: str,
-    call: Callable[[Any, Caller], AsyncGenerator[Message | bytes, None]],
-    taken: Callable[[AsyncIterator[Any]], Awaitable[Any]],
-    guard: Guard,
-    ends: Ends,
-    requests: AsyncIterator[Any],
-    context: Context,
+async def _respond_all(
+    responses: AsyncGenerator[Message | bytes, None], context: Context, _stall_s: float
 ) -> None:
-    try:
-        with guard(context) as caller:
-            # Otherwise gRPC sends it with the first response, and again with the status if sending
-            # that response was cut off. gRPC's core refuses this, and the client never gets the
-            # status.
-            await context.send_initial_metadata(())
-            async with aclosing(call(await taken(requests), caller)) as responses:
-                async for response in responses:
-                    try:
-                        await context.write(response)
-                    finally:  # or its bytes stay in memory while the next response is made
-                        del response
-    except (Exception, asyncio.CancelledError) as problem:
-        error = _error_of(name, problem)
-    else:
-        return
-    await _abort(context, error, ends)
+    async with aclosing(responses):
+        async for response in responses:
+            try:
+                await context.write(response)
+            finally:  # or its bytes stay in memory while the next response is made
+                del response
 
 
 def _error_of(name: str, problem: BaseException) -> PrefixdError:
@@ -246,14 +187,14 @@ def _error_of(name: str, problem: BaseException) -> PrefixdError:
     raise problem
 
 
-async def _abort(context: Context, error: PrefixdError, ends: Ends) -> None:
+async def _abort(context: Context, error: PrefixdError, door: Door) -> None:
     """End an rpc with an error of the contract. Never returns."""
     try:
         async with asyncio.timeout(_STATUS_WITHIN_S):
             await context.abort(grpc_code(error), str(error), metadata_of(error))
     except TimeoutError:
         # The status is behind bytes that the client does not take, and gRPC keeps them.
-        ends.hang_up(context)
+        door.hang_up(context)
         raise asyncio.CancelledError from None
 
 
@@ -340,32 +281,30 @@ class Door:
     def __init__(
         self,
         calls: Shares,
+        stall_s: float,
         tokens: Tokens | None = None,
         connections: GrpcConnections | None = None,
     ) -> None:
-        """`calls`: places for calls. `connections`: those of a server for TCP. None: a Unix socket,
-        whose clients the file system let in."""
+        """`calls`: places for calls. `stall_s`: how long a client may leave an answer untaken.
+        `connections`: those of a server for TCP. None: a Unix socket, whose clients the file system
+        let in."""
         self._calls = calls
+        self.stall_s: Final = stall_s
         self._tokens = tokens
         self._connections = connections
 
-    def guard(self, needed: Role) -> Guard:
-        """Lets a call in, if it has a token that allows `needed` and its tenant may have one more.
-        Raises PrefixdError."""
-        places = self._calls
-
-        @contextmanager
-        def enter(context: Context) -> Iterator[GrpcCaller]:
-            access, tenant = self._known(needed, context)
-            holder = Holder(tenant)
-            places.take(holder)
-            caller = GrpcCaller(context, access, tenant, partial(places.give, holder))
-            try:
-                yield caller
-            finally:
-                caller.lasts()
-
-        return enter
+    @contextmanager
+    def enter(self, needed: Role, context: Context) -> Iterator[GrpcCaller]:
+        """Around a call, from its headers on: lets it in, if it has a token that allows `needed`
+        and its tenant may have one more. Raises PrefixdError."""
+        access, tenant = self._known(needed, context)
+        holder = Holder(tenant)
+        self._calls.take(holder)
+        caller = GrpcCaller(context, access, tenant, partial(self._calls.give, holder))
+        try:
+            yield caller
+        finally:
+            caller.lasts()
 
     def hang_up(self, context: Context) -> None:
         """Close the connection of a call whose client reads nothing, as far as this is known."""
@@ -394,53 +333,48 @@ class Door:
         return access, tenant
 
 
-class PublicHandler(grpc.GenericRpcHandler):
-    """The rpcs of a service that asks for no token (health, reflection), which may hold few places:
+def public_handler(
+    service: Any, servicer: object, places: Shares, *, remote: bool
+) -> grpc.GenericRpcHandler:
+    """A service of a library that asks for no token (health, reflection), and may hold few places:
     each host its share of `places`, and none that does not send its message soon."""
-
-    def __init__(self, inner: grpc.GenericRpcHandler, places: Shares, *, remote: bool) -> None:
-        self._inner = inner
-        self._places = places
-        self._remote = remote
-
-    def service(
-        self, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
-        handler: Any = self._inner.service(handler_call_details)
-        if handler is None:
-            return None
-        return grpc.stream_stream_rpc_method_handler(
-            self._bounded(handler), handler.request_deserializer, handler.response_serializer
+    handlers = {
+        rpc.name: grpc.stream_stream_rpc_method_handler(
+            partial(_serve_public, rpc, getattr(servicer, rpc.name), places, remote),
+            request_deserializer=GetMessageClass(rpc.input_type).FromString,
+            response_serializer=GetMessageClass(rpc.output_type).SerializeToString,
         )
-
-    def _bounded(self, handler: Any) -> Callable[..., Any]:
-        async def serve(requests: AsyncIterator[Any], context: Context) -> None:
-            try:
-                holder = Holder(network_of(peer_of(context)[0]) if self._remote else HOST)
-                self._places.take(holder)
-            except (LimitReached, NotAuthenticated) as problem:
-                await context.abort(grpc_code(problem), str(problem))
-            try:
-                await _serve(handler, _timely(requests, context), context)
-            finally:
-                self._places.give(holder)
-
-        return serve
+        for rpc in service.methods
+        if hasattr(servicer, rpc.name)
+    }
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
-async def _serve(handler: Any, requests: AsyncIterator[Any], context: Context) -> None:
-    """Serve an rpc of any kind as one of streams."""
-    if handler.stream_stream is not None:
-        async for response in handler.stream_stream(requests, context):
-            await context.write(response)
-        return
-    request = await anext(requests, None)
-    if request is None:
-        return
-    if handler.unary_unary is not None:
-        await context.write(await handler.unary_unary(request, context))
-    else:
-        await handler.unary_stream(request, context)
+async def _serve_public(
+    rpc: MethodDescriptor,
+    method: Any,
+    places: Shares,
+    remote: bool,
+    requests: AsyncIterator[Any],
+    context: Context,
+) -> None:
+    try:
+        holder = Holder(network_of(peer_of(context)[0]) if remote else HOST)
+        places.take(holder)
+    except (LimitReached, NotAuthenticated) as problem:
+        await context.abort(grpc_code(problem), str(problem))
+    messages = _timely(requests, context)
+    try:
+        if rpc.client_streaming:
+            async for response in method(messages, context):
+                await context.write(response)
+        elif (request := await anext(messages, None)) is not None:
+            if rpc.server_streaming:
+                await method(request, context)
+            else:
+                await context.write(await method(request, context))
+    finally:
+        places.give(holder)
 
 
 async def _timely(requests: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:

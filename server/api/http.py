@@ -37,7 +37,7 @@ from ..core.arrivals import Arrivals
 from ..core.events import TierState
 from ..runtime.limited_log import LimitedLog
 from .admin_views import AdminViews
-from .calls import PlainCaller
+from .calls import Caller
 from .grpc_connections import network_of
 from .metrics import StateCollector
 from .usage import words_of
@@ -300,7 +300,7 @@ class Board:
         self._taking.add_done_callback(partial(_tell, sample))
 
     async def _take(self) -> bytes:
-        caller = PlainCaller()
+        caller = Caller()
         stats = await self._admin.stats(pb.StatsRequest(), caller)
         oldest = pb.ListClaimsRequest(page_claims=_OLDEST_CLAIMS)
         claims = await self._admin.list_claims(oldest, caller)

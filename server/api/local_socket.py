@@ -61,12 +61,12 @@ _TURN_BYTES: Final = 8 * 2**20
 
 
 class LocalServer(Connections):
-    """Listens on `ServiceConfig.local_socket`; `start` and `close` belong to the event loop."""
+    """Listens on `ServerSection.local_socket`; `start` and `close` belong to the event loop."""
 
     name = "local"
 
     def __init__(self, core: Core, service: CacheService, saves: Saves, hand_over: Handoff) -> None:
-        super().__init__(core, service, saves, service.config.max_connections)
+        super().__init__(core, service, saves, service.config.server.max_connections)
         self.socket: Final = UnixSocket("server.address", Path(self.config.local_socket), 0o600)
         self.hand_over: Final = hand_over
         self.lent: Final = LentSaves(saves)
@@ -92,11 +92,9 @@ class LocalServer(Connections):
         self.socket.remove()
         await super().close()
 
-    def _origin(self, sock: socket.socket) -> str:
-        return str(Process.behind(sock).pid)
-
-    def _stream(self, sock: socket.socket) -> Stream:
-        return Stream(sock, Process.behind(sock))
+    def _accepted(self, sock: socket.socket) -> tuple[Stream, str]:
+        process = Process.behind(sock)
+        return Stream(sock, process), str(process.pid)
 
     async def _hand_over(
         self, request: pb.HandOverRequest, caller: Caller, frames: DataFrames

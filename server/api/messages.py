@@ -310,12 +310,11 @@ def flight_of(flight: FlightInfo) -> pb.InFlight:
     return pb.InFlight(owner=flight.owner, age_ms=max(0, flight.age_ns) // 1_000_000)
 
 
-def lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.LookupResponse:
+def lookup_response(answer: LookupAnswer, incarnation: bytes, *, brief: bool) -> pb.LookupResponse:
+    if brief:
+        presences = map(_presence, answer.results)
+        return pb.LookupResponse(incarnation=incarnation, presences=presences)
     return pb.LookupResponse(incarnation=incarnation, results=map(_lookup_result, answer.results))
-
-
-def brief_lookup_response(answer: LookupAnswer, incarnation: bytes) -> pb.LookupResponse:
-    return pb.LookupResponse(incarnation=incarnation, presences=map(_presence, answer.results))
 
 
 def _presence(found: Found) -> pb.Presence.ValueType:
@@ -332,30 +331,28 @@ def _lookup_result(found: Found) -> pb.LookupResult:
     return pb.LookupResult(presence=pb.PRESENCE_IN_FLIGHT, in_flight=flight_of(found))
 
 
-def claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
-    return pb.ClaimResponse(
-        claim_id=answer.claim,
-        lease_ms=answer.lease_ns // 1_000_000,
-        results=[
-            pb.ClaimResult(
-                claimed=claimed,
-                presence=_presence(found),
-                entry=info_of(found) if isinstance(found, EntryState) else None,
-            )
-            for found, claimed in zip(answer.results, answer.claimed, strict=True)
-        ],
-    )
-
-
-def brief_claim_response(answer: ClaimAnswer) -> pb.ClaimResponse:
-    return pb.ClaimResponse(
-        claim_id=answer.claim,
-        lease_ms=answer.lease_ns // 1_000_000,
-        generations=[
-            found.generation if claimed and isinstance(found, EntryState) else 0
-            for found, claimed in zip(answer.results, answer.claimed, strict=True)
-        ],
-    )
+def claim_response(answer: ClaimAnswer, *, brief: bool) -> pb.ClaimResponse:
+    response = pb.ClaimResponse(claim_id=answer.claim, lease_ms=answer.lease_ns // 1_000_000)
+    results = zip(answer.results, answer.claimed, strict=True)
+    if brief:
+        response.generations.extend(
+            [
+                found.generation if claimed and isinstance(found, EntryState) else 0
+                for found, claimed in results
+            ]
+        )
+    else:
+        response.results.extend(
+            [
+                pb.ClaimResult(
+                    claimed=claimed,
+                    presence=_presence(found),
+                    entry=info_of(found) if isinstance(found, EntryState) else None,
+                )
+                for found, claimed in results
+            ]
+        )
+    return response
 
 
 def reserve_result(reserved: Reserved) -> pb.ReserveResult:

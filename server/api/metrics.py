@@ -12,6 +12,7 @@ with the daemon. All metrics of a tier have the labels `tier` and `policy`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from itertools import accumulate
 from typing import Final, TypeAlias
@@ -182,89 +183,72 @@ def lag_dict(lag: LoopLag) -> dict[str, int]:
     }
 
 
+@dataclass(eq=False, repr=False)
 class StateCollector(Collector):
     """The metrics of one `MetaState`. Changes nothing; `collect` may run on any thread, and calls
     the functions below on it."""
 
-    def __init__(
-        self,
-        state: MetaState,
-        unhealthy: Callable[[], Mapping[str, str]] = dict,
-        lag: LoopLag | None = None,
-        in_flight: Callable[[], Mapping[str, int]] = dict,
-        notices: Callable[[], Mapping[str, str]] = dict,
-        oldest_ns: Callable[[Tier], int] = lambda _tier: 0,
-        scrubs: Mapping[Tier, Scrub] | None = None,
-        *,
-        usage: UsageBook | None = None,
-        latencies: Latencies | None = None,
-        commits: Callable[[], Mapping[Tier, Histogram]] = dict,
-        syncs: Callable[[], Mapping[Tier, Histogram]] = dict,
-        now_ns: Callable[[], int] | None = None,
-        shared: Callable[[], Mapping[str, int]] = dict,
-        pressure: Callable[[], Mapping[str, float]] = dict,
-        certificates: Callable[[], Mapping[str, int]] = dict,
-    ) -> None:
-        #: The parts of the daemon that do not work, each with the reason.
-        self.unhealthy = unhealthy
-        #: The parts that are less than they could be, each with the reason.
-        self._notices = notices
-        #: For how long a device has not answered.
-        self._oldest_ns = oldest_ns
-        self._scrubs = {} if scrubs is None else scrubs
-        self._state = state
-        self._lag = lag
-        #: Memory that calls occupy (`Front.in_flight`).
-        self._in_flight = in_flight
-        #: What clients report.
-        self._usage = usage or UsageBook()
-        self._latencies = latencies
-        #: How long commits, and the syncs in them, take.
-        self._commits = commits
-        self._syncs = syncs
-        self._shared = shared
-        self._pressure = pressure
-        #: When each certificate ends, by its option, in Unix seconds.
-        self._certificates = certificates
-        self._now_ns = now_ns or (lambda: state.tables.stamp_ns)
+    state: MetaState
+    #: The parts of the daemon that do not work, each with the reason.
+    unhealthy: Callable[[], Mapping[str, str]] = dict
+    lag: LoopLag | None = None
+    #: Memory that calls occupy (`Front.in_flight`).
+    in_flight: Callable[[], Mapping[str, int]] = dict
+    #: The parts that are less than they could be, each with the reason.
+    notices: Callable[[], Mapping[str, str]] = dict
+    #: For how long a device has not answered.
+    oldest_ns: Callable[[Tier], int] = lambda _tier: 0
+    scrubs: Mapping[Tier, Scrub] = field(default_factory=dict)
+    _: KW_ONLY
+    #: What clients report.
+    usage: UsageBook = field(default_factory=UsageBook)
+    latencies: Latencies | None = None
+    #: How long commits, and the syncs in them, take.
+    commits: Callable[[], Mapping[Tier, Histogram]] = dict
+    syncs: Callable[[], Mapping[Tier, Histogram]] = dict
+    now_ns: Callable[[], int] | None = None
+    shared: Callable[[], Mapping[str, int]] = dict
+    pressure: Callable[[], Mapping[str, float]] = dict
+    #: When each certificate ends, by its option, in Unix seconds.
+    certificates: Callable[[], Mapping[str, int]] = dict
 
     def collect(self) -> Iterator[Metric]:
         """One reading of everything."""
-        tables = self._state.tables
-        for name, value in counters_dict(self._state).items():
-            field = name.removeprefix("prefixd_").removesuffix("_total")
-            yield CounterMetricFamily(name, COUNTERS[field], value)
+        tables = self.state.tables
+        for name, value in counters_dict(self.state).items():
+            counter = name.removeprefix("prefixd_").removesuffix("_total")
+            yield CounterMetricFamily(name, COUNTERS[counter], value)
         for name, (about, size) in TABLE_SIZES.items():
             yield _gauge(name, about, size(tables))
-        for name, value in self._shared().items():
+        for name, value in self.shared().items():
             kind = GaugeMetricFamily if name in SHARED_GAUGES else CounterMetricFamily
             yield kind(f"prefixd_shared_{name}", SHARED[name], value)
-        for name, number in self._pressure().items():
+        for name, number in self.pressure().items():
             kind = GaugeMetricFamily if name in _PRESSURE_GAUGES else CounterMetricFamily
             yield kind(f"prefixd_pressure_{name}", PRESSURE[name], number)
         yield _gauges(
             "certificate_ends_timestamp_seconds",
             "When a certificate in use ends.",
             ["option"],
-            (([option], ends_s) for option, ends_s in self._certificates().items()),
+            (([option], ends_s) for option, ends_s in self.certificates().items()),
         )
         yield from self._collect_tiers(tables)
         yield from self._collect_scrubs()
         yield from self._collect_health()
-        if self._lag is not None:
+        if self.lag is not None:
             yield _histogram(
                 "loop_lag_seconds",
                 "How late the event loop came to its pulse.",
                 [],
-                [((), self._lag.pulses)],
+                [((), self.lag.pulses)],
             )
-        yield from collect_usage(self._usage)
+        yield from collect_usage(self.usage)
         yield from self._collect_times(tables)
         yield _gauges(
             "in_flight",
             "Memory that calls use, and calls that were refused for lack of it.",
             ["what"],
-            (([what], value) for what, value in self._in_flight().items()),
+            (([what], value) for what, value in self.in_flight().items()),
         )
         yield _gauges("build_info", "Always 1.", ["version"], [([__version__], 1)])
 
@@ -280,10 +264,11 @@ class StateCollector(Collector):
             yield make(f"tier_{name}", about, _TIER_LABELS, samples)
 
     def _collect_times(self, tables: Tables) -> Iterator[Metric]:
+        now_ns = tables.stamp_ns if self.now_ns is None else self.now_ns()
         yield _gauge(
             "oldest_claim_seconds",
             "For how long the oldest claim has been held; 0: there is none.",
-            tables.oldest_claim_ns(self._now_ns()) / 1e9,
+            tables.oldest_claim_ns(now_ns) / 1e9,
         )
         yield _histogram(
             "eviction_age_seconds",
@@ -295,24 +280,24 @@ class StateCollector(Collector):
             "commit_seconds",
             "From the last byte of an entry until its store has recorded it.",
             ["tier"],
-            [((tier.label,), taken) for tier, taken in self._commits().items()],
+            [((tier.label,), taken) for tier, taken in self.commits().items()],
         )
         yield _histogram(
             "sync_seconds",
             "How long a device took to make the payloads of a commit durable (fdatasync).",
             ["tier"],
-            [((tier.label,), taken) for tier, taken in self._syncs().items()],
+            [((tier.label,), taken) for tier, taken in self.syncs().items()],
         )
-        if self._latencies is not None:
+        if self.latencies is not None:
             for name, about in (
                 ("claim", "From a claim to its answer, waiting for saves in flight included."),
                 ("save", "From the first message of a save to its results."),
             ):
-                taken = getattr(self._latencies, name)
+                taken = getattr(self.latencies, name)
                 yield _histogram(f"{name}_seconds", about, [], [((), taken)])
 
     def _collect_scrubs(self) -> Iterator[Metric]:
-        scrubs = [([tier.label], scrub) for tier, scrub in self._scrubs.items()]
+        scrubs = [([tier.label], scrub) for tier, scrub in self.scrubs.items()]
         for name, about in SCRUB_COUNTERS.items():
             samples = ((labels, getattr(scrub, name)) for labels, scrub in scrubs)
             yield _counters(f"scrub_{name}", about, ["tier"], samples)
@@ -342,9 +327,9 @@ class StateCollector(Collector):
             "notices",
             "1 for each part that is less than it could be while the daemon serves.",
             ["part"],
-            (([part], 1) for part in self._notices()),
+            (([part], 1) for part in self.notices()),
         )
-        tiers, closed = list(self._state.tables.ledgers), self._state.tables.closed
+        tiers, closed = list(self.state.tables.ledgers), self.state.tables.closed
         yield _gauges(
             "tier_closed",
             "1: it takes no saves now.",
@@ -360,7 +345,7 @@ class StateCollector(Collector):
             "tier_oldest_io_seconds",
             "For how long its device has not answered; 0: it owes no answer.",
             ["tier"],
-            (([tier.label], self._oldest_ns(tier) / 1e9) for tier in tiers),
+            (([tier.label], self.oldest_ns(tier) / 1e9) for tier in tiers),
         )
 
 

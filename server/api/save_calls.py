@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import (
     AsyncIterator,
+    Awaitable,
     Callable,
     Collection,
-    Coroutine,
     Iterator,
     Mapping,
 )
@@ -26,6 +26,7 @@ from ...proto.errors import (
     UnknownSession,
 )
 from ...proto.vocabulary import SaveStatus
+from ..config.options import Config
 from ..core.effects import CancelAnswer, ReserveAnswer, SaveEnded, WriteOrder
 from ..core.events import CancelAsked, KeysTouched, KeyToSave, ReserveAsked, WriteBegan
 from ..core.shares import Holder
@@ -38,7 +39,7 @@ from ..runtime.writes import Piece
 from . import messages
 from .access import Access, Role
 from .calls import Caller
-from .session_streams import Membership, ServiceConfig, Sessions, first_message
+from .session_streams import Membership, Sessions, first_message
 
 Q = TypeVar("Q")
 S = TypeVar("S", pb.SaveStagedResponse, pb.SaveLentResponse)
@@ -71,15 +72,15 @@ class Saves:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
     def __init__(
-        self, core: Core, sessions: Sessions, stagings: StagingPool, config: ServiceConfig
+        self, core: Core, sessions: Sessions, stagings: StagingPool, config: Config
     ) -> None:
         self.core: Final = core
         self._sessions = sessions
         self._stagings = stagings
-        self._config = config
-        self._stall_s = config.stall_timeout_s
+        self._ttl_ms = config.sessions.reservation_ttl_ns // 1_000_000
+        self._stall_s = config.server.stall_timeout_s
         self._rounds: Final = Rounds()
-        self.arriving: Final = Quota("saves", config.max_save_bytes, config.stall_timeout_s)
+        self.arriving: Final = Quota("saves", config.server.max_save_bytes, self._stall_s)
 
     # ---- reservations
 
@@ -118,7 +119,7 @@ class Saves:
             ),
             begin=begin,
             ttl_ns=messages.milliseconds(
-                "ttl_ms", header.ttl_ms, self._config.reservation_ttl_ms, limits.MAX_LEASE_MS
+                "ttl_ms", header.ttl_ms, self._ttl_ms, limits.MAX_LEASE_MS
             ),
             wait_until_ns=messages.wait_until(now_ns, header.wait_ms),
             now_ns=now_ns,
@@ -168,7 +169,7 @@ class Saves:
                         if incoming.broken is not None:
                             break
                         pace.moved(request.ByteSize())
-                        request = await self._next(requests, membership, pace)
+                        request = await self._awaited(anext(requests, None), membership, pace)
                 return pb.SaveResponse(results=await results_of(refusals, incoming))
 
     async def save_staged(
@@ -232,7 +233,7 @@ class Saves:
                 async with asyncio.timeout(self._stall_s):
                     first = await first_message(requests)
             except TimeoutError:
-                raise self._silent() from None
+                raise LimitReached(f"the client sent nothing for {self._stall_s:g} s") from None
             membership = self.opened(first, caller)
             if membership.holder.tenant == caller.tenant:
                 await room.belongs_to(membership.holder)
@@ -316,20 +317,14 @@ class Saves:
 
     # ---- how they go on
 
-    async def _next(
-        self, requests: AsyncIterator[Q], membership: Membership, pace: Pace
-    ) -> Q | None:
-        """The next message, or None at the end of the stream. Raises UnknownSession or Draining
-        when the session has ended, and with it every reservation, and LimitReached when the client
-        is silent or too slow for too long."""
-        return await self._awaited(_following(requests), membership, pace)
-
     async def _awaited(
         self,
-        message: Coroutine[None, None, Q | None],
+        message: Awaitable[Q],
         membership: Membership,
         pace: Pace | None = None,
-    ) -> Q | None:
+    ) -> Q:
+        """The next message. Raises UnknownSession or Draining when the session has ended, and with
+        it every reservation, and LimitReached when the client is silent, or slow, for too long."""
         coming = asyncio.ensure_future(message)
         pace = Pace(self._stall_s) if pace is None else pace
         try:
@@ -352,13 +347,6 @@ class Saves:
                 await asyncio.wait((coming,))
             if not coming.cancelled():
                 coming.exception()  # a client that left meanwhile: asyncio would log it
-
-    def _silent(self) -> LimitReached:
-        return LimitReached(f"the client sent nothing for {self._stall_s:g} s")
-
-
-async def _following(requests: AsyncIterator[Q]) -> Q | None:
-    return await anext(requests, None)
 
 
 def _header(first: _Opening) -> pb.SaveHeader:

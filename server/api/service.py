@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from time import monotonic
@@ -17,6 +16,7 @@ from ...proto.errors import ClaimLost, InvalidSize, MalformedMessage, UnknownCla
 from ...proto.keys import Key
 from ...proto.vocabulary import ClaimMode, DeleteStatus
 from ...tiers.store import Damaged, StoreError
+from ..config.options import Config
 from ..core.effects import ClaimAnswer, DeleteAnswer, LookupAnswer, ReleaseAnswer
 from ..core.entries import EntryState
 from ..core.events import BytesRead, ClaimAsked, DeleteAsked, LookupAsked, ReleaseAsked
@@ -30,7 +30,7 @@ from ..runtime.rounds import Slices
 from . import messages
 from .access import Access, Role
 from .calls import Caller, taken_within
-from .session_streams import ServiceConfig, Sessions, SessionStream
+from .session_streams import Sessions, SessionStream
 
 log = LimitedLog("prefixd.service")
 
@@ -55,30 +55,25 @@ _CLAIM_MODES = {
 class CacheService:
     """See prefixd.proto for what each call promises. Methods raise PrefixdError."""
 
-    def __init__(self, core: Core, sessions: Sessions, config: ServiceConfig) -> None:
+    def __init__(self, core: Core, sessions: Sessions, config: Config) -> None:
         self._core = core
         self.sessions: Final = sessions
         self.config: Final = config
         #: (keys, claim mode, deadline by `time.monotonic`) -> number of entries that were fetched
         #: from other nodes. None: this node shares nothing.
         self.fetcher: Callable[[Sequence[Key], ClaimMode, float], Awaitable[int]] | None = None
-        self.reads: Final = Quota("reads", config.max_read_bytes, config.stall_timeout_s)
+        self._lease_ms = config.sessions.claim_lease_ns // 1_000_000
+        self._stall_s = config.server.stall_timeout_s
+        self.reads: Final = Quota("reads", config.server.max_read_bytes, self._stall_s)
 
     def _keys(self, access: Access | None, raw: Sequence[bytes]) -> tuple[Key, ...]:
         """The stored keys for those that a request names. Raises PrefixdError."""
         return self.sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
-    async def session(
+    def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        config = self.config
-        if caller.access is not None:
-            # This client came over TCP: it can read nothing in place.
-            config = replace(config, local_socket="")
-        stream = SessionStream(self._core, self.sessions, config, caller)
-        async with aclosing(stream.run(requests)) as events:
-            async for event in events:
-                yield event
+        return SessionStream(self._core, self.sessions, self.config, caller).run(requests)
 
     # ---- lookups and claims
 
@@ -106,9 +101,7 @@ class CacheService:
     def _lookup_response(
         self, request: pb.LookupRequest, answer: LookupAnswer
     ) -> pb.LookupResponse:
-        if request.brief:
-            return messages.brief_lookup_response(answer, self.config.incarnation)
-        return messages.lookup_response(answer, self.config.incarnation)
+        return messages.lookup_response(answer, self.sessions.incarnation, brief=request.brief)
 
     async def claim(self, request: pb.ClaimRequest, caller: Caller) -> pb.ClaimResponse:
         question = self._claim_asked(request, caller)
@@ -137,8 +130,8 @@ class CacheService:
             lease_ns=messages.milliseconds(
                 "lease_ms",
                 request.lease_ms,
-                default=self.config.claim_lease_ms,
-                most=self.config.claim_lease_ms,
+                default=self._lease_ms,
+                most=self._lease_ms,
             ),
             wait_until_ns=messages.wait_until(now_ns, request.wait_ms),
             now_ns=now_ns,
@@ -148,9 +141,7 @@ class CacheService:
         self, request: pb.ClaimRequest, caller: Caller, question: ClaimAsked, answer: ClaimAnswer
     ) -> pb.ClaimResponse:
         caller.when_done(partial(self._release_unseen, question.session, answer.claim))
-        if request.brief:
-            return messages.brief_claim_response(answer)
-        return messages.claim_response(answer)
+        return messages.claim_response(answer, brief=request.brief)
 
     def _release_unseen(self, session: int, claim: int, gone: bool) -> None:
         """Release a claim whose client gave up before the answer: else it would last as long as
@@ -227,7 +218,7 @@ class CacheService:
                 with self._core.working():
                     async for response in responses:
                         # A client that does not read its answer holds memory that others need.
-                        with taken_within(self.config.stall_timeout_s, "what it reads"):
+                        with taken_within(self._stall_s, "what it reads"):
                             yield response
             finally:
                 # Reported last: a damaged entry may end the claim, and the reading with it.

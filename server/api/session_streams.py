@@ -6,10 +6,10 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Container, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from hmac import compare_digest
 from typing import Final, TypeVar
 
+from ... import __version__
 from ...proto import limits
 from ...proto import prefixd_pb2 as pb
 from ...proto.errors import (
@@ -23,6 +23,7 @@ from ...proto.errors import (
 from ...proto.keys import Key
 from ...proto.namespaces import printable
 from ...tiers.ledger import Ledger
+from ..config.options import Config
 from ..core.effects import Opened, TellClaimLost, TellReservationLost
 from ..core.events import (
     CancelAsked,
@@ -58,43 +59,8 @@ _PATIENCE_S = 5.0
 _TOLD_AT_ONCE: Final = 16
 #: 128 random bits: too many to guess.
 _SECRET_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class ServiceConfig:
-    """What the services tell their clients, and the limits that they enforce."""
-
-    incarnation: bytes
-    daemon_version: str
-    heartbeat_interval_ms: int
-    claim_lease_ms: int
-    reservation_ttl_ms: int
-    #: 0: `heartbeat_interval_ms`.
-    idle_heartbeat_interval_ms: int = 0
-    local_socket: str = ""
-    #: Concurrent calls over gRPC, not counting the streams of sessions.
-    max_rpcs: int = 512
-    #: Whether gRPC describes itself over TCP, to everybody.
-    reflection: bool = False
-    max_sessions: int = limits.MAX_SESSIONS
-    max_connections: int = 4096
-    #: Connections over TCP to the gRPC server, and as many to the data socket.
-    max_remote: int = 4096
-    max_connections_per_session: int = 256
-    max_local_bytes: int = 256 * 2**20
-    max_read_bytes: int = 256 * 2**20
-    max_save_bytes: int = 2**30
-    staging_bytes: int = 64 * 2**20
-    staging_total_bytes: int = 2**30
-    #: How long a client may leave a call without progress.
-    stall_timeout_s: float = 30.0
-    #: Whether there is a shared engine, which `CacheService.pull` fetches from.
-    shares: bool = False
-    #: Concurrent watchers, and the size of the history that is kept for all of them.
-    max_watchers: int = 16
-    watch_history_bytes: int = 16 * 2**20
-    #: How fast each tier is read back in the background. 0: not at all.
-    scrub_bytes_per_second: int = 0
+#: A millisecond, in nanoseconds.
+_MS: Final = 1_000_000
 
 
 class Membership:
@@ -133,7 +99,7 @@ class Sessions:
     """The open sessions. The event loop's."""
 
     def __init__(self, incarnation: bytes, max_sessions: int = limits.MAX_SESSIONS) -> None:
-        self._incarnation = incarnation
+        self.incarnation: Final = incarnation
         #: The streams of sessions, from their Hello on.
         self.places: Final = Shares("sessions (max_sessions)", max_sessions)
         self._open: dict[int, Membership] = {}
@@ -208,7 +174,7 @@ class Sessions:
         does not exist, so that numbers can't be probed. Raises NotPermitted when the role of the
         session does not suffice, whatever the transport of the call, or when the token of the call
         has another namespace than the session."""
-        if ref.incarnation != self._incarnation:
+        if ref.incarnation != self.incarnation:
             raise StaleIncarnation(
                 "this session belongs to another start of the daemon; open a new one and repeat"
             )
@@ -242,7 +208,7 @@ class SessionStream:
         self,
         core: Core,
         sessions: Sessions,
-        config: ServiceConfig,
+        config: Config,
         caller: Caller,
     ) -> None:
         self._core = core
@@ -259,7 +225,7 @@ class SessionStream:
         self._ending = False
         #: The sums that the reports of this client are added to, once its label is known.
         self._usage = LabelUsage()
-        self._pace: Final = ReportPace(config.heartbeat_interval_ms)
+        self._pace: Final = ReportPace(config.sessions.heartbeat_ns // _MS)
 
     async def run(
         self, requests: AsyncIterator[pb.SessionRequest]
@@ -332,21 +298,23 @@ class SessionStream:
         return session
 
     def _welcome(self, membership: Membership) -> pb.Welcome:
-        config = self._config
+        server, sessions = self._config.server, self._config.sessions
         return pb.Welcome(
-            incarnation=config.incarnation,
+            incarnation=self._sessions.incarnation,
             session_id=membership.number,
             session_secret=membership.secret,
-            heartbeat_interval_ms=config.heartbeat_interval_ms,
-            idle_heartbeat_interval_ms=config.idle_heartbeat_interval_ms,
-            claim_lease_ms=config.claim_lease_ms,
-            reservation_ttl_ms=config.reservation_ttl_ms,
+            heartbeat_interval_ms=sessions.heartbeat_ns // _MS,
+            idle_heartbeat_interval_ms=sessions.idle_heartbeat_ns // _MS,
+            claim_lease_ms=sessions.claim_lease_ns // _MS,
+            reservation_ttl_ms=sessions.reservation_ttl_ns // _MS,
             max_batch_keys=limits.MAX_BATCH_KEYS,
             max_message_bytes=limits.MAX_MESSAGE_BYTES,
             chunk_bytes=limits.CHUNK_BYTES,
-            daemon_version=config.daemon_version,
-            local_socket=config.local_socket,
-            shares=config.shares,
+            daemon_version=__version__,
+            # A client with a token came over TCP: it can read nothing in place.
+            local_socket=server.local_socket if self._access is None else "",
+            # Whether there is a shared engine, which `CacheService.pull` fetches from.
+            shares=bool(self._config.shared.engine),
             data_port=self._sessions.data_port,
             tiers=map(self._tier_limits, self._core.state.tables.ledgers.values()),
             record=self._sessions.recording.asked_of(membership.access),

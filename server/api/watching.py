@@ -18,6 +18,7 @@ from ...proto import prefixd_pb2 as pb
 from ...proto.errors import LimitReached, NotPermitted
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, StoreError
+from ..config.options import Config
 from ..core.entries import EntryState
 from ..core.shares import Holder, Shares
 from ..runtime.changes import ChangeLog, WatchedTooSlowly, body_of
@@ -27,7 +28,6 @@ from ..runtime.loop import Core
 from . import messages
 from .access import Access, namespace_of
 from .calls import Caller, taken_within
-from .session_streams import ServiceConfig
 
 log = LimitedLog("prefixd.watching")
 
@@ -43,15 +43,16 @@ _QUIET_EVENTS: Final = 1_024
 class Watching:
     """See prefixd.proto for what `Watch` promises. The event loop's."""
 
-    def __init__(self, core: Core, config: ServiceConfig) -> None:
+    def __init__(self, core: Core, config: Config, incarnation: bytes) -> None:
         self._core = core
-        self._config = config
-        self.log: Final = ChangeLog(config.watch_history_bytes)
+        self._incarnation = incarnation
+        self._stall_s = config.server.stall_timeout_s
+        self.log: Final = ChangeLog(config.watch.history_bytes)
         core.change_log = self.log
         #: Watchers that were too slow.
         self.cut_off = 0
         #: Those that watch now.
-        self.places: Final = Shares("watchers ([watch] max_watchers)", config.max_watchers)
+        self.places: Final = Shares("watchers ([watch] max_watchers)", config.watch.max_watchers)
         self._watchers: set[_Watcher] = set()
 
     def in_flight(self) -> dict[str, int]:
@@ -70,7 +71,7 @@ class Watching:
     async def watch(self, request: pb.WatchRequest, caller: Caller) -> AsyncGenerator[bytes, None]:
         tiers = messages.tiers_of(request.tiers, self._core.stores)
         access = caller.access
-        watcher = _Watcher(self._core, self._config.incarnation, self.log, tiers, request, access)
+        watcher = _Watcher(self._core, self._incarnation, self.log, tiers, request, access)
         holder = Holder(caller.tenant)
         self.places.take(holder)
         self._watchers.add(watcher)
@@ -79,9 +80,7 @@ class Watching:
             caller.lasts()
             async with aclosing(watcher.responses()) as responses:
                 async for response in responses:
-                    with taken_within(
-                        self._config.stall_timeout_s, "what it watches", self._was_slow
-                    ):
+                    with taken_within(self._stall_s, "what it watches", self._was_slow):
                         yield response
         except WatchedTooSlowly:
             self._was_slow()

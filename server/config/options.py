@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from ...proto import limits
-from ...proto.endpoints import admin_address
+from ...proto.endpoints import LOCAL_SUFFIX, admin_address, socket_path
 from ...tiers.arena import DEFAULT_SLAB_BYTES
 from ..core.tables import StateConfig
 from .values import (
@@ -145,6 +145,18 @@ class ServerSection(Section):
     at least. 0: off."""
     drain_timeout_ns: Duration = Field(10_000 * _MS, alias="drain_timeout", ge=0)
     """How long a stop waits for saves and reads in flight."""
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """`stall_timeout_ns` in seconds."""
+        return self.stall_timeout_ns / 1e9
+
+    @property
+    def local_socket(self) -> str:
+        """Path of the local socket."""
+        path = socket_path(self.address)
+        assert path is not None, "the configuration allows Unix sockets only"
+        return f"{path}{LOCAL_SUFFIX}"
 
     def data_address(self) -> str:
         """Address of the data socket; empty if there is none."""

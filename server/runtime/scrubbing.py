@@ -17,7 +17,7 @@ import structlog
 
 from ...proto.vocabulary import Tier
 from .loop import Core
-from .verification import ENTRY_BYTES, Reading, Swept
+from .verification import ENTRY_BYTES
 
 log = structlog.get_logger("prefixd.scrubbing")
 
@@ -116,7 +116,8 @@ class Scrubber:
         entries = core.state.tables.entries
         async with aclosing(core.verifications.sweep(entries, tier, _STEP_BYTES)) as steps:
             async for swept in steps:
-                failed = _count(scrub, swept)
+                scrub.progress = swept.share
+                failed = swept.count_in(scrub)
                 pace.bytes_per_second = self.bytes_per_second
                 cost_bytes = swept.read_bytes + ENTRY_BYTES * len(swept.judged)
                 wait_s = pace.wait_s(cost_bytes, core.clock.monotonic_ns())
@@ -130,16 +131,3 @@ class Scrubber:
         while self._core.writes and waited_s < _GIVE_WAY_S:
             await self._sleep(_LOOK_AGAIN_S)
             waited_s += _LOOK_AGAIN_S
-
-
-def _count(scrub: Scrub, swept: Swept) -> bool:
-    """Returns whether the store failed."""
-    scrub.progress = swept.share
-    scrub.payload_bytes += swept.read_bytes
-    failed = 0
-    for _, verdict in swept.judged:
-        failed += verdict.reading is Reading.FAILED
-        scrub.damaged_entries += verdict.reading is Reading.DAMAGED
-    scrub.entries += len(swept.judged) - failed
-    scrub.unreadable_entries += failed
-    return failed > 0

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from itertools import compress
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ...proto.vocabulary import Tier
 from ...tiers.store import Damaged, Store, StoreError
@@ -97,6 +97,17 @@ class Swept(NamedTuple):
     read_bytes: int
     #: Entries that were read to their end and are still published.
     judged: list[tuple[EntryState, Verdict]]
+
+    def count_in(self, totals: Any) -> int:
+        """Add it to the totals of a `Scrub` or a `VerifyResponse`, which have the same fields.
+        Returns how many entries the store failed to read."""
+        readings = [verdict.reading for _, verdict in self.judged]
+        failed = readings.count(Reading.FAILED)
+        totals.payload_bytes += self.read_bytes
+        totals.entries += len(readings) - failed
+        totals.damaged_entries += readings.count(Reading.DAMAGED)
+        totals.unreadable_entries += failed
+        return failed
 
 
 class Verifications:

@@ -52,7 +52,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import ClaimMode, SaveReason, SaveStatus, Tier
 from prefixd.server.api.admin import AdminService
 from prefixd.server.api.calls import Caller
-from prefixd.server.api.session_streams import ServiceConfig, Sessions
+from prefixd.server.api.session_streams import Sessions
 from prefixd.server.core.effects import (
     ClaimAnswer,
     LookupAnswer,
@@ -153,9 +153,7 @@ class Inside:
             1,
         )
         self.core = Core(state, {Tier.RAM: store}, index, executor, Clock())
-        self.admin = AdminService(
-            self.core, ServiceConfig(b"", "", 0, 0, 0), Sessions(b""), dict, {}
-        )
+        self.admin = AdminService(self.core, Sessions(b""), dict, {})
         self.keys: list[Key] = []
         #: The same keys, for `shuffle`.
         self.order: list[Key] = []

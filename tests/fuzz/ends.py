@@ -42,7 +42,7 @@ class Ends:
         #: the names of errors, and "" for each successful call
         self.noted: list[str] = []
         self._patches = ExitStack()
-        for name in ("_answering", "_streaming"):
+        for name in ("_respond", "_respond_all"):
             self._replace(name, self._noting_answers(getattr(grpc_adapter, name)))
         self._replace("_abort", self._noting_errors(grpc_adapter._abort))
 

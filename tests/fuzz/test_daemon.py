@@ -105,7 +105,7 @@ class Daemon(RuleBasedStateMachine):
 
     @rule()
     def connect(self) -> None:
-        path = self._daemon.config.local_socket
+        path = self._daemon.config.server.local_socket
         self._local.append(self._do(asyncio.open_unix_connection(path)))
 
     @precondition(lambda self: self._local)

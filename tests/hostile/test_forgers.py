@@ -253,7 +253,7 @@ async def test_another_process_with_the_secret_itself_gets_nothing_on_the_local_
         requests = victim.requests(session.ref)
         stolen = [pb.FramedRequest(**{kind: requests[kind]}).SerializeToString() for kind in KINDS]
         thief = await asyncio.create_subprocess_exec(
-            *(*WARM, "-c", THIEF, daemon.config.local_socket),
+            *(*WARM, "-c", THIEF, daemon.config.server.local_socket),
             session.ref.SerializeToString().hex(),
             *(each.hex() for each in stolen),
             stdout=asyncio.subprocess.PIPE,

@@ -320,8 +320,8 @@ async def test_a_call_whose_connection_has_ended_is_refused(tmp_path: Path) -> N
 
     context: Any = Gone()
     async with in_ram(tmp_path) as daemon:
-        door = Door(daemon.front.calls, Tokens(KNOWN), daemon.front.connections)
-        with pytest.raises(NotAuthenticated, match="has ended"), door.guard(Role.READ)(context):
+        door = Door(daemon.front.calls, 30.0, Tokens(KNOWN), daemon.front.connections)
+        with pytest.raises(NotAuthenticated, match="has ended"), door.enter(Role.READ, context):
             pass
         door.hang_up(context)
         assert daemon.front.calls.used == 0

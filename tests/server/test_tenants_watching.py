@@ -103,7 +103,7 @@ async def test_a_namespace_leaves_others_a_place(
     tmp_path: Path, authority: Authority, flags: list[str]
 ) -> None:
     async with shared(tmp_path, authority, flags, *SMALL) as (daemon, clients):
-        assert daemon.config.max_watchers == MOST
+        assert daemon.config.watch.max_watchers == MOST
         greedy = [Watcher(clients[Identity(Role.WATCH, "a")]) for _ in range(MOST_OF_ONE)]
         for watcher in greedy:
             await watcher.read_until_synced()

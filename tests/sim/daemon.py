@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from prefixd.proto.vocabulary import Tier
-from prefixd.server import assembly, daemon, opening
+from prefixd.server import assembly, opening
 from prefixd.server.api.local_socket import Handoff
 from prefixd.server.api.save_calls import Saves
 from prefixd.server.api.service import CacheService
-from prefixd.server.api.session_streams import ServiceConfig, Sessions
+from prefixd.server.api.session_streams import Sessions
 from prefixd.server.config.budgets import Plan, TierPlan, resolve
 from prefixd.server.config.loading import load_config
 from prefixd.server.config.machine import Machine
@@ -256,20 +256,20 @@ class SimDaemon:
             probe_interval_ns=disk.probe_interval_ns,
             hung_after_ns=disk.hung_after_ns,
         )
-        config = daemon.service_config(plan.config, self.incarnation)
+        server = plan.config.server
         self.sessions = Sessions(self.incarnation)
         self.stagings = StagingPool(
-            config.staging_bytes, config.staging_total_bytes, executor, clock
+            server.staging_bytes, server.staging_total_bytes, executor, clock
         )
         self.sessions.when_closed.append(self.stagings.close)
-        self.service = CacheService(core, self.sessions, config)
-        self.saves = Saves(core, self.sessions, self.stagings, config)
+        self.service = CacheService(core, self.sessions, plan.config)
+        self.saves = Saves(core, self.sessions, self.stagings, plan.config)
         self.handoff = Handoff(core, self.stagings)
         self.resizing = Resizing(core)
         try:
             starts = opening.begin_tiers(core, plan, self.incarnation)
             await asyncio.wait(starts, timeout=self._head_start_s)
-            await self.begin_sharing(config)
+            await self.begin_sharing()
             self._stop = asyncio.Event()
             self.serving = True
             broken = asyncio.ensure_future(core.broken.wait())
@@ -291,7 +291,7 @@ class SimDaemon:
                 await self._close()
             executor.shutdown()
 
-    async def begin_sharing(self, config: ServiceConfig) -> None:
+    async def begin_sharing(self) -> None:
         """Do nothing: this node is alone."""
 
     async def end_sharing(self) -> None:

@@ -34,7 +34,6 @@ from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import DeleteStatus, Tier
 from prefixd.server.api import admin, service
 from prefixd.server.api.admin import AdminService
-from prefixd.server.api.session_streams import ServiceConfig
 from prefixd.server.runtime import recovery
 from prefixd.server.sharing import behind, deletes, peers, sharing
 from prefixd.server.sharing.behind import Behind
@@ -190,8 +189,8 @@ class FleetDaemon(SimDaemon):
     admin: AdminService
     sharing: Sharing | None = None
 
-    async def begin_sharing(self, config: ServiceConfig) -> None:
-        self.admin = AdminService(self.core, config, self.sessions, dict, {})
+    async def begin_sharing(self) -> None:
+        self.admin = AdminService(self.core, self.sessions, dict, {})
         fleet = self.node.fleet
         self.sharing = await Sharing.begin(
             self.core,

@@ -56,7 +56,7 @@ def bare(
     """`attach`: the connection belongs to `session`, or to the one that was opened last."""
     session = session or daemon.latest
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.connect(daemon.config.local_socket)
+        connection.connect(daemon.config.server.local_socket)
         if attach and session is not None:
             connection.sendall(frame(attach=session.ref))
         connection.setblocking(False)

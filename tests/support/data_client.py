@@ -159,7 +159,7 @@ async def data_connection(
 ) -> AsyncIterator[DataConnection]:
     """A connection, attached to `session` if there is one. `receive_bytes`: limits the kernel's
     receive buffer on this side. `local`: to the local socket instead."""
-    address: Any = daemon.config.local_socket
+    address: Any = daemon.config.server.local_socket
     if not local:
         address = HOST, daemon.front.sessions.data_port or daemon.front.data.start(HOST, 0)
     with socket.socket(socket.AF_UNIX if local else socket.AF_INET) as sock:

@@ -40,7 +40,6 @@ from prefixd.server.config.loading import PROGRAM, load_config
 from prefixd.server.config.machine import Machine
 from prefixd.server.config.options import Config
 from prefixd.server.core.events import ArenaGrown, Tick
-from prefixd.server.daemon import service_config
 from prefixd.server.runtime.clock import Clock
 from prefixd.server.runtime.index import IndexWriter
 from prefixd.server.runtime.listeners import Tracing
@@ -434,7 +433,7 @@ class Running(Outside):
         """A connection to the local socket, which is closed with the daemon at the latest. It
         belongs to `session`, or to the one that was opened last."""
         session = session or self.latest or await self.open()
-        opened = await asyncio.open_unix_connection(self.config.local_socket)
+        opened = await asyncio.open_unix_connection(self.config.server.local_socket)
         connection = LocalConnection(*opened)
         await connection.send(attach=session.ref)
         self.local_connections.append(connection)
@@ -519,7 +518,7 @@ async def running(
         executor = ThreadPoolExecutor(2, "worker")
         closing.callback(executor.shutdown, cancel_futures=True)
         core = assembly.make_core(plan, stores, index, executor, clock, tracing)
-        front = Front(core, service_config(config, incarnation))
+        front = Front(core, config, incarnation, config.server.max_connections)
         closing.callback(front.close)
         try:
             for tier, store in stores.items():

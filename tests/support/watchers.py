@@ -81,7 +81,7 @@ def known(keys: ResidentKeys, *tiers: Tier) -> dict[Tier, set[Key]]:
 
 async def too_many_watchers(daemon: Running, _session: OpenSession) -> None:
     """Open one watcher more than the limit. Raises Refused."""
-    watchers = [Watcher(daemon) for _ in range(daemon.config.max_watchers + 1)]
+    watchers = [Watcher(daemon) for _ in range(daemon.config.watch.max_watchers + 1)]
     try:
         for watcher in watchers:
             await watcher.read()

@@ -82,7 +82,7 @@ async def test_stats_are_those_of_the_tables(tmp_path: Path) -> None:
         await daemon.until(lambda: daemon.tables.waiting)
         daemon.forward(1.5)
         stats = await answer(daemon.admin.Stats(pb.StatsRequest()))
-        assert stats.incarnation == daemon.config.incarnation
+        assert stats.incarnation == daemon.front.sessions.incarnation
         assert stats.uptime_ms == 1500
         assert (stats.sessions, stats.claims, stats.reservations, stats.waiters) == (1, 1, 1, 1)
         assert stats.health == "serving"

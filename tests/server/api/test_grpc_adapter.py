@@ -17,8 +17,9 @@ from prefixd.proto.errors import ClaimLost, LimitReached, UnknownEntry
 from prefixd.proto.limits import MAX_MESSAGE_BYTES, MAX_PLAIN_MESSAGE_BYTES
 from prefixd.server.api import grpc_adapter
 from prefixd.server.api.calls import Caller, CallerGone, cut_off
-from prefixd.server.api.grpc_adapter import Ends, Method, Streaming, Unary, add_service
+from prefixd.server.api.grpc_adapter import Door, Method, add_service
 from prefixd.server.api.messages import MOST_FIELDS
+from prefixd.server.core.shares import Shares
 from prefixd.tiers.store import StoreError, StoreFull
 from tests.support.columns import Item
 from tests.support.event_loop import in_loop
@@ -129,11 +130,10 @@ async def test_every_rpc_has_a_method_and_every_method_an_rpc() -> None:
     """gRPC would answer an rpc without a method with UNIMPLEMENTED."""
     methods = Failing(KeyError()).methods()
     without = {name: method for name, method in methods.items() if name != "Claim"}
-    wrong = methods | {"Read": methods["Claim"]}
     more = methods | {"Pin": methods["Claim"]}
-    for given, words in ((without, "Cache.Claim"), (wrong, "Cache.Read"), (more, "Pin")):
+    for given, words in ((without, "Cache.Claim"), (more, "Pin")):
         with pytest.raises(ValueError, match=words):
-            add_service(grpc.aio.server(), CACHE, given)
+            add_service(grpc.aio.server(), CACHE, given, {}, door())
 
 
 # ---- what handlers raise
@@ -171,19 +171,24 @@ class Failing:
     def methods(self) -> dict[str, Method]:
         """A method for every rpc; those that no test calls fail as well."""
         served: dict[str, Method] = {
-            rpc.name: Streaming(self.read) if rpc.server_streaming else Unary(self.lookup)
-            for rpc in CACHE.methods
+            rpc.name: self.read if rpc.server_streaming else self.lookup for rpc in CACHE.methods
         }
-        return served | {"Save": Unary(self.save)}
+        return served | {"Save": self.save}
+
+
+def door(stall_s: float = 30.0) -> Door:
+    """Lets everybody in."""
+    return Door(Shares("calls", 10), stall_s)
 
 
 class Served:
     """A server with nothing but a `Failing` service."""
 
-    def __init__(self, directory: Path, servicer: Failing, ends: Ends | None = None) -> None:
+    def __init__(self, directory: Path, servicer: Failing, stall_s: float = 30.0) -> None:
         self.servicer = servicer
+        self.door = door(stall_s)
         self.server = grpc.aio.server()
-        add_service(self.server, CACHE, self.servicer.methods(), ends=ends)
+        add_service(self.server, CACHE, self.servicer.methods(), {}, self.door)
         self.address = f"unix:{directory / 's'}"
         self.server.add_insecure_port(self.address)
 
@@ -265,8 +270,8 @@ async def test_who_reads_no_answer_loses_the_connection(
     """gRPC would keep the answer, and the status behind it, for as long as the client likes."""
     monkeypatch.setattr(grpc_adapter, "_STATUS_WITHIN_S", 0.01)
     hung_up = asyncio.Event()
-    ends = Ends(0.01, lambda _: hung_up.set())
-    async with Served(tmp_path, Large(KeyError()), ends) as served:
+    async with Served(tmp_path, Large(KeyError()), stall_s=0.01) as served:
+        monkeypatch.setattr(served.door, "hang_up", lambda _: hung_up.set())
         lookup = served.channel.stream_stream("/prefixd.v1.Cache/Lookup")()
         await lookup.write(b"")
         await hung_up.wait()

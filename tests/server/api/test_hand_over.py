@@ -59,7 +59,7 @@ async def handed_over(
     def exchange() -> tuple[bytes, list[int]]:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(60)
-            connection.connect(daemon.config.local_socket)
+            connection.connect(daemon.config.server.local_socket)
             attach = frames.frame(pb.FramedRequest(attach=request.session))
             connection.sendall(attach + frames.frame(pb.FramedRequest(hand_over=request)))
             data, fds, _, _ = socket.recv_fds(connection, 2**16, frames.MAX_DESCRIPTORS)
@@ -87,10 +87,10 @@ async def settled_descriptors(daemon: Running) -> Counter[str]:
     """The open descriptors once no client is connected. Those that were sent are closed a few turns
     after the connection, so this looks until two looks agree."""
     await daemon.until(lambda: not daemon.local_server.connections)
-    now = open_descriptors(daemon.config.local_socket)
+    now = open_descriptors(daemon.config.server.local_socket)
     while True:
         await let_others_run()
-        before, now = now, open_descriptors(daemon.config.local_socket)
+        before, now = now, open_descriptors(daemon.config.server.local_socket)
         if now == before:
             return now
 
@@ -260,7 +260,7 @@ async def test_a_session_of_one_process_is_not_handed_to_another(tmp_path: Path)
         async with handed_over(daemon, request_of(session)) as (_, fds):
             assert frames.STAGING in fds
         thief = await asyncio.create_subprocess_exec(
-            *(*WARM, "-c", THIEF, daemon.config.local_socket),
+            *(*WARM, "-c", THIEF, daemon.config.server.local_socket),
             session.ref.SerializeToString().hex(),
             stdout=asyncio.subprocess.PIPE,
         )

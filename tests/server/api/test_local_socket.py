@@ -280,7 +280,7 @@ async def test_only_its_own_user_and_root_are_served(
     monkeypatch.setattr(calls, "_CREDENTIALS", Somebody)
     async with in_ram(tmp_path) as daemon:
         monkeypatch.setattr(os, "geteuid", lambda: 1000)
-        assert Path(daemon.config.local_socket).stat().st_mode & 0o777 == 0o600
+        assert Path(daemon.config.server.local_socket).stat().st_mode & 0o777 == 0o600
         await daemon.open()
         with bare(daemon) as connection:
             await connection.send(frame(lookup=LOOKUP))

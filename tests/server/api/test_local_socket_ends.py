@@ -8,7 +8,6 @@ import os
 import resource
 import socket
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from prefixd.proto.limits import MAX_BATCH_KEYS
 from prefixd.proto.payload import crc32c
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import connections
-from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.calls import Caller
 from prefixd.server.api.local_socket import LocalServer
 from prefixd.server.api.service import CacheService
 from prefixd.server.runtime import incoming
@@ -133,7 +132,7 @@ async def test_what_was_granted_while_the_client_hung_up_is_undone(tmp_path: Pat
             await daemon.until(lambda: daemon.tables.waiting)
             theirs = served(daemon)
             request = pb.CancelRequest(session=session.ref, tokens=[token])
-            await daemon.front.saves.cancel(request, PlainCaller())
+            await daemon.front.saves.cancel(request, Caller())
             assert [*daemon.tables.reservations] != [token], "it is the other's"
             assert daemon.tables.reservations
             await asyncio.gather(theirs.hang_up(), return_exceptions=True)
@@ -148,7 +147,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
         session = await daemon.open()
         await session.save({key(1): DATA})
         await daemon.assert_sound()
-        before = open_descriptors(daemon.config.local_socket)
+        before = open_descriptors(daemon.config.server.local_socket)
         for data in (
             b"",
             b"rubbish",
@@ -162,7 +161,7 @@ async def test_connections_that_come_and_go_leave_no_descriptor(tmp_path: Path) 
                 await connection.send(data)
                 await let_others_run()
             await daemon.until(lambda: not daemon.local_server.connections)
-        await daemon.until(lambda: open_descriptors(daemon.config.local_socket) == before)
+        await daemon.until(lambda: open_descriptors(daemon.config.server.local_socket) == before)
 
 
 @in_loop
@@ -171,10 +170,11 @@ async def test_descriptors_that_a_client_sends_are_not_taken(tmp_path: Path) -> 
         await daemon.open()
         with bare(daemon) as connection:
             await let_others_run()
-            before = open_descriptors(daemon.config.local_socket)
+            local_socket = daemon.config.server.local_socket
+            before = open_descriptors(local_socket)
             socket.send_fds(connection.socket, [frame(lookup=LOOKUP)], [0] * 10)
             await connection.response()
-            await daemon.until(lambda: open_descriptors(daemon.config.local_socket) == before)
+            await daemon.until(lambda: open_descriptors(local_socket) == before)
 
 
 # ---- staged saves
@@ -412,7 +412,7 @@ async def test_its_end_is_the_end_of_whoever_is_served(tmp_path: Path) -> None:
             assert not daemon.tables.waiting
             assert [r.key for r in daemon.tables.reservations.values()] == [key(1)]
             assert all([await hung_up_on(connection) for connection in connections])
-        assert not Path(daemon.config.local_socket).exists()
+        assert not Path(daemon.config.server.local_socket).exists()
         with pytest.raises(FileNotFoundError), bare(daemon):
             pass
         await daemon.local_server.close()  # nothing more
@@ -450,7 +450,7 @@ async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
     """Left by a daemon that was killed."""
     async with running(tmp_path) as daemon:
         await daemon.open()
-        path = daemon.config.local_socket
+        path = daemon.config.server.local_socket
         before = daemon.local_server
         await before.close()
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as killed:
@@ -469,10 +469,11 @@ async def test_what_lies_at_its_place_is_a_leftover(tmp_path: Path) -> None:
 @in_loop
 async def test_what_is_no_socket_is_not_replaced(tmp_path: Path) -> None:
     async with running(tmp_path) as daemon:
-        there = tmp_path / "file"
+        there = tmp_path / "file.local"
         there.write_text("somebody's")
         front = daemon.front
-        config = replace(front.config, local_socket=str(there))
+        server = front.config.server.model_copy(update={"address": f"unix:{tmp_path}/file"})
+        config = front.config.model_copy(update={"server": server})
         service = CacheService(daemon.core, front.sessions, config)
         other = LocalServer(daemon.core, service, front.saves, front.hand_over)
         with pytest.raises(OSError, match=r"^server\.address: .* is no socket"):

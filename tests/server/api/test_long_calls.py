@@ -18,7 +18,7 @@ from prefixd.proto import prefixd_pb2 as pb
 from prefixd.proto.errors import InvalidBatch, InvalidSize, MalformedMessage
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import admin_views, data_transfers, local_socket, service
-from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.calls import Caller
 from prefixd.server.api.data_streams import Stream
 from prefixd.server.api.data_transfers import DataCalls
 from prefixd.server.core.events import CancelAsked, ReleaseAsked
@@ -43,7 +43,7 @@ from tests.support.unseen import Unseen
 T = TypeVar("T")
 DATA = payload(1)
 COUNT = 40
-CALLER = PlainCaller()
+CALLER = Caller()
 
 
 @pytest.fixture(autouse=True)
@@ -372,7 +372,7 @@ async def test_too_many_budgets_of_a_curve_are_not_looked_at(tmp_path: Path) -> 
     async with in_ram(tmp_path) as daemon:
         asked: Any = SimpleNamespace(tier=pb.TIER_RAM, budget_bytes=Unseen(BATCH + 1))
         with pytest.raises(InvalidSize, match="at most 4096 budgets"):
-            await daemon.front.admin.curve(asked, PlainCaller(None))
+            await daemon.front.admin.curve(asked, Caller(None))
 
 
 @in_loop
@@ -383,7 +383,7 @@ async def test_too_many_keys_of_a_fetch_are_not_looked_at(tmp_path: Path) -> Non
         asked: Any = SimpleNamespace(session=session.ref, mode=pb.CLAIM_MODE_RUN, generations=[])
         asked.keys = asked.room_bytes = Unseen(BATCH + 1)
         with pytest.raises(InvalidBatch, match="keys has 4097 elements"):
-            await calls.fetch(asked, PlainCaller(None), None)  # type: ignore[arg-type]
+            await calls.fetch(asked, Caller(None), None)  # type: ignore[arg-type]
 
 
 @in_loop

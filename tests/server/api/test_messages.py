@@ -141,7 +141,7 @@ def test_an_entry_is_described_whole() -> None:
 
 def test_a_lookup_tells_what_is_what() -> None:
     answer = LookupAnswer((entry(), FLIGHT, None))
-    response = messages.lookup_response(answer, b"incarnation")
+    response = messages.lookup_response(answer, b"incarnation", brief=False)
     assert response.incarnation == b"incarnation"
     present, in_flight, absent = response.results
     assert (present.presence, present.entry.generation) == (pb.PRESENCE_PRESENT, 11)
@@ -152,7 +152,7 @@ def test_a_lookup_tells_what_is_what() -> None:
 
 def test_a_claim_tells_what_it_holds() -> None:
     answer = ClaimAnswer(5, 60_000_000_000, (entry(), entry(), FLIGHT, None), (True, *[False] * 3))
-    response = messages.claim_response(answer)
+    response = messages.claim_response(answer, brief=False)
     assert (response.claim_id, response.lease_ms) == (5, 60_000)
     assert [result.claimed for result in response.results] == [True, False, False, False]
     assert [result.presence for result in response.results] == [
@@ -162,7 +162,7 @@ def test_a_claim_tells_what_it_holds() -> None:
         pb.PRESENCE_ABSENT,
     ]
     assert response.results[1].entry.generation == 11
-    brief = messages.brief_claim_response(answer)
+    brief = messages.claim_response(answer, brief=True)
     assert (brief.claim_id, brief.lease_ms, list(brief.generations)) == (5, 60_000, [11, 0, 0, 0])
     assert not brief.results
 

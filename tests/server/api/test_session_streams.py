@@ -46,7 +46,7 @@ async def sessions_of(daemon: Running) -> list[pb.SessionDetail]:
 async def test_the_welcome_says_what_a_client_has_to_know(tmp_path: Path) -> None:
     async with running(tmp_path, "--shm.budget=0") as daemon:
         welcome = (await daemon.open()).welcome
-        assert welcome.incarnation == daemon.config.incarnation
+        assert welcome.incarnation == daemon.front.sessions.incarnation
         assert len(welcome.incarnation) == 16
         assert welcome.heartbeat_interval_ms == HEARTBEAT_NS // 1_000_000
         assert welcome.idle_heartbeat_interval_ms == 5 * HEARTBEAT_NS // 1_000_000
@@ -56,7 +56,7 @@ async def test_the_welcome_says_what_a_client_has_to_know(tmp_path: Path) -> Non
         assert welcome.max_message_bytes == limits.MAX_MESSAGE_BYTES
         assert welcome.chunk_bytes == limits.CHUNK_BYTES
         assert welcome.daemon_version == __version__
-        assert welcome.local_socket == daemon.config.local_socket
+        assert welcome.local_socket == daemon.config.server.local_socket
         assert [(t.tier, t.budget_bytes, t.max_payload_bytes) for t in welcome.tiers] == [
             (Tier.RAM, 2**20, 2**20),
             (Tier.DISK, 2**20, 2**20),

@@ -16,7 +16,7 @@ from prefixd.proto.errors import PrefixdError
 from prefixd.proto.keys import Key
 from prefixd.proto.vocabulary import Tier
 from prefixd.server.api import watching
-from prefixd.server.api.calls import PlainCaller
+from prefixd.server.api.calls import Caller
 from prefixd.server.core.effects import LookupAnswer
 from prefixd.server.core.events import LookupAsked
 from tests.server.runtime.test_loop import Broken, Questions
@@ -401,7 +401,7 @@ async def test_a_walk_takes_no_longer_for_entries_of_other_tiers(tmp_path: Path)
         await let_others_run()
         before = turns
         request = pb.WatchRequest(tiers=[pb.TIER_SHM])
-        operator = PlainCaller()
+        operator = Caller()
         responses = daemon.front.watching.watch(request, operator)
         await anext(responses)
         await anext(responses)

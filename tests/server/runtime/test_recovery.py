@@ -95,11 +95,11 @@ async def test_what_survives_is_what_it_was(tmp_path: Path, how: str) -> None:
         for of, tier in zip(late, 2 * (Tier.SHM, Tier.DISK), strict=True):
             await session.save({of: DATA}, tier)
         await daemon.admin.Evict(pb.EvictRequest(free_bytes=1, tiers=[Tier.RAM]))
-        incarnation = daemon.config.incarnation
+        incarnation = daemon.front.sessions.incarnation
         if how == "killed":
             directory = crashed(directory)
     async with running(directory) as daemon:
-        assert daemon.config.incarnation != incarnation
+        assert daemon.front.sessions.incarnation != incarnation
         assert await listed(daemon, Tier.RAM) == []
         for tier in (Tier.SHM, Tier.DISK):
             after = [one for one in await listed(daemon, tier) if one.key not in late]
@@ -397,14 +397,14 @@ async def test_an_arena_shows_whose_it_is_before_anything_is_written_to_it(
             super().set_incarnation(incarnation)
 
     async with running(tmp_path) as daemon:
-        first = daemon.config.incarnation
+        first = daemon.front.sessions.incarnation
         session = await daemon.open()
         await session.save({key(1): DATA}, tier)
         await session.claim([key(1)])
         assert incarnation_of(file) == first
     async with running(tmp_path, wrap={tier: Watched}) as daemon:
         assert recovered == [first]
-        assert incarnation_of(file) == daemon.config.incarnation != first
+        assert incarnation_of(file) == daemon.front.sessions.incarnation != first
         assert not daemon.tables.claims
         assert daemon.tables.entries[key(1)].pins == 0
         await daemon.assert_idle()
