@@ -51,6 +51,34 @@ def test_the_owner_is_here_and_elsewhere_is_a_fork() -> None:
 
 # ---- forks
 
+RUNNING_PROGRAMS = """
+import subprocess, sys
+from prefixd.client import Client
+with Client(sys.argv[1]) as client:
+    for number in range(150):
+        assert client.exists([bytes(32)]) == [False]
+        # With `preexec_fn`, Python forks the process as it is.
+        status = subprocess.run(["true"], preexec_fn=int).returncode
+        assert not status, f"the child {number} ended with {status}"
+"""
+
+
+def test_a_process_with_a_client_can_run_other_programs(daemon: PrivateDaemon) -> None:
+    """gRPC's own handlers abort a few of a hundred children."""
+    run(RUNNING_PROGRAMS, daemon.address)
+
+
+@pytest.mark.parametrize(("given", "kept"), [(None, "0"), ("1", "1")])
+def test_grpc_handles_forks_only_where_somebody_asked_for_it(
+    given: str | None, kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "GRPC_ENABLE_FORK_SUPPORT"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    assert run(f"import os, prefixd.client; print(os.environ['{name}'])").strip() == kept
+
+
 FORKING = """
 import asyncio, gc, os, sys, warnings
 from prefixd.client import AsyncClient, Client, ReserveItem, SaveReason, Tier
