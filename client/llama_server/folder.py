@@ -76,44 +76,49 @@ class SlotFolder:
         folder._remove = True
         return folder
 
-    def create(self, size_bytes: int) -> tuple[str, memoryview]:
-        """A new zeroed file to write: its name, and its memory. The room is there: without it
-        raises OSError, and no write ends this process. Unlink it after use."""
-        name = self._new_name()
+    @contextmanager
+    def name(self) -> Iterator[str]:
+        """A name for a file, which is gone when the block ends. What a thread still makes of it
+        then, because nobody waits for it any more, is gone when somebody takes the next name."""
+        self._sweep()
+        name = f"{_BEGINS}{secrets.token_hex(16)}.bin"
+        self._used.add(name)
         try:
-            descriptor = self._open(name)
-        except BaseException:
-            self._used.discard(name)
-            raise
+            yield name
+        finally:
+            self._unlink(name)
+
+    def create(self, name: str, size_bytes: int) -> memoryview:
+        """The memory of a new zeroed file to write. The room is there: without it raises OSError,
+        and no write ends this process."""
+        descriptor = self._open(name)
         try:
             os.posix_fallocate(descriptor, 0, size_bytes)
-            return name, memoryview(mmap.mmap(descriptor, size_bytes))
-        except BaseException:
-            self.unlink(name)
-            raise
+            return memoryview(mmap.mmap(descriptor, size_bytes))
         finally:
             os.close(descriptor)
 
-    def offer(self) -> str:
-        """The name of a new empty file that llama-server is to fill, and nobody else can open."""
-        name = self._new_name()
-        os.close(self._open(name))
-        return name
+    def replace(self, name: str, other: str) -> None:
+        """Let a file take the place of another one."""
+        (self.path / name).replace(self.path / other)
+
+    @contextmanager
+    def offer(self) -> Iterator[str]:
+        """The `name` of a new empty file that llama-server is to fill, and nobody else can open."""
+        with self.name() as name:
+            os.close(self._open(name))
+            yield name
 
     def take(self, name: str) -> memoryview:
         """What llama-server wrote, read-only; the file has no name any more."""
         descriptor = os.open(self.path / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            self.unlink(name)
+            self._unlink(name)
             if not os.fstat(descriptor).st_size:
                 return memoryview(b"")
             return memoryview(mmap.mmap(descriptor, 0, prot=mmap.PROT_READ))
         finally:
             os.close(descriptor)
-
-    def unlink(self, name: str) -> None:
-        (self.path / name).unlink(missing_ok=True)
-        self._used.discard(name)
 
     def close(self) -> None:
         """Leave the folder, and remove it if it was made here."""
@@ -125,11 +130,9 @@ class SlotFolder:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         return os.open(self.path / name, flags, 0o600)
 
-    def _new_name(self) -> str:
-        self._sweep()
-        name = f"{_BEGINS}{secrets.token_hex(16)}.bin"
-        self._used.add(name)
-        return name
+    def _unlink(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+        self._used.discard(name)
 
 
 @contextmanager

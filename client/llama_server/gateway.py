@@ -437,12 +437,9 @@ class Gateway:
         if states.would_drop(slot.length):
             self.counts.add("failures", "save dropped")
             return
-        name = self._folder.offer()
-        try:
+        with self._folder.offer() as name:
             written = await server.save(slot.number, name, self._settings.save_timeout_ms / 1e3)
             memory = self._folder.take(name)
-        finally:
-            self._folder.unlink(name)
         if len(memory) != written:
             raise BadSlotFile(f"it has {len(memory)} bytes of {written}")
         if not await model.is_same(server):

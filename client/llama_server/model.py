@@ -216,21 +216,19 @@ class Model:
 
     async def _make_probe(self, server: ModelServer, count: int) -> Probe:
         tokens = np.asarray(await server.tokenize(PROBE), "<i4")
-        name = self._folder.offer()
         try:
             # Cells of before are of other adapters or another client, and might be reused.
             for number in range(count):
                 await server.erase(number)
             await server.evaluate(0, tokens, keep=False)
-            written = await server.save(0, name, _PROBE_TIMEOUT_S)
-            memory = self._folder.take(name)
+            with self._folder.offer() as name:
+                written = await server.save(0, name, _PROBE_TIMEOUT_S)
+                memory = self._folder.take(name)
             await server.erase(0)
         except UpstreamRefused as why:
             if why.for_good:
                 raise Unsupported(f"it saves no slots: {why}") from None
             raise
-        finally:
-            self._folder.unlink(name)
         if len(memory) != written:
             raise Unsupported(f"of a slot's {written} bytes it saved {len(memory)}")
         probe = read_probe(memory, count)

@@ -42,8 +42,8 @@ class Restored:
 class _Found(NamedTuple):
     """A prefix that can be loaded."""
 
-    #: Of its slot file; None: an entry could not be read.
-    name: str | None
+    #: Whether its slot file was made; if not, an entry could not be read.
+    made: bool
     tokens: int
     payload_bytes: int
 
@@ -86,22 +86,20 @@ class States:
         """
         began_s = time.perf_counter()
         found: _Found | str
-        if self._layout is None or self._has_remainder:
-            found = await self._find_state(tokens, present, heads, why_not)
-        else:
-            found = await self._find_blocks(self._layout, tokens, present, why_not)
-        if isinstance(found, str):
-            return found
-        if found.name is None:
-            return "unreadable entries"
-        try:
-            await load(found.name, found.tokens)
-        finally:
-            self._folder.unlink(found.name)
+        with self._folder.name() as name:
+            if self._layout is None or self._has_remainder:
+                found = await self._find_state(name, tokens, present, heads, why_not)
+            else:
+                found = await self._find_blocks(name, self._layout, tokens, present, why_not)
+            if isinstance(found, str):
+                return found
+            if not found.made:
+                return "unreadable entries"
+            await load(name, found.tokens)
         return Restored(found.tokens, found.payload_bytes, time.perf_counter() - began_s)
 
     async def _find_blocks(
-        self, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot
+        self, name: str, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot
     ) -> _Found | str:
         """Up to wherever there are blocks, and an entry behind them."""
         size = self._block_tokens
@@ -118,11 +116,11 @@ class States:
                 payload_bytes = length * layout.token_bytes
                 if why := why_not(length - present, payload_bytes):
                     return why
-                made = await self._file_of(layout, tokens[:length], run, tail or None)
+                made = await self._fill(name, layout, tokens[:length], run, tail or None)
         return _Found(made, length, payload_bytes)
 
     async def _find_state(
-        self, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot
+        self, name: str, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot
     ) -> _Found | str:
         """Up to where a state was saved: whole, or if all of its blocks are there."""
         layout, lengths = self._layout, _places(tokens, present, heads)
@@ -134,7 +132,7 @@ class States:
             if layout is None:
                 if why := why_not(length - present, payload_bytes):
                     return why
-                made = await self._whole_file(tokens, end)
+                made = await self._fill_whole(name, tokens, end)
             else:
                 chain = self._cache.chain(self._namespace, tokens.data, self._block_tokens)
                 payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
@@ -143,53 +141,45 @@ class States:
                 async with self._cache.longest_run(chain, counted=False) as run:
                     if len(run) < len(chain):
                         return "blocks are gone"
-                    made = await self._file_of(layout, tokens, run, end)
+                    made = await self._fill(name, layout, tokens, run, end)
         return _Found(made, length, payload_bytes)
 
-    async def _whole_file(self, tokens: Tokens, hit: AsyncHit) -> str | None:
-        """The name of a slot file that is an entry; None: the entry could not be read, or is of
-        other tokens."""
+    async def _fill_whole(self, name: str, tokens: Tokens, hit: AsyncHit) -> bool:
+        """Make a slot file that is an entry. False: the entry could not be read, or is of other
+        tokens."""
         size_bytes = hit.entries[0].payload_bytes
-        name, file = await asyncio.to_thread(self._folder.create, size_bytes)
-        if not await self._kept(name, hit.restore_into([file])):
-            return None
-        if not _is_of(file, tokens):
-            self._folder.unlink(name)
-            return None
-        return await asyncio.to_thread(self._longer, name, file)
+        file = await asyncio.to_thread(self._folder.create, name, size_bytes)
+        if not await hit.restore_into([file]) or not _is_of(file, tokens):
+            return False
+        await asyncio.to_thread(self._lengthen, name, file)
+        return True
 
-    async def _kept(self, name: str, restore: Awaitable[object]) -> bool:
-        """Whether a restore into a file succeeded; if not, the file is gone."""
-        good = False
-        try:
-            good = bool(await restore)
-        finally:
-            if not good:
-                self._folder.unlink(name)
-        return good
-
-    async def _file_of(
-        self, layout: SlotLayout, tokens: Tokens, run: AsyncHit, end: AsyncHit | None
-    ) -> str | None:
-        """The name of a slot file made of blocks, and of an entry behind them; None: one of them
-        could not be read, or is none of this model's."""
+    async def _fill(
+        self,
+        name: str,
+        layout: SlotLayout,
+        tokens: Tokens,
+        run: AsyncHit,
+        end: AsyncHit | None,
+    ) -> bool:
+        """Make a slot file of blocks, and of an entry behind them. False: one of them could not be
+        read, or is none of this model's."""
         count = len(tokens)
         first = len(run) * self._block_tokens
         remainder_bytes = 0
         if end:
             remainder_bytes = end.entries[0].payload_bytes - (count - first) * layout.token_bytes
         if remainder_bytes < 0 or (remainder_bytes > 0) != self._has_remainder:
-            return None
+            return False
         size_bytes = layout.file_bytes(count)
-        name, file = await asyncio.to_thread(self._folder.create, size_bytes + remainder_bytes)
-        restored = self._fill(layout, file, tokens, run, end, file[size_bytes:])
-        if not await self._kept(name, restored):
-            return None
+        file = await asyncio.to_thread(self._folder.create, name, size_bytes + remainder_bytes)
+        if not await self._restore_into(layout, file, tokens, run, end, file[size_bytes:]):
+            return False
         if remainder_bytes:
-            return await asyncio.to_thread(self._longer, name, file)
-        return name
+            await asyncio.to_thread(self._lengthen, name, file)
+        return True
 
-    async def _fill(
+    async def _restore_into(
         self,
         layout: SlotLayout,
         file: memoryview,
@@ -219,23 +209,21 @@ class States:
         rows = layout.rows(file, count, first, count)
         return not end or bool(await end.restore_into([_flat([*rows, remainder])]))
 
-    def _longer(self, name: str, memory: memoryview) -> str:
-        """The file to load: this one, or a longer one that takes its place."""
+    def _lengthen(self, name: str, memory: memoryview) -> None:
+        """Let a longer file take the place of this one, if it has to be longer."""
         try:
             longer = SlotFile(memory).with_an_older_cell()
         except UnknownVersion:
-            return name
+            return
         if longer is None:
-            return name
-        try:
-            other, place = self._folder.create(sum(map(len, longer)))
+            return
+        with self._folder.name() as other:
+            place = self._folder.create(other, sum(map(len, longer)))
             at = 0
             for piece in longer:
                 place[at : at + len(piece)] = piece
                 at += len(piece)
-            return other
-        finally:
-            self._folder.unlink(name)
+            self._folder.replace(other, name)
 
     @asynccontextmanager
     async def _longest(

@@ -42,20 +42,26 @@ def test_a_folder_that_others_can_write_to_is_refused(path: Path, mode: int) -> 
 
 def test_a_file_is_private_and_has_no_name_after_use(path: Path) -> None:
     folder = SlotFolder(path)
-    name, memory = folder.create(100)
-    assert stat.S_IMODE((path / name).stat().st_mode) == 0o600
-    memory[:3] = b"abc"
-    assert (path / name).read_bytes() == b"abc" + bytes(97)
-    folder.unlink(name)
-    offered = folder.offer()
-    assert offered != name
-    assert stat.S_IMODE((path / offered).stat().st_mode) == 0o600
-    (path / offered).write_bytes(b"state")
-    taken = folder.take(offered)
+    with folder.name() as name:
+        memory = folder.create(name, 100)
+        assert stat.S_IMODE((path / name).stat().st_mode) == 0o600
+        memory[:3] = b"abc"
+        assert (path / name).read_bytes() == b"abc" + bytes(97)
+        with folder.name() as longer:
+            folder.create(longer, 200)
+            folder.replace(longer, name)
+        assert (path / name).read_bytes() == bytes(200)
     assert list(path.iterdir()) == []
+    with folder.offer() as offered:
+        assert offered != name
+        assert stat.S_IMODE((path / offered).stat().st_mode) == 0o600
+        (path / offered).write_bytes(b"state")
+        taken = folder.take(offered)
+        assert list(path.iterdir()) == []
     assert bytes(taken) == b"state"
     assert taken.readonly
-    assert bytes(folder.take(folder.offer())) == b""
+    with folder.offer() as offered:
+        assert bytes(folder.take(offered)) == b""
     folder.close()
 
 
@@ -63,29 +69,32 @@ def test_a_file_is_not_taken_through_a_link(path: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("x")
     folder = SlotFolder(path)
-    name = folder.offer()
-    (path / name).unlink()
-    (path / name).symlink_to(secret)
-    with pytest.raises(OSError, match="symbolic"):
-        folder.take(name)
+    with folder.offer() as name:
+        (path / name).unlink()
+        (path / name).symlink_to(secret)
+        with pytest.raises(OSError, match="symbolic"):
+            folder.take(name)
+    assert secret.exists()
     folder.close()
 
 
 def test_without_room_there_is_an_error_and_no_file(path: Path) -> None:
     folder = SlotFolder(path)
-    with pytest.raises((OSError, OverflowError)):
-        folder.create(1 << 62)
+    with folder.name() as name, pytest.raises((OSError, OverflowError)):
+        folder.create(name, 1 << 62)
     assert list(path.iterdir()) == []
     folder.close()
 
 
 def test_a_save_that_comes_too_late_leaves_nothing(path: Path) -> None:
     folder = SlotFolder(path)
-    late, kept = folder.offer(), folder.offer()
-    folder.unlink(late)  # it was given up
-    (path / late).write_bytes(b"what llama-server writes all the same")
-    other, _ = folder.create(10)
-    assert sorted(each.name for each in path.iterdir()) == sorted([kept, other])
+    with folder.offer() as kept:
+        with folder.offer() as late:
+            pass  # it was given up
+        (path / late).write_bytes(b"what llama-server writes all the same")
+        with folder.name() as other:
+            folder.create(other, 10)
+            assert sorted(each.name for each in path.iterdir()) == sorted([kept, other])
 
 
 def test_temporary_folders_of_processes_that_are_gone_are_removed(tmp_path: Path) -> None:

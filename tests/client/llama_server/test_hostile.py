@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import io
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ import aiohttp
 import numpy as np
 import pytest
 
+from prefixd.client.aio import AsyncHit
 from prefixd.client.llama_server import gateway as gateway_module
+from prefixd.client.llama_server.folder import SlotFolder
 from prefixd.client.llama_server.model import Model
 from prefixd.client.llama_server.slots import Slot
 from tests.client.llama_server.conftest import Proxy
@@ -312,6 +315,52 @@ def test_a_client_that_hangs_up_in_the_middle(through: Through, moment: str) -> 
 
     kind = {"kind": "windows", "swa_full": True}
     through(test, weights=f"hangs up {moment}", settings={"idle_s": 3600.0}, **kind)
+
+
+@pytest.mark.parametrize("kind", ["plain", "windows"])
+@pytest.mark.parametrize("moment", ["made", "released"])
+def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
+    through: Through, kind: str, moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are memory: as large as a state. Hanging up while a thread makes one, or while the
+    claim on its entries is given back."""
+    create, leave = SlotFolder.create, AsyncHit.__aexit__
+    goes_on, made, released = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly(*arguments: Any) -> memoryview:
+        memory = create(*arguments)
+        made.set()
+        goes_on.wait()
+        return memory
+
+    async def waiting(hit: AsyncHit, *arguments: Any) -> None:
+        await leave(hit, *arguments)
+        if made.is_set() and not released.is_set():
+            released.set()
+            await asyncio.Event().wait()
+
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.forget()
+        await proxy.gateway.identify()
+        (model,) = proxy.gateway._models.values()
+        with monkeypatch.context() as patch:
+            patch.setattr(SlotFolder, "create", slowly)
+            if moment == "released":
+                goes_on.set()
+                patch.setattr(AsyncHit, "__aexit__", waiting)
+            asking = asyncio.ensure_future(proxy.ask(P))
+            while not {"made": made, "released": released}[moment].is_set():
+                await asyncio.sleep(0)
+            asking.cancel()
+            while any(slot.busy for slot in model.slots):
+                await asyncio.sleep(0)
+        goes_on.set()
+        assert await proxy.ask(Q) == expected(proxy, Q)
+        await proxy.settled()
+        assert leftovers(proxy.folder) == []
+
+    through(test, weights=f"hangs up early {kind} {moment}", kind=kind)
 
 
 def test_who_waits_for_a_slot_and_hangs_up_holds_nobody_up(through: Through) -> None:
