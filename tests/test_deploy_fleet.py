@@ -18,7 +18,8 @@ import pytest
 
 from prefixd.proto.units import parse_bytes
 from prefixd.server.config.loading import load_config
-from tests.support.redis_servers import RedisServer, free_ports, needs_redis
+from tests.support.ports import free_ports
+from tests.support.redis_servers import RedisServer, needs_redis
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 FLEET = (DEPLOY / "fleet/compose.yaml").read_text()

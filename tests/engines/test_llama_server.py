@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from tests.engines.tiny_models import (
 )
 from tests.support.daemon import eventually, private_daemon
 from tests.support.lengths import LONG
+from tests.support.ports import free_ports
 from tests.support.unix_http import Connection, call
 
 pytest.importorskip("gguf")
@@ -434,8 +434,7 @@ def test_before_a_server_that_somebody_else_started(
     (expected,) = warm(models, "plain", [P])
     slots = tmp_path / "slots"
     slots.mkdir(mode=0o700)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     command = [SERVER, "-m", str(models / "plain.gguf"), "-c", "4096", "-np", "1", "-t", "1"]
     command += ["--port", str(port), "--slot-save-path", str(slots), "--cache-ram", "0"]
     wrapper = [sys.executable, "-m", "prefixd.client.llama_server", "--address", daemon.address]

@@ -21,6 +21,7 @@ from prefixd.proto.keys import Key
 from prefixd.proto.limits import MAX_BATCH_KEYS, MAX_MESSAGE_BYTES
 from tests.hostile.test_floods import MIB, eager_daemon, pour, session_at, watching
 from tests.support.daemon import eventually, tcp_address
+from tests.support.ports import free_ports
 
 LARGE: Final = os.urandom(8 * MIB)
 
@@ -35,9 +36,7 @@ def daemon() -> Iterator[PrivateDaemon]:
         "--server.max_saves=16MiB",
         "--sessions.max_reserved_share=1",
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     with eager_daemon(f"--server.tcp=127.0.0.1:{port}", *flags, ram="128MiB") as daemon:
         yield daemon
 

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from tests.support.daemon import eventually, temporary_directories
 from tests.support.outside import DaemonProcess
-from tests.support.redis_servers import RedisServer, free_ports
+from tests.support.ports import free_ports
+from tests.support.redis_servers import RedisServer
 
 VISITOR: Final = Path(__file__).with_name("visitor.py")
 COUNT: Final = 12

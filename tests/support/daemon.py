@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from typing import Final, TypeVar
 from prefixd.client.ctl.connection import AdminConnection
 from prefixd.client.ctl.private import PrivateDaemon
 from prefixd.proto.errors import DaemonUnavailable
+from tests.support.ports import free_ports
 
 T = TypeVar("T")
 
@@ -45,9 +45,7 @@ def private_daemon(
 def tcp_daemon(*flags: str, **budgets: str) -> Iterator[PrivateDaemon]:
     """A daemon that also listens on TCP and has a data socket. Its `tcp_address` stays the same
     after a restart."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    (port,) = free_ports(1)
     with private_daemon(f"--server.tcp=127.0.0.1:{port}", *flags, **budgets) as daemon:
         yield daemon
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlencode
 
 from tests.support.daemon import WITHIN_S, eventually
-from tests.support.redis_servers import free_ports
+from tests.support.ports import free_ports
 
 PROGRAM: Final = "prometheus"
 #: Points of a response. Prometheus returns 11,000 at most.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -17,21 +16,13 @@ import redis
 
 from tests.support.daemon import eventually
 from tests.support.namespaces import Host, Network
+from tests.support.ports import free_ports
 
 FORM_CLUSTER: Final = Path(__file__).parents[2] / "deploy/fleet/form-cluster.sh"
 SLOTS: Final = 16_384
 needs_redis = pytest.mark.skipif(
     shutil.which("redis-server") is None, reason="needs redis-server (Debian: redis-server)"
 )
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nothing listened on a moment ago."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(closing(socket.socket())) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
 
 
 class RedisServer:

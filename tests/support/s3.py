@@ -15,7 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from .redis_servers import free_ports
+from .ports import free_ports
 
 #: The environment variable with a bucket for tests, `s3://bucket[/prefix]`, which they empty. The
 #: endpoint and the credentials are in the variables that AWS' own tools read.

@@ -28,7 +28,7 @@ from tests.server.sharing.test_two_nodes import (
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
 from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
-from tests.support.redis_servers import free_ports
+from tests.support.ports import free_ports
 from tests.support.s3 import S3_URL, moto_s3
 
 BLOCKS = 12

@@ -23,7 +23,7 @@ from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis
 from ...support.lengths import times
 from ...support.outside import DaemonProcess, daemon_process
-from ...support.redis_servers import free_ports
+from ...support.ports import free_ports
 from ...support.running import payload
 from ...support.s3 import moto_s3
 from .test_two_nodes import NAMESPACE, wait_for_engine

@@ -33,7 +33,7 @@ from tests.support.daemon import eventually, tcp_address, tcp_daemon
 from tests.support.fake_redis import FakeRedis
 from tests.support.fakes import PATIENCE_S
 from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
-from tests.support.redis_servers import free_ports
+from tests.support.ports import free_ports
 
 
 def read_of(key: Key, payload: bytes, *, crc: int | None = None) -> Wanted:

@@ -15,7 +15,7 @@ from tests.support.certificates import Authority
 from tests.support.daemon import eventually
 from tests.support.fake_redis import FakeRedis
 from tests.support.outside import RAM_ALONE, DaemonProcess, daemon_process
-from tests.support.redis_servers import free_ports
+from tests.support.ports import free_ports
 
 TOKEN = "of-the-fleet-" * 3
 

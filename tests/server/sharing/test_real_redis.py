@@ -20,11 +20,11 @@ from prefixd.server.sharing.redis_store import RedisStore
 
 from ...support.certificates import Authority
 from ...support.daemon import eventually
+from ...support.ports import free_ports
 from ...support.redis_servers import (
     RedisServer,
     Sentinel,
     add_replica,
-    free_ports,
     needs_redis,
     primary_and_replica,
     redis_servers,

@@ -25,7 +25,7 @@ from prefixd.client.ctl.main import app
 from ...support.daemon import eventually
 from ...support.fake_redis import FakeRedis
 from ...support.outside import RAM_ALONE, DaemonProcess, daemon_process
-from ...support.redis_servers import free_ports
+from ...support.ports import free_ports
 from ...support.running import payload
 
 PATIENCE_S = 60.0
