@@ -78,8 +78,8 @@ class SlotFolder:
 
     @contextmanager
     def name(self) -> Iterator[str]:
-        """A name for a file, which is gone when the block ends. What a thread still makes of it
-        then, because nobody waits for it any more, is gone when somebody takes the next name."""
+        """A name for a file, which is gone when the block ends. What llama-server still writes
+        under it then is gone when somebody takes the next name."""
         self._sweep()
         name = f"{_BEGINS}{secrets.token_hex(16)}.bin"
         self._used.add(name)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...proto.keys import Key, Namespace, prefix_key, prefix_keys
 from ...proto.limits import MAX_BATCH_KEYS
@@ -23,6 +23,8 @@ from ..saves import SaveItem
 from .folder import SlotFolder
 from .server_identity import Probe
 from .slot_file import BadSlotFile, SlotFile, SlotLayout, Tokens, UnknownVersion, common_tokens
+
+T = TypeVar("T")
 
 #: Why a gain in tokens is not worth loading so many bytes; None: it is.
 WhyNot = Callable[[int, int], str | None]
@@ -42,8 +44,8 @@ class Restored:
 class _Found(NamedTuple):
     """A prefix that can be loaded."""
 
-    #: Whether its slot file was made; if not, an entry could not be read.
-    made: bool
+    #: Of its slot file; None: an entry could not be read.
+    name: str | None
     tokens: int
     payload_bytes: int
 
@@ -86,20 +88,20 @@ class States:
         """
         began_s = time.perf_counter()
         found: _Found | str
-        with self._folder.name() as name:
+        with ExitStack() as files:
             if self._layout is None or self._has_remainder:
-                found = await self._find_state(name, tokens, present, heads, why_not)
+                found = await self._find_state(files, tokens, present, heads, why_not)
             else:
-                found = await self._find_blocks(name, self._layout, tokens, present, why_not)
+                found = await self._find_blocks(files, self._layout, tokens, present, why_not)
             if isinstance(found, str):
                 return found
-            if not found.made:
+            if found.name is None:
                 return "unreadable entries"
-            await load(name, found.tokens)
+            await load(found.name, found.tokens)
         return Restored(found.tokens, found.payload_bytes, time.perf_counter() - began_s)
 
     async def _find_blocks(
-        self, name: str, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot
+        self, files: ExitStack, layout: SlotLayout, tokens: Tokens, present: int, why_not: WhyNot
     ) -> _Found | str:
         """Up to wherever there are blocks, and an entry behind them."""
         size = self._block_tokens
@@ -116,11 +118,11 @@ class States:
                 payload_bytes = length * layout.token_bytes
                 if why := why_not(length - present, payload_bytes):
                     return why
-                made = await self._fill(name, layout, tokens[:length], run, tail or None)
+                made = await self._fill(files, layout, tokens[:length], run, tail or None)
         return _Found(made, length, payload_bytes)
 
     async def _find_state(
-        self, name: str, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot
+        self, files: ExitStack, tokens: Tokens, present: int, heads: Sequence[int], why_not: WhyNot
     ) -> _Found | str:
         """Up to where a state was saved: whole, or if all of its blocks are there."""
         layout, lengths = self._layout, _places(tokens, present, heads)
@@ -132,7 +134,7 @@ class States:
             if layout is None:
                 if why := why_not(length - present, payload_bytes):
                     return why
-                made = await self._fill_whole(name, tokens, end)
+                made = await self._fill_whole(files, tokens, end)
             else:
                 chain = self._cache.chain(self._namespace, tokens.data, self._block_tokens)
                 payload_bytes += len(chain) * self._block_tokens * layout.token_bytes
@@ -141,43 +143,44 @@ class States:
                 async with self._cache.longest_run(chain, counted=False) as run:
                     if len(run) < len(chain):
                         return "blocks are gone"
-                    made = await self._fill(name, layout, tokens, run, end)
+                    made = await self._fill(files, layout, tokens, run, end)
         return _Found(made, length, payload_bytes)
 
-    async def _fill_whole(self, name: str, tokens: Tokens, hit: AsyncHit) -> bool:
-        """Make a slot file that is an entry. False: the entry could not be read, or is of other
-        tokens."""
-        size_bytes = hit.entries[0].payload_bytes
-        file = await asyncio.to_thread(self._folder.create, name, size_bytes)
+    async def _fill_whole(self, files: ExitStack, tokens: Tokens, hit: AsyncHit) -> str | None:
+        """Make a slot file, one of `files`, that is an entry. None: the entry could not be read, or
+        is of other tokens."""
+        name = files.enter_context(self._folder.name())
+        file = await _finished(self._folder.create, name, hit.entries[0].payload_bytes)
         if not await hit.restore_into([file]) or not _is_of(file, tokens):
-            return False
-        await asyncio.to_thread(self._lengthen, name, file)
-        return True
+            return None
+        await self._lengthen(name, file)
+        return name
 
     async def _fill(
         self,
-        name: str,
+        files: ExitStack,
         layout: SlotLayout,
         tokens: Tokens,
         run: AsyncHit,
         end: AsyncHit | None,
-    ) -> bool:
-        """Make a slot file of blocks, and of an entry behind them. False: one of them could not be
-        read, or is none of this model's."""
+    ) -> str | None:
+        """Make a slot file, one of `files`, of blocks, and of an entry behind them. None: one of
+        them could not be read, or is none of this model's."""
         count = len(tokens)
         first = len(run) * self._block_tokens
         remainder_bytes = 0
         if end:
             remainder_bytes = end.entries[0].payload_bytes - (count - first) * layout.token_bytes
         if remainder_bytes < 0 or (remainder_bytes > 0) != self._has_remainder:
-            return False
+            return None
         size_bytes = layout.file_bytes(count)
-        file = await asyncio.to_thread(self._folder.create, name, size_bytes + remainder_bytes)
+        name = files.enter_context(self._folder.name())
+        file = await _finished(self._folder.create, name, size_bytes + remainder_bytes)
         if not await self._restore_into(layout, file, tokens, run, end, file[size_bytes:]):
-            return False
+            return None
         if remainder_bytes:
-            await asyncio.to_thread(self._lengthen, name, file)
-        return True
+            await self._lengthen(name, file)
+        return name
 
     async def _restore_into(
         self,
@@ -209,21 +212,26 @@ class States:
         rows = layout.rows(file, count, first, count)
         return not end or bool(await end.restore_into([_flat([*rows, remainder])]))
 
-    def _lengthen(self, name: str, memory: memoryview) -> None:
+    async def _lengthen(self, name: str, memory: memoryview) -> None:
         """Let a longer file take the place of this one, if it has to be longer."""
-        try:
-            longer = SlotFile(memory).with_an_older_cell()
-        except UnknownVersion:
-            return
-        if longer is None:
-            return
-        with self._folder.name() as other:
+
+        def write(other: str) -> bool:
+            try:
+                longer = SlotFile(memory).with_an_older_cell()
+            except UnknownVersion:
+                return False
+            if longer is None:
+                return False
             place = self._folder.create(other, sum(map(len, longer)))
             at = 0
             for piece in longer:
                 place[at : at + len(piece)] = piece
                 at += len(piece)
-            self._folder.replace(other, name)
+            return True
+
+        with self._folder.name() as other:
+            if await _finished(write, other):
+                self._folder.replace(other, name)
 
     @asynccontextmanager
     async def _longest(
@@ -314,6 +322,17 @@ class States:
         return self._cache.save_async(
             key, memory, tier=self._tier, reason=reason, token_count=len(tokens)
         )
+
+
+async def _finished(call: Callable[..., T], *arguments: object) -> T:
+    """What a call on a thread returns. Who is cancelled waits for its end all the same: it makes a
+    file, which can be removed only then."""
+    working = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.wait({working})
+        raise
 
 
 def _places(tokens: Tokens, present: int, heads: Sequence[int]) -> list[int]:

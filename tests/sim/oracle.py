@@ -270,6 +270,8 @@ class Oracle:
             and before.generation > entry.generation
             and before.generation not in self.tainted
             and entry.generation not in self.gave_way
+            # Until its tier has read the later save, this one is found; see `_recovered`.
+            and self._unread(before.tier, key) != before.generation
         ):
             self.fail(SURVIVES, f"{name_of(key)} was recovered as it was before its last save")
         replaced = entry.generation in self._replaced and entry.generation not in self.tainted
@@ -288,6 +290,11 @@ class Oracle:
         self.durable[key] = Published(
             entry.tier, entry.generation, crc, entry.payload_bytes, entry.location
         )
+
+    def _unread(self, tier: Tier, key: Key) -> int | None:
+        """The generation of a key that a tier still has to find."""
+        expected = self.expected.get(tier, {}).get(key)
+        return None if expected is None else expected.generation
 
     def _left(self, daemon: SimDaemon, key: Key) -> None:
         gone = self.durable.pop(key, None)
@@ -318,7 +325,10 @@ class Oracle:
             ):
                 if self.durable.get(key) is published:
                     del self.durable[key]
-            elif entry is None or (entry.tier <= tier and entry.generation < published.generation):
+            elif entry is None or (
+                entry.generation < published.generation
+                and (entry.tier <= tier or entry.payload_crc32c != published.crc32c)
+            ):
                 where = published.tier.label
                 self.fail(SURVIVES, f"{name_of(key)} was published in {where} and is gone")
         # Device faults may lose recorded uses, and new uses change the order.

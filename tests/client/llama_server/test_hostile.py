@@ -7,6 +7,7 @@ import asyncio
 import gzip
 import io
 import json
+import shutil
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -322,15 +323,16 @@ def test_a_client_that_hangs_up_in_the_middle(through: Through, moment: str) -> 
 def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
     through: Through, kind: str, moment: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are memory: as large as a state. Hanging up while a thread makes one, or while the
-    claim on its entries is given back."""
+    """Files are memory: as large as a state. Hanging up while a thread is about to make one, or
+    while the claim on its entries is given back."""
     create, leave = SlotFolder.create, AsyncHit.__aexit__
-    goes_on, made, released = threading.Event(), threading.Event(), threading.Event()
+    making, goes_on, made, released = (threading.Event() for _ in range(4))
 
     def slowly(*arguments: Any) -> memoryview:
+        making.set()
+        goes_on.wait()
         memory = create(*arguments)
         made.set()
-        goes_on.wait()
         return memory
 
     async def waiting(hit: AsyncHit, *arguments: Any) -> None:
@@ -350,17 +352,32 @@ def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
                 goes_on.set()
                 patch.setattr(AsyncHit, "__aexit__", waiting)
             asking = asyncio.ensure_future(proxy.ask(P))
-            while not {"made": made, "released": released}[moment].is_set():
+            while not {"made": making, "released": released}[moment].is_set():
                 await asyncio.sleep(0)
             asking.cancel()
-            while any(slot.busy for slot in model.slots):
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+            await asyncio.sleep(0)
+            goes_on.set()
+            while not made.is_set() or any(slot.busy for slot in model.slots):
                 await asyncio.sleep(0)
-        goes_on.set()
-        assert await proxy.ask(Q) == expected(proxy, Q)
-        await proxy.settled()
         assert leftovers(proxy.folder) == []
+        assert await proxy.ask(Q) == expected(proxy, Q)
 
     through(test, weights=f"hangs up early {kind} {moment}", kind=kind)
+
+
+def test_a_folder_that_is_gone_takes_no_slot_its_tokens(through: Through) -> None:
+    async def test(proxy: Proxy) -> None:
+        await proxy.ask(P)
+        await proxy.settled()
+        shutil.rmtree(proxy.folder)
+        text, evaluated = await proxy.evaluated(proxy.ask(P + Q))
+        assert text == expected(proxy, P + Q)
+        assert evaluated < len(Q) + 100, "it goes on from what its slot has"
+        proxy.folder.mkdir(mode=0o700)
+
+    through(test, weights="no folder")
 
 
 def test_who_waits_for_a_slot_and_hangs_up_holds_nobody_up(through: Through) -> None:
