@@ -55,7 +55,7 @@ class FileCalls:
         self, fd: int, data: Sequence[Buffer], offsets_bytes: Sequence[int]
     ) -> list[int]:
         """`copy_and_write` each at its offset, in as few calls as possible. Returns the CRC32C of
-        each. Needs the native kernel."""
+        each. Only where there is the native kernel, which makes it fast."""
         crcs = []
         for each, offset_bytes in zip(data, offsets_bytes, strict=True):
             with memoryview(each) as view:

@@ -66,7 +66,8 @@ class Loaded:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class ModelNamespace(Namespace):
-    """The namespace of a model. Equal ones share keys, also those of other processes."""
+    """The namespace of a model, made by `namespace_of`. Equal ones share keys, also those of other
+    processes."""
 
     identity: StateIdentity
     config: Any
@@ -77,6 +78,11 @@ class ModelNamespace(Namespace):
     model: ReferenceType[Any]
     #: The clients that have announced it.
     told: WeakSet[Client]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.root != self.identity.namespace().root:
+            raise CallerError("a namespace with other parts is of no model: use namespace_of")
 
     def announce(self, client: Client) -> None:
         """Say what its keys depend on, once for each client."""

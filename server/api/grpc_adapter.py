@@ -10,6 +10,7 @@ once.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager, suppress
@@ -71,13 +72,15 @@ def add_service(
     door: Door,
 ) -> None:
     """Serve every rpc of `service` with the method of its name, behind `door`. `roles`: what a
-    caller needs, by rpc; ADMIN for the others. Raises ValueError unless each rpc has a method."""
+    caller needs, by rpc; ADMIN for the others. Raises ValueError unless each rpc has a method that
+    yields if it has several responses."""
     handlers = {}
     for rpc in service.methods:
-        if rpc.name not in methods:
+        method = methods.get(rpc.name)
+        if method is None or inspect.isasyncgenfunction(method) != rpc.server_streaming:
             raise ValueError(f"{rpc.full_name} has no method that can serve it")
         role = roles.get(rpc.name, Role.ADMIN)
-        handlers[rpc.name] = _handler(rpc, methods[rpc.name], door, role)
+        handlers[rpc.name] = _handler(rpc, method, door, role)
     if len(methods) != len(handlers):
         raise ValueError(f"methods that {service.full_name} does not have: {methods.keys()}")
     generic = grpc.method_handlers_generic_handler(service.full_name, handlers)

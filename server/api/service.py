@@ -70,10 +70,13 @@ class CacheService:
         """The stored keys for those that a request names. Raises PrefixdError."""
         return self.sessions.namespaces.keys(access, messages.keys_of("keys", raw))
 
-    def session(
+    async def session(
         self, requests: AsyncIterator[pb.SessionRequest], caller: Caller
     ) -> AsyncGenerator[pb.SessionEvent, None]:
-        return SessionStream(self._core, self.sessions, self.config, caller).run(requests)
+        stream = SessionStream(self._core, self.sessions, self.config, caller)
+        async with aclosing(stream.run(requests)) as events:
+            async for event in events:
+                yield event
 
     # ---- lookups and claims
 

@@ -1,5 +1,5 @@
-"""Interfaces through which the runtime reports: to the streams of sessions, to what follows entries
-and the index, and to a tracer."""
+"""Interfaces through which the runtime reports: to the streams of sessions, to what follows
+entries, and to a tracer."""
 
 from __future__ import annotations
 

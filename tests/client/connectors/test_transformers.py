@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -245,10 +246,13 @@ def test_each_layer_gets_its_own_where_it_computes(
         "model": lambda: model,
         "told": {client},
     }
-    namespace = ModelNamespace(os.urandom(32), "hf", b"c" * 32, **parts)
+    plain = Namespace(os.urandom(32), "hf", b"c" * 32)
+    parts["identity"] = SimpleNamespace(namespace=lambda: plain)
+    namespace = ModelNamespace(plain.fingerprint, "hf", b"c" * 32, **parts)
+    with pytest.raises(CallerError, match="use namespace_of"):
+        replace(namespace, salt=b"another tenant")
     monkeypatch.setattr(transformers, "stamp", lambda _: None)
     monkeypatch.setattr(transformers, "layer_devices", lambda _: {0: "gpu:0", 2: "gpu:1"})
-    plain = Namespace(namespace.fingerprint, "hf", b"c" * 32)
     save(client, plain, TOKENS, filled(50))
     found = load_cache(client, namespace, config_of(), TOKENS, block_tokens=BLOCK)
     assert found.token_count == 48
