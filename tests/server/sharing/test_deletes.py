@@ -216,6 +216,7 @@ async def test_a_key_that_is_saved_again_is_shared_again(tmp_path: Path) -> None
         await one.save(1, version=2)
         await one.daemon.until(lambda: key(1) in engine.values)
         assert engine.values[key(1)][1] == payload(201)
+        await other.settled()
         assert await other.fetch(key(1)) == 1
 
 
