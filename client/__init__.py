@@ -6,10 +6,10 @@ need no gRPC.
 
 import os
 
-# gRPC's handlers for forks abort some of the children that a process with a client forks, up to one
-# in twenty, before they can run another program, and sometimes that process itself. The Python part
-# of gRPC does without them unless this is set to 1; its core, which reads it when gRPC is first
-# imported, does not. Nothing is lost: a fork can't use the client anyway.
+# gRPC's handlers for forks abort some of the children that a process with a client forks, before
+# they can run another program, and sometimes that process itself. The Python part of gRPC does
+# without them unless this is set to 1; its core, which reads it when gRPC is first imported, does
+# not. Nothing is lost: a fork can't use the client anyway.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
 
 # Type checkers take it for true. `typing` itself would be most of the import.

@@ -10,6 +10,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import aiohttp
@@ -21,6 +22,7 @@ from prefixd.client.llama_server import gateway as gateway_module
 from prefixd.client.llama_server.folder import SlotFolder
 from prefixd.client.llama_server.model import Model
 from prefixd.client.llama_server.slots import Slot
+from prefixd.client.llama_server.states import States
 from tests.client.llama_server.conftest import Proxy
 from tests.support.fake_llama import leftovers, plain_answer
 
@@ -325,7 +327,8 @@ def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
 ) -> None:
     """Files are memory: as large as a state. Hanging up while a thread is about to make one, or
     while the claim on its entries is given back."""
-    create, leave = SlotFolder.create, AsyncHit.__aexit__
+    create, leave, restore = SlotFolder.create, AsyncHit.__aexit__, States.restore
+    restoring: list[asyncio.Task[Any]] = []
     making, goes_on, made, released = (threading.Event() for _ in range(4))
 
     def slowly(*arguments: Any) -> memoryview:
@@ -341,13 +344,21 @@ def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
             released.set()
             await asyncio.Event().wait()
 
+    async def noted(*arguments: Any) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        restoring.append(task)
+        return await restore(*arguments)
+
     async def test(proxy: Proxy) -> None:
         await proxy.ask(P)
         await proxy.forget()
         await proxy.gateway.identify()
         (model,) = proxy.gateway._models.values()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, ExitStack() as stack:
+            stack.callback(goes_on.set)
             patch.setattr(SlotFolder, "create", slowly)
+            patch.setattr(States, "restore", noted)
             if moment == "released":
                 goes_on.set()
                 patch.setattr(AsyncHit, "__aexit__", waiting)
@@ -357,7 +368,10 @@ def test_a_client_that_hangs_up_before_the_load_leaves_no_file(
             asking.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asking
-            await asyncio.sleep(0)
+            while not restoring[-1].cancelling():
+                await asyncio.sleep(0)
+            for _ in range(10):  # who does not wait for the thread is gone by then
+                await asyncio.sleep(0)
             goes_on.set()
             while not made.is_set() or any(slot.busy for slot in model.slots):
                 await asyncio.sleep(0)
